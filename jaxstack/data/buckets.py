@@ -229,7 +229,7 @@ class BucketReader:
         return [reader.orders()[0] if reader else none for reader in self._all_readers]
 
     def read_before(self, index: int) -> Counts:
-        """Returns how many sequences of each source are read before a batch, [buckets][sources]."""
+        """Returns how many sequences of each source are read before a batch, `[buckets][sources]`."""
         numbers = self._order.counts(max(index - self._first, 0)).tolist()
         each = zip(self._readers, numbers, self._read_before, strict=True)
         return [reader.counts(number).tolist() if reader else [*before] for reader, number, before in each]

@@ -126,7 +126,7 @@ class MixtureReader:
         return [[reader.order if reader else None for reader in self._readers]]
 
     def read_before(self, index: int) -> Counts:
-        """Returns how many sequences of each source are read before a batch, [1][sources]."""
+        """Returns how many sequences of each source are read before a batch, `[1][sources]`."""
         return [self.counts(index).tolist()]
 
     def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":

