@@ -134,6 +134,19 @@ def _check_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
         raise ValueError(f"{info.filename} declares the shape {shape}, but has {info.file_size:,} bytes")
 
 
+def check_npy_header(path: Path) -> None:
+    """Checks that an .npy file is not shorter than its header says: NumPy makes room for the header before it reads it.
+
+    Raises:
+      OSError, ValueError: it cannot be opened, or is shorter.
+    """
+    with path.open("rb") as file:
+        begin = file.read(12)
+    length = int.from_bytes(begin[8:12], "little")  # since version 2 of the format; version 1 has two bytes
+    if begin[6:7] >= b"\x02" and 12 + length > path.stat().st_size:
+        raise ValueError("it is shorter than its header")
+
+
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Returns arrays of an .npz file, never unpickled.
 

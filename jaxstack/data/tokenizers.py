@@ -309,13 +309,23 @@ class HFTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text [tokens]."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, id_dtype(self.vocab_size))
+        return np.array(self._encode(text).ids, id_dtype(self.vocab_size))
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids of a text, and the start and end of the characters that each represents, all [tokens]."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._encode(text)
         starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
         return np.array(found.ids, id_dtype(self.vocab_size)), starts, ends
+
+    def _encode(self, text: str) -> Any:
+        """Returns the library's encoding of a text, without special tokens around it."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception, such as for a character without any token
+            raise ConfigError(
+                f"data.tokenizer={self.name} cannot encode a text: {error}. Use a tokenizer that has a token for every "
+                f"character, or an unknown token."
+            ) from None
 
     def find(self, token: str) -> int | None:
         """Returns the id of a token, or `None` if the vocabulary does not have it."""

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from jaxstack.common import files
+from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import JsonObject, Tokenizer, tokenizer_from_json
@@ -351,6 +351,7 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
             f"of {dtype.itemsize}), found {found:,}. Copy or build it again."
         )
     try:
+        inputs.check_npy_header(starts_file)
         starts = np.load(starts_file, mmap_mode="r", allow_pickle=False)
         if not isinstance(starts, np.ndarray):
             raise ValueError("it is an archive of arrays")
