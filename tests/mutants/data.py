@@ -236,7 +236,7 @@ mistakes(
     ("np.cumsum(ids & 0xC0 != 0x80) - 1", "np.cumsum(ids & 0xC0 != 0x80)"),
     ("_ByteTable([c.encode() for c in self.alphabet])", "_ByteTable([c.encode()[:1] for c in self.alphabet])"),
     ("return np.min_scalar_type(vocab_size - 1)", "return np.min_scalar_type(vocab_size)"),
-    ("add_special_tokens=False).ids", "add_special_tokens=True).ids"),
+    ("add_special_tokens=False)", "add_special_tokens=True)"),
     ("self.vocab_size = max(vocab.values()) + 1", "self.vocab_size = len(vocab)"),
 )
 
