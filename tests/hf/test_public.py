@@ -1,7 +1,8 @@
 """Public checkpoints: their files are read with the values that `transformers` computes, or refused for a reason.
 
-`public/checkpoints.json` has the keys and values of `config.json` of public checkpoints as they were published, by
-their names on the hub, some with those of `generation_config.json` and `tokenizer_config.json`. It has no weights.
+`public/checkpoints.json` has keys and values of `config.json` of public checkpoints, by their names on the hub, some
+with those of `generation_config.json` and `tokenizer_config.json`. It has no weights. The values are as other public
+projects quote them, so some files lack keys or may differ in a value from the newest file on the hub.
 A slow test scales each model down, lets `transformers` draw its weights, and compares the import and the export.
 """
 
