@@ -107,6 +107,16 @@ def _gpu_tile(kernel, dtype, *sizes):
     return (*fitted, tile.warps, tile.stages)
 
 
+def _load(ref, index, inside, *lead):
+    """Loads the block of a matrix with these row and column indices, with zeros where they are not `inside`.
+
+    `lead` are indices of the dimensions before the matrix.
+    """
+    row, column = index
+    rows, columns = inside
+    return triton.load(ref.at[(*lead, row[:, None], column[None, :])], mask=rows[:, None] & columns[None, :], other=0)
+
+
 def _rows_gpu(x, w, sizes, transposed):
     """Runs one program for each visit and block of the output's width; it loops over the width that is summed.
 
@@ -130,19 +140,11 @@ def _rows_gpu(x, w, sizes, transposed):
 
         def add_block(k, total):
             width = k * K + jnp.arange(K)
-            a = triton.load(x_ref.at[row[:, None], width[None, :]], mask=rows[:, None] & (width < A)[None, :], other=0)
+            a = _load(x_ref, (row, width), (rows, width < A))  # [M, K]
             if transposed:
-                b = triton.load(
-                    w_ref.at[expert, column[:, None], width[None, :]],
-                    mask=(column < B)[:, None] & (width < A)[None, :],
-                    other=0,
-                )
+                b = _load(w_ref, (column, width), (column < B, width < A), expert)  # [J, K]
                 return total + _dot(a, b, ((1,), (1,)))
-            b = triton.load(
-                w_ref.at[expert, width[:, None], column[None, :]],
-                mask=(width < A)[:, None] & (column < B)[None, :],
-                other=0,
-            )
+            b = _load(w_ref, (width, column), (width < A, column < B), expert)  # [K, J]
             return total + _dot(a, b, ((1,), (0,)))
 
         # The loop runs 0 times for rows without a group, so that their results are zeros.
@@ -180,12 +182,8 @@ def _weights_gpu(x, dy, sizes, dtype):
 
         def add_rows(t, total):
             row = start + t * M + jnp.arange(M)
-            a = triton.load(
-                x_ref.at[row[:, None], into[None, :]], mask=(row < end)[:, None] & (into < A)[None, :], other=0
-            )
-            b = triton.load(
-                dy_ref.at[row[:, None], out[None, :]], mask=(row < end)[:, None] & (out < B)[None, :], other=0
-            )
+            a = _load(x_ref, (row, into), (row < end, into < A))  # [M, J]
+            b = _load(dy_ref, (row, out), (row < end, out < B))  # [M, K]
             return total + _dot(a.T, b, ((1,), (0,)))
 
         total = lax.fori_loop(jnp.int32(0), pl.cdiv(end - start, M), add_rows, jnp.zeros((J, K), jnp.float32))

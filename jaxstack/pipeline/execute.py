@@ -95,7 +95,7 @@ def execute(
 class _Run:
     """The arguments of `execute`, the position of this device, and the phases of a tick as methods.
 
-    Attributes (beyond those of `execute`):
+    Attributes (beyond the arguments of `execute`):
       parts: the stacks of layers.
       stage: index of this device along the axis of stages.
     """

@@ -9,12 +9,18 @@ from pathlib import Path
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.pipeline.costs import Costs
-from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.pipeline.partition import Partition, cut, even
 from jaxstack.pipeline.program import Program
-from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.schedule import (
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zb1,
+    zb_h1,
+)
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),
