@@ -76,7 +76,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: a run, sizes or mesh that do not fit together, or a folder that exists.
     """
-    opened, out = open_run(args), Path(args.out)
+    opened = open_run(args)
+    out = Path(args.out)
 
     from jaxstack.compress import unfinished
     from jaxstack.models import family, params
@@ -113,7 +114,8 @@ def open_run(args: Namespace) -> "TrainedRun":
     Raises:
       ConfigError: see `main`.
     """
-    run, out = Path(args.run), Path(args.out)
+    run = Path(args.run)
+    out = Path(args.out)
     cfg, tokenizer = load_run.read_run(run)
     if out.exists():
         raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
@@ -178,7 +180,8 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
 
     sizes = prune.smaller_sizes(run.model, _given(args))
     found = measure(Walk.of(run.model, run.context), run.params, batches)
-    steps, losses = None, None
+    steps = None
+    losses = None
     if sizes.layers < run.model.num_layers and args.layers_by == "loss":
         search = prune.LayerSearch(run.config, run.context, run.params, batches)
         steps, losses = search.leave_out(sizes.layers // len(run.model.windows), partial(print, flush=True))

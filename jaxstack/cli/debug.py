@@ -33,7 +33,8 @@ def main(args: Namespace) -> None:
       ConfigError: the folder is not a run, or has no such step.
     """
     run = Path(args.run)
-    cfg, step = _config(run), args.step or _bad_step(run)
+    cfg = _config(run)
+    step = args.step or _bad_step(run)
     folder = run / "debug" / f"step_{step}"
     if folder.exists():
         raise ConfigError(f"{folder} exists, with what was found before. Remove it, or name another step.")

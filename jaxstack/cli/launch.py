@@ -65,7 +65,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: an argument, the training command or the file cannot be used, or the submitting tool is missing.
     """
-    target, cfg = TARGETS[args.on], _training_config(args)
+    target = TARGETS[args.on]
+    cfg = _training_config(args)
     job = _job(args, target, cfg)
     _check_machines(args, target, job, cfg)
     path = Path(args.out or f"{job.name}.{target.suffix}")
@@ -144,7 +145,8 @@ def _check_machines(args: Namespace, target: Target, job: Job, cfg: Config) -> N
         raise ConfigError(
             f"--nodes={job.nodes} is not the number of --hosts, which are {len(job.hosts)}. Leave it out."
         )
-    devices, needed = job.nodes * (job.gpus or 0), math.prod(cfg.mesh.known_sizes.values())
+    devices = job.nodes * (job.gpus or 0)
+    needed = math.prod(cfg.mesh.known_sizes.values())
     wrong = devices % needed if cfg.mesh.open_axis else devices - needed
     if devices and wrong and not args.auto_mesh:
         raise ConfigError(

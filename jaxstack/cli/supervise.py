@@ -199,7 +199,8 @@ class Supervisor:
         """Runs the process that `start` returns, again and again; returns the exit code to end with."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
-        reached, failed = self._latest_step(), 0
+        reached = self._latest_step()
+        failed = 0
         fault: int | None = None  # the step at which the last try failed with an error of the program
         while True:
             self._child = start()

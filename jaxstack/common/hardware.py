@@ -232,7 +232,8 @@ def find_chip(name: str) -> str:
     Raises:
       ConfigError: there is no such chip; the message names the nearest ones.
     """
-    wanted, keys = _plain(name), {_plain(key): key for key in CHIPS}
+    wanted = _plain(name)
+    keys = {_plain(key): key for key in CHIPS}
     kinds = {kind.lower(): key for key, chip in CHIPS.items() for kind in chip.kinds}
     if found := kinds.get(name.lower(), keys.get(wanted)):
         return found

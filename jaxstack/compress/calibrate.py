@@ -268,7 +268,8 @@ def _sums(x: jax.Array, chosen: jax.Array) -> Statistics:
 
 def _turn(before: jax.Array, after: jax.Array) -> Turn:
     """Returns by how much vectors [B, S, D] turn."""
-    before, after = before.astype(jnp.float32), after.astype(jnp.float32)
+    before = before.astype(jnp.float32)
+    after = after.astype(jnp.float32)
     lengths = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
     distance = 1 - (before * after).sum(-1) / jnp.maximum(lengths, jnp.finfo(jnp.float32).tiny)
     return Turn(distance.sum(), (collectives.zeros(distance.shape, jnp.float32, distance) + 1).sum())

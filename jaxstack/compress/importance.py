@@ -81,7 +81,8 @@ def measure(walk: Walk, values: Params, batches: Sequence[Batch]) -> Importance:
 
 def _of_layer(walk: Walk, layer: Params, found: Mapping[str, Statistics], sequences: int) -> _Layer:
     """Returns the importance of the parts of one layer."""
-    neurons, experts = {}, np.zeros(0)
+    neurons = {}
+    experts = np.zeros(0)
     for path, p in walk.matrices.items():
         group, _, name = path.rpartition("/")
         if name != "w_down":

@@ -56,7 +56,8 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
     Raises:
       ConfigError: a size that the model cannot have.
     """
-    old, wanted = sizes_of(cfg), {name: value for name, value in given.items() if value is not None}
+    old = sizes_of(cfg)
+    wanted = {name: value for name, value in given.items() if value is not None}
     if "experts" in wanted and not cfg.moe.num_experts:
         raise ConfigError(f"--experts={wanted['experts']}, but model.moe.num_experts=0. Leave it out.")
     for name, value in wanted.items():

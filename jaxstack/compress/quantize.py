@@ -211,7 +211,8 @@ def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
     Raises:
       ConfigError: a family whose tensors join matrices or are transposed.
     """
-    name, (group, _) = hf.family_of(replace(cfg, pad_vocab_to=None)), family.only_stack(cfg)
+    name = hf.family_of(replace(cfg, pad_vocab_to=None))
+    (group, _) = family.only_stack(cfg)
     found: Codes = {}
     for tensor, held in weights.hf_tensors(name, family.spec(replace(cfg, pad_vocab_to=None))).items():
         path, layout, at = held.sources[0]

@@ -79,16 +79,22 @@ def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistic
     Raises:
       ConfigError: the statistics are not finite.
     """
-    old, new, errors = flatten(layer), {}, {}
+    old = flatten(layer)
+    new = {}
+    errors = {}
     for path, p in walk.matrices.items():
         rows = as_rows(p, old[path])
-        experts, made, off, size = rows if rows.ndim == 3 else rows[None], [], 0.0, 0.0
+        experts = rows if rows.ndim == 3 else rows[None]
+        made = []
+        off = 0.0
+        size = 0.0
         found = statistics.get(path)
         for e, w in enumerate(experts):
             gram = None if found is None else found.gram if rows.ndim == 2 else found.gram[e]
             made.append(_one(path, w, gram, how))
             if gram is not None:
-                off, size = off + _energy(made[-1] - w, gram), size + _energy(w, gram)
+                off = off + _energy(made[-1] - w, gram)
+                size = size + _energy(w, gram)
         new[path] = from_rows(p, np.stack(made).reshape(rows.shape), old[path].shape)
         if found is not None:
             errors[path] = off / max(size, 1e-30)

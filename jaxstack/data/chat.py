@@ -53,7 +53,8 @@ class PlainTemplate:
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
         """Returns the text, and the spans of the answers, see `ChatTemplate.render`."""
-        text, spans = "", []
+        text = ""
+        spans = []
         for message in messages:
             if "\0" in message["content"]:
                 raise ConfigError("a message contains a zero byte, which marks the end of an answer. Remove it.")
@@ -89,7 +90,9 @@ class JinjaTemplate:
     def __init__(self, name: str, saved: SavedTemplate) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError(f"{name} needs the jinja2 library. Install jaxstack[hf].")
-        self._name, self._source, self._tokens = name, saved["source"], saved["tokens"]
+        self._name = name
+        self._source = saved["source"]
+        self._tokens = saved["tokens"]
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", saved["source"]) is not None
         try:
             _PROCESS.run(self._source, [])
@@ -149,7 +152,9 @@ class JinjaTemplate:
 
 def _remove_marks(text: str, name: str) -> tuple[str, Spans]:
     """Returns the text without marks, and the spans between them."""
-    plain, spans, start = "", [], None
+    plain = ""
+    spans = []
+    start = None
     for piece in re.split(f"([{OPEN}{CLOSE}])", text):
         if piece == OPEN and start is None:
             start = len(plain)
@@ -274,7 +279,10 @@ def encode_conversations(
     Raises:
       ConfigError: all conversations are too long, or one has no token to learn.
     """
-    pieces, masks, names, too_long = [], [], [], []
+    pieces = []
+    masks = []
+    names = []
+    too_long = []
     for conversation in conversations:
         ids, starts, ends = tokenizer.encode_with_offsets(conversation.text)
         answers = np.zeros(ids.size, bool)

@@ -194,7 +194,8 @@ def _load_captions(cfg: DataConfig) -> Dataset:
     (source,) = pictures.sources
     assert isinstance(source.train, Images)
     assert isinstance(source.eval, Images)
-    train, held_out = replace(source.train, captions=captions), replace(source.eval, captions=captions)
+    train = replace(source.train, captions=captions)
+    held_out = replace(source.eval, captions=captions)
     text = f"{source.description}, named in {_format_count(len(texts), 'language')}"
     texts_sha = hashlib.sha256((source.fingerprint + fingerprint(train)).encode()).hexdigest()
     return Dataset(tokenizer, (Source(source.name, train, held_out, text, texts_sha),), special=special)
@@ -324,7 +325,8 @@ def _encode_pairs(name: str, cfg: DataConfig, tokenizer: Tokenizer, special: Spe
     found = read_translations(str(cfg.path), cfg.languages, left_out)
     tokens, texts = pairs.encode_pairs(found, tokenizer, special, cfg, left_out)
     held_out_D = pairs.hold_out(texts, cfg.eval_fraction)
-    train, held_out = tokens.documents(~held_out_D), tokens.documents(held_out_D)
+    train = tokens.documents(~held_out_D)
+    held_out = tokens.documents(held_out_D)
     content = (tokens.ids, tokens.middles, *(() if tokens.domains is None else (tokens.domains,)))
     fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
     parts = [

@@ -190,7 +190,8 @@ def _npz(path: Path) -> tuple[Images, ClassNames]:
         raise ConfigError(
             f"data.path={path} is not an .npz file with `images` and `labels` ({error}). Save it with np.savez."
         ) from None
-    pixels, labels = arrays["images"], arrays["labels"]
+    pixels = arrays["images"]
+    labels = arrays["labels"]
     fits = pixels.dtype.kind in "biuf" and pixels.ndim in (3, 4) and pixels.size > 0
     fits = fits and labels.dtype.kind in "iu" and labels.shape == pixels.shape[:1]
     if not fits or labels.min() < 0 or labels.max() >= MOST_CLASSES:
@@ -404,7 +405,8 @@ def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:
 
 def nearest_distances(of: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Returns for each vector [N, D] the Euclidean distance to the nearest one of other vectors [M, D]."""
-    of, among = of.astype(np.float64), among.astype(np.float64)
+    of = of.astype(np.float64)
+    among = among.astype(np.float64)
     squares = (of**2).sum(1)[:, None] + (among**2).sum(1) - 2 * of @ among.T
     return np.sqrt(squares.min(1).clip(0))
 

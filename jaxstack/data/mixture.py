@@ -79,7 +79,9 @@ class MixtureReader:
         self._batch_size = sizes["batch_size"]
         read = [any(weight > 0 for weight in each) for each in zip(*(w for _, w in weights), strict=True)]
         masking = sizes.get("masking")
-        seq_len, packing, sentences = sizes["seq_len"], sizes["packing"], sizes.get("sentences")
+        seq_len = sizes["seq_len"]
+        packing = sizes["packing"]
+        sentences = sizes.get("sentences")
         for text, used in zip(texts, read, strict=True):
             if used and isinstance(masking, SpanCorruption) and not isinstance(text, PairTokens):
                 masking.require_text(len(text), "to train on")
@@ -97,13 +99,16 @@ class MixtureReader:
                     source=sum(one is not None for one in self._readers),
                 )
             self._readers.append(reader)
-        self._names, self._seed, self._masking = names, seed, masking
+        self._names = names
+        self._seed = seed
+        self._masking = masking
         self._weights = weights
         self._begin(Start())
 
     def _begin(self, start: Start) -> None:
         """Sets where reading starts, see `with_start`."""
-        self._first, self._read_before = start.batch, np.zeros(len(self._readers), np.int64)
+        self._first = start.batch
+        self._read_before = np.zeros(len(self._readers), np.int64)
         for counts in start.read:
             self._read_before += counts
         phases = phases_from(self._weights, start.batch)
@@ -162,7 +167,8 @@ class MixtureReader:
         row_B = sequences + self._read_before.sum()
         batch: Batch = {}
         for source in np.unique(source_B).tolist():
-            here, reader = source_B == source, self._readers[source]
+            here = source_B == source
+            reader = self._readers[source]
             assert reader is not None
             part = reader.read(index_B[here], row_B[here])
             if self._masking and not reader.is_complete:
@@ -183,7 +189,8 @@ class MixtureReader:
         source_B, index_B = self._locate(self._sequences(index))
         used = total = 0
         for source in np.unique(source_B).tolist():
-            reader, here = self._readers[source], source_B == source
+            reader = self._readers[source]
+            here = source_B == source
             assert reader is not None
             used += int(reader.used_tokens(index_B[here]).sum())
             total += int(here.sum()) * reader.row_tokens

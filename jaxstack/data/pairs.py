@@ -38,7 +38,9 @@ class PairTokens(Tokens):
 
     def pair(self, index: int) -> Pair:
         """Returns the ids of a pair."""
-        start, middle, end = int(self.starts[index]), int(self.middles[index]), int(self.ends[index])
+        start = int(self.starts[index])
+        middle = int(self.middles[index])
+        end = int(self.ends[index])
         gate = 0 if self.domains is None else int(self.domains[index])
         return Pair(self.ids[start:middle], self.ids[middle:end], gate)
 
@@ -68,12 +70,17 @@ def encode_pairs(
     Raises:
       ConfigError: a language without a domain, or no pair fits.
     """
-    domain_of, first_tokens = domains_of_languages(cfg.languages, cfg.domains), language_tokens(cfg.languages)
+    domain_of = domains_of_languages(cfg.languages, cfg.domains)
+    first_tokens = language_tokens(cfg.languages)
     lengths = (cfg.seq_len, cfg.target_length)
     pieces: list[np.ndarray] = []
-    sizes, texts, names, gates = [], [], [], []
+    sizes = []
+    texts = []
+    names = []
+    gates = []
     seen: set[tuple[str, str, str]] = set()
-    longest, reason = 0, "longer than a row"
+    longest = 0
+    reason = "longer than a row"
     for one in pairs:
         if one[1:] in seen:
             continue

@@ -49,7 +49,8 @@ def _conversation(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generat
     """Returns what precedes the first answer of some conversation."""
     assert held_out.loss_mask is not None
     document = rng.integers(held_out.starts.size)
-    start, end = int(held_out.starts[document]), int(held_out.ends[document])
+    start = int(held_out.starts[document])
+    end = int(held_out.ends[document])
     return tokenizer.decode(held_out.ids[start : start + int(held_out.loss_mask[start:end].argmax())])
 
 
@@ -58,7 +59,8 @@ def _line(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> s
     bounds = np.cumsum(held_out.ends - held_out.starts)
     place = int(rng.integers(bounds[-1]))
     document = int(np.searchsorted(bounds, place, side="right"))
-    first, end = int(held_out.starts[document]), int(held_out.ends[document])
+    first = int(held_out.starts[document])
+    end = int(held_out.ends[document])
     start = max(end - max(int(bounds[document]) - place, _WINDOW), first)  # with room for some lines
     if held_out.ids[end - 1] == tokenizer.eos_id:
         end -= 1

@@ -78,7 +78,8 @@ class SentenceTasks:
         Raises:
           ConfigError: it is too short, or has one document only.
         """
-        shown, needed = f"model.sentences.tasks={list(self.cfg.tasks)}", 4 * self.seq_len
+        shown = f"model.sentences.tasks={list(self.cfg.tasks)}"
+        needed = 4 * self.seq_len
         if len(stream) < needed:
             raise ConfigError(
                 f"{shown} needs {needed:,} tokens of text, four windows, but there are {len(stream):,} {where}. Use "
@@ -104,7 +105,8 @@ class SentenceTasks:
           rows_B: number of each row in the run.
           seed: 0 or more.
         """
-        tokens, S = batch["tokens"].copy(), self.seq_len
+        tokens = batch["tokens"].copy()
+        S = self.seq_len
         targets = {task: np.zeros(tokens.shape, np.int32) for task in self.cfg.tasks}
         weights = {task: np.zeros(tokens.shape, np.float32) for task in self.cfg.tasks}
         types = np.zeros(tokens.shape, np.int32)
@@ -119,7 +121,8 @@ class SentenceTasks:
                     at, answer, second = self._pair(task, stream, begin, rng)
                     types[row, start + second : start + S] = 1
                 tokens[row, start : start + S] = self._ids(stream, at)
-                targets[task][row, start], weights[task][row, start] = answer, 1
+                targets[task][row, start] = answer
+                weights[task][row, start] = 1
         made: Batch = {f"{task}_targets": each for task, each in targets.items()}
         made |= {f"{task}_weights": each for task, each in weights.items()}
         return batch | {"tokens": tokens} | made | ({"token_types": types} if self.has_types else {})
@@ -188,7 +191,8 @@ def places(stream: TokenStream, first: int, end: int, size: int) -> list[list[tu
       size: length of the second text.
     """
     document = int(stream.pieces(np.array(end - 1)))
-    begins, ends = int(stream.bounds_P[document]), int(stream.bounds_P[document + 1])
+    begins = int(stream.bounds_P[document])
+    ends = int(stream.bounds_P[document + 1])
     ranges = [
         [(end, end)],
         [(begins, first - 2 * size), (end + size, ends - size)],

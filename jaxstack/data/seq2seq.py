@@ -58,10 +58,13 @@ def make_batch(
             batch[side + name] = np.zeros((len(rows), length), np.int32)
     batch["loss_weights"] = np.zeros((len(rows), target_len), np.float32)
     for b, pairs in enumerate(rows):
-        at, out = 0, 0
+        at = 0
+        out = 0
         for number, pair in enumerate(pairs, start=1):
-            reads, writes = np.s_[b, at : at + pair.inputs.size], np.s_[b, out : out + pair.targets.size]
-            at, out = at + pair.inputs.size, out + pair.targets.size
+            reads = np.s_[b, at : at + pair.inputs.size]
+            writes = np.s_[b, out : out + pair.targets.size]
+            at = at + pair.inputs.size
+            out = out + pair.targets.size
             assert max(at - seq_len, out - target_len) <= 0, "pairs that do not fit must be left out before"
             batch["encoder_tokens"][reads] = pair.inputs
             batch["targets"][writes] = pair.targets
@@ -112,12 +115,14 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str] = (), spans: int = 0)
     known = tokenizer.find if isinstance(tokenizer, HFTokenizer) else _find_none
     eos = tokenizer.eos_id
     if eos is None:
-        eos, size = size, size + 1
+        eos = size
+        size = size + 1
     named = {}
     for name in names:
         found = known(name)
         if found is None:
-            found, size = size, size + 1
+            found = size
+            size = size + 1
         named[name] = found
     sentinels: list[int] = []
     while spans and (found := known(f"<extra_id_{len(sentinels)}>")) is not None:

@@ -107,7 +107,8 @@ class SpanCorruption:
         """
         hidden, spans = denoiser.counts(text.size)
         if denoiser.span is None:
-            starts, sizes = np.array([text.size - hidden]), np.array([hidden])
+            starts = np.array([text.size - hidden])
+            sizes = np.array([hidden])
         else:
             starts, sizes = draw_spans(rng, text.size, hidden, spans)
         sentinels = np.array(self.ids.sentinels[:spans])

@@ -28,7 +28,8 @@ BYTES = 1 << 30
 CHARACTERS = 1 << 24
 """Longest text of one conversation."""
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 """Marks around an answer: Unicode noncharacters, which do not occur in text."""
 
 

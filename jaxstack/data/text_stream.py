@@ -54,7 +54,8 @@ class TextStream:
         text = self.text if all else self._tokenizer.decode(self._settled()).rstrip(_INCOMPLETE)
         if not text.startswith(self._taken):  # a decoder that changes earlier text
             return f"\n{text}" if all else ""
-        piece, self._taken = text[len(self._taken) :], text
+        piece = text[len(self._taken) :]
+        self._taken = text
         return piece
 
     def _settled(self) -> list[int]:

@@ -52,11 +52,13 @@ class _Windows:
 
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
         """Returns the batch of these windows."""
-        first_B, length_B = self.first_W[window_B], self.length_W[window_B]
+        first_B = self.first_W[window_B]
+        length_B = self.length_W[window_B]
         if self.stream.labels is None:
             return _make_batch(self.stream, first_B, length_B, seq_len, packing, vocab_size)
         index_BS, piece_BS, position_BS = self.stream.locate(first_B, seq_len)
-        ids_BS, labels_BS = _checked_ids(self.stream, index_BS, vocab_size), self.stream.labels[index_BS]
+        ids_BS = _checked_ids(self.stream, index_BS, vocab_size)
+        labels_BS = self.stream.labels[index_BS]
         return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
 
     def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
@@ -64,7 +66,8 @@ class _Windows:
 
         With labels, it is the number of positions that have a token.
         """
-        first_B, length_B = self.first_W[window_B], self.length_W[window_B]
+        first_B = self.first_W[window_B]
+        length_B = self.length_W[window_B]
         if self.stream.labels is not None:
             return length_B
         return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
@@ -82,7 +85,8 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     """
     if isinstance(tokens, PairTokens):
         return PairWindows.of(tokens, packing)
-    room, length_D = seq_len + (tokens.labels is None), tokens.ends - tokens.starts
+    room = seq_len + (tokens.labels is None)
+    length_D = tokens.ends - tokens.starts
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"
     if not packing:
@@ -99,7 +103,8 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
             if not with_room[left]:
                 free_sizes &= ~(1 << left)
         else:
-            left, window = room, len(windows)
+            left = room
+            window = len(windows)
             windows.append([])
         windows[window].append(document)
         with_room[left - size].append(window)
@@ -180,7 +185,8 @@ def _cut(
     Raises:
       ConfigError: the text is shorter than one window.
     """
-    total, packing = len(tokens), plain is None
+    total = len(tokens)
+    packing = plain is None
     if total < seq_len + 1:
         raise ConfigError(
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
@@ -305,9 +311,14 @@ class SequenceReader:
         source: int = 0,
     ) -> None:
         self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences, hides, source)
-        self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
-        self._sentences, self._seed, self._hides = sentences, seed, hides
-        self.is_complete, self.is_padded = isinstance(tokens, PairTokens), tokens.loss_mask is not None
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._packing = packing
+        self._sentences = sentences
+        self._seed = seed
+        self._hides = hides
+        self.is_complete = isinstance(tokens, PairTokens)
+        self.is_padded = tokens.loss_mask is not None
         self.row_tokens = sum(tokens.lengths) if isinstance(tokens, PairTokens) else seq_len
         one_document = self.is_padded and not packing  # a longer row has the same document
         self.order: Order = {
@@ -353,7 +364,8 @@ class SequenceReader:
         """
         if self._tokens.file_state:
             self._tokens.file_state.require_unchanged()
-        parts, seeds_B = [], sequences if rows is None else rows
+        parts = []
+        seeds_B = sequences if rows is None else rows
         for windows, here, window_B in self._by_epoch(sequences):
             part = windows.make_batch(window_B, self._seq_len, self._packing, self._tokens.vocab_size)
             if self._sentences and isinstance(windows, _Windows):
@@ -368,7 +380,8 @@ class SequenceReader:
         windows = self._epoch(index)
         if isinstance(windows, PairWindows):
             return windows.describe(window)
-        first, length = int(windows.first_W[window]), int(windows.length_W[window])
+        first = int(windows.first_W[window])
+        length = int(windows.length_W[window])
         return " + ".join(_source_ranges(self._tokens, windows.stream, first, length))
 
 
@@ -494,10 +507,12 @@ def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int)
 
     Behind the end of a text that may be cut, a window continues at the beginning.
     """
-    place, end = first, first + length
+    place = first
+    end = first + length
     while place < end:
         if place >= len(stream):
-            place, end = place - len(stream), end - len(stream)
+            place = place - len(stream)
+            end = end - len(stream)
         piece = int(np.searchsorted(stream.bounds_P, place, side="right")) - 1
         start = int(stream.starts_P[piece] + place - stream.bounds_P[piece])
         size = int(min(stream.bounds_P[piece + 1], end)) - place

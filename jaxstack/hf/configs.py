@@ -153,8 +153,10 @@ def _labels(keys: Keys, family: Family) -> JsonObject:
     For models of another class there is nothing. Their classes classify a sequence by its first token, or in ModernBERT
     by the mean of all tokens.
     """
-    classes, names = keys.take("architectures", None) or [], keys.take("id2label", None)
-    kind, pooling = keys.take("problem_type", None), keys.take("classifier_pooling", "cls")
+    classes = keys.take("architectures", None) or []
+    names = keys.take("id2label", None)
+    kind = keys.take("problem_type", None)
+    pooling = keys.take("classifier_pooling", "cls")
     if not isinstance(classes, list):
         raise keys.error("architectures", classes, "Give a list of names")
     each = next((each for each, name in family.classifiers.items() if name in classes), None)
@@ -307,7 +309,8 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
       seq_len: the sequence length of training, for a model without `max_positions`. 0 means that there is none.
       ids: tokens with a meaning.
     """
-    family, dense_width = FAMILIES[name], model.ff_width
+    family = FAMILIES[name]
+    dense_width = model.ff_width
     model = replace(_plain(model), max_positions=model.max_positions or seq_len or None)
     ours = flat(model)
     if "moe.d_ff" in family.fields.values():  # `d_ff` is then the width of dense layers, although there are none
@@ -408,7 +411,8 @@ def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
 
     Each entry reads `model.x=1, not 2`. A field that is left to its default equals the same value given explicitly.
     """
-    before, now = run_dir.shaping(_plain(there)), run_dir.shaping(_plain(here))
+    before = run_dir.shaping(_plain(there))
+    now = run_dir.shaping(_plain(here))
     keys = [key for key in now if now[key] != before[key]]
     if now["model.positions"] == "rope":  # the number of positions does not change any parameter
         keys = [key for key in keys if key != "model.max_positions"]
@@ -418,7 +422,8 @@ def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
 def _plain(model: ModelConfig) -> ModelConfig:
     """Returns the same model with derived values made explicit, and fields that it does not read at their defaults."""
     scale = None if model.attention_scale == model.head_width**-0.5 else model.attention_scale
-    moe, rope = model.moe, model.positions == "rope"
+    moe = model.moe
+    rope = model.positions == "rope"
     return replace(
         model,
         num_kv_heads=model.kv_heads,

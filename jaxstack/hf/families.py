@@ -19,7 +19,8 @@ ACTIVATIONS = {
 }
 """Maps their names of activations to those of `ModelConfig.activation`."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 """The values of `layer_types`."""
 
 

@@ -74,7 +74,8 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
       tokenizer: of the run, as JSON of `to_json`, if it has saved one.
       out: the exported folder, with its `config.json`.
     """
-    before, path = _read(originals / "config.json"), originals / "tokenizer.json"
+    before = _read(originals / "config.json")
+    path = originals / "tokenizer.json"
     same = path.is_file() and _read(path) == (tokenizer or {}).get("tokenizer")
     if same:
         template = out / _TEMPLATE
@@ -127,7 +128,9 @@ def _changed_keys(before: JsonObject, now: JsonObject) -> JsonObject | None:
 
 def _with_values(text: str, values: JsonObject) -> str:
     """Returns the text of a JSON object with other values of some keys; everything else stays as it is written."""
-    decoder, pieces, at = json.JSONDecoder(), [], 0
+    decoder = json.JSONDecoder()
+    pieces = []
+    at = 0
     place = text.index("{") + 1
     left = dict(values)
     while True:

@@ -161,7 +161,8 @@ class PretrainedFolder:
           ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
           pad_vocab_to: see `ModelConfig`.
         """
-        ctx, spec = ctx or Context(), families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
+        ctx = ctx or Context()
+        spec = families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         where = map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
         names = weights.weight_map(self.family, self._spec)
@@ -183,7 +184,8 @@ class PretrainedFolder:
         values = jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
         if self.adapters is None:
             return values
-        adapters, cfg = peft.place(self.adapters, self.model, ctx), self.adapters.lora
+        adapters = peft.place(self.adapters, self.model, ctx)
+        cfg = self.adapters.lora
         shardings = jax.tree.map(lambda a: a.sharding, values)
         merge = jax.jit(lambda a, v: lora.merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
         return merge(adapters, values)
@@ -215,8 +217,11 @@ def save_pretrained(
     Raises:
       ConfigError: no family has this model, or a quantised tensor is not the weight of a linear layer.
     """
-    family, spec = configs.family_of(cfg, preferred), families.spec(cfg)
-    declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
+    family = configs.family_of(cfg, preferred)
+    spec = families.spec(cfg)
+    declared = flat_spec(spec)
+    leaves = flatten(values)
+    kind = jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
     config = configs.to_json(family, cfg, seq_len, ids) | {"torch_dtype": dtype}

@@ -19,7 +19,8 @@ from jaxstack.models.params import Param, Spec, flat_spec, without_padding
 
 WeightMap = dict[str, tuple[str, TensorLayout]]
 
-SAME, TRANSPOSED = TensorLayout(), TensorLayout(transposed=True)
+SAME = TensorLayout()
+TRANSPOSED = TensorLayout(transposed=True)
 THIRDS = tuple(TensorLayout(part=i, parts=3) for i in range(3))
 ROW_THIRDS = tuple(TensorLayout(True, i, 3) for i in range(3))
 ROW_HALVES = tuple(TensorLayout(True, i, 2) for i in range(2))
@@ -249,7 +250,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     Raises:
       ConfigError: a parameter for which the family has no tensor, or a tensor for which the model has no parameter.
     """
-    declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
+    declared = flat_spec(spec)
+    rows = dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
     if family in ("t5", "mt5"):
