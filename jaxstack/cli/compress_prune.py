@@ -105,7 +105,7 @@ def main(args: Namespace) -> None:
 
 def _given(args: Namespace) -> dict[str, int]:
     """Returns the sizes that the command line names."""
-    return {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    return {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
 
 
 def open_run(args: Namespace) -> "TrainedRun":
@@ -134,7 +134,7 @@ def open_run(args: Namespace) -> "TrainedRun":
         from jaxstack.compress import prune, sparsify
 
         sizes = prune.smaller_sizes(cfg.model, _given(args))
-        for each in (cfg, on_mesh):  # the mesh of the run, and that of the calibration
+        for each in (cfg, on_mesh):  # the mesh of the run, and the mesh of the calibration
             replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
         if args.sparsity is not None:
             sparsify.check_groups(prune.smaller_model(cfg.model.base, sizes), settings(args).pattern)

@@ -137,7 +137,6 @@ def check_experts(scheme: Scheme, given: str) -> None:
     """Checks that experts can have a format.
 
     Args:
-      scheme: the format.
       given: says which run has experts.
 
     Raises:

@@ -98,8 +98,6 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     """Returns the configuration of the run: the folder's model, tokenizer and weights, and the flags for the rest.
 
     Args:
-      found: the Hugging Face folder.
-      run: run directory to make.
       flags: `--config` files, whose model and tokenizer are ignored, and dotted flags.
 
     Raises:

@@ -80,7 +80,7 @@ def main(args: Namespace) -> None:
     print(f"{_write(path, target.render(job))} {path}; submit it with: {submit}", flush=True)
     if args.submit:
         words = shlex.split(submit)
-        os.execvp(words[0], words)  # signals, output and exit code are those of the tool
+        os.execvp(words[0], words)  # the tool takes over signals, output and exit code
 
 
 def _training_config(args: Namespace) -> Config:
@@ -101,7 +101,8 @@ def _training_config(args: Namespace) -> Config:
 def _job(args: Namespace, target: Target, cfg: Config) -> Job:
     """Returns the job, after checking that the target uses every argument that was given."""
     names = [*_FIELDS, "gpus", "hosts", "hours", "spot"]
-    given = {name: value for name in names if (value := vars(args)[name]) not in (None, "") and value is not False}
+    values = {name: vars(args)[name] for name in names}
+    given = {name: value for name, value in values.items() if value not in (None, "") and value is not False}
     for name in target.needs:
         if name not in given:
             raise ConfigError(f"--{name} is missing. `jaxstack launch --on {args.on}` needs {_flags(target.needs)}.")

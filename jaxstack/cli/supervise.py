@@ -93,8 +93,6 @@ def start(command: Sequence[str], cfg: Config, shrink: bool) -> subprocess.Popen
     """Starts a run.
 
     Args:
-      command: the training command.
-      cfg: its configuration.
       shrink: make the mesh smaller if there are fewer devices than it needs.
     """
     if not shrink or cfg.mesh.open_axis:  # an open axis takes the devices that there are
@@ -120,9 +118,7 @@ def fit_mesh(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
     """Returns the largest mesh on fewer devices, with fewer replicas or FSDP shards. Axes that split the model stay.
 
     Args:
-      mesh: the mesh of the configuration.
       batch: sequences of one microbatch, which replicas and shards divide among themselves.
-      devices: number of devices.
 
     Raises:
       ConfigError: the other axes need more devices than there are.

@@ -23,7 +23,7 @@ class Chip:
         one direction.
       source: data sheet that these figures are from.
       devices: devices of JAX on one chip, which share its compute, memory and links equally.
-      linked_devices: most devices that the links connect: those of a host, or of a TPU slice.
+      linked_devices: most devices that the links connect: the devices of a host, or of a TPU slice.
       network_bandwidth: bytes/s that a device sends to other hosts or slices in one direction, or 0 where the maker
         describes no such system.
       network_source: system that `linked_devices` and `network_bandwidth` are from.

@@ -21,10 +21,7 @@ def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> No
     """Writes a PNG with a chart of the layers, one of the heads, one of hidden units, and one of experts or channels.
 
     Args:
-      found: importance of the parts of the model.
-      kept: what stays.
       losses: of the model without each step of layers, if they were measured.
-      path: of the file.
     """
     import matplotlib
 

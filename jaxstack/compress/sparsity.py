@@ -89,7 +89,6 @@ def wanda(w: jax.Array, gram: jax.Array, pattern: Pattern) -> jax.Array:
     Args:
       w: [O, I].
       gram: sum over tokens of x x^T [I, I].
-      pattern: which share becomes zero.
     """
     return jnp.where(_removed(jnp.abs(w) * jnp.sqrt(jnp.diag(gram)), pattern, len(w)), 0, w)
 
@@ -105,7 +104,6 @@ def sparsegpt(w: jax.Array, gram: jax.Array, pattern: Pattern, damp: float = DAM
     Args:
       w: [O, I].
       gram: sum over tokens of x x^T [I, I]. Inputs that are always zero are allowed.
-      pattern: which share becomes zero.
       damp: see `gptq.DAMP`.
 
     Returns:
@@ -136,7 +134,6 @@ def _remove_in_block(w: jax.Array, own: jax.Array, pattern: Pattern) -> tuple[ja
     Args:
       w: [O, B].
       own: their part of the factor [B, B].
-      pattern: which share becomes zero.
     """
     diagonal = jnp.diag(own)
     group = pattern.group

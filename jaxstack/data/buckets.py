@@ -40,7 +40,6 @@ def whole_documents(tokens: Tokens, seq_len: int) -> Tokens:
     Conversations, texts with labels and pairs are returned as they are.
 
     Args:
-      tokens: documents.
       seq_len: tokens of a row, beside the last target.
 
     Raises:
@@ -66,7 +65,7 @@ def whole_documents(tokens: Tokens, seq_len: int) -> Tokens:
 def row_lengths(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     """Returns the row that each document needs, in tokens, and how many tokens of it are not padding, [D] each.
 
-    A row of pairs has inputs and targets in a fixed proportion. Its length is that of the inputs.
+    A row of pairs has inputs and targets in a fixed proportion. Its length is the length of its inputs.
     """
     if isinstance(tokens, PairTokens):
         inputs = tokens.middles - tokens.starts
@@ -80,13 +79,9 @@ def row_lengths(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
     """Returns the lengths of `data.buckets=auto`: the fewest whose batches have at most `max_padding` of padding.
 
-    Lengths are multiples of 16, and the longest is `seq_len`. Their batches have as many tokens as that of the longest,
-    and a number of rows that the largest power of two within `batch_size` divides: they work on the meshes that it
-    works on. So the lengths, and with them the batches, do not depend on the mesh.
-
-    Args:
-      cfg: the longest row, the batch, the limit and the weights of the sources.
-      texts: the training text of each source.
+    Lengths are multiples of 16, and the longest is `seq_len`. A batch of each length has as many tokens as a batch of
+    the longest. The largest power of two within `batch_size` divides its rows, so every length works on the same meshes.
+    So the lengths, and with them the batches, do not depend on the mesh.
 
     Raises:
       ConfigError: all lengths together have more padding.
@@ -154,10 +149,8 @@ class BucketReader:
 
     Args:
       texts: the training text of each source, from `whole_documents`.
-      names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
       sizes: rows and their length in each bucket, ascending.
-      seed: of the order of the documents within each bucket.
 
     Attributes:
       lengths: of the rows of each bucket.
@@ -247,7 +240,7 @@ class BucketReader:
         return bucket, reader, number
 
     def batches(self, rows: Sequence[np.ndarray] | None = None) -> "grain.MapDataset[Batch]":
-        """Returns an endless dataset of batches, whose arrays are those of `windows.batches`.
+        """Returns an endless dataset of batches, with the arrays of `windows.batches`.
 
         Args:
           rows: indices of the rows of each batch to read, for each bucket. `None` means all.

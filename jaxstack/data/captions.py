@@ -52,12 +52,6 @@ def class_texts(cfg: DataConfig, names: Sequence[str]) -> list[list[str]]:
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, special: SpecialIds, target_len: int) -> Batch:
     """Returns rows of texts, each between a start and an end, which is the token that stands for the text.
 
-    Args:
-      texts: any number of texts.
-      tokenizer: of these texts.
-      special: ids of start and end.
-      target_len: T.
-
     Returns:
       - `tokens` [texts, T], int32: start, text, end, and zeros behind it.
       - `targets` [texts, T], int32: the token after each, and `loss_weights` [texts, T], float32: 1 where there is one.
@@ -165,7 +159,7 @@ class Given(NamedTuple):
 
     Attributes:
       condition: the class or the text of each.
-      nothing: that of no class, or the empty text, which guidance moves away from.
+      nothing: no class, or the empty text, which guidance moves away from.
     """
 
     condition: Batch

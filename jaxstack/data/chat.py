@@ -80,7 +80,6 @@ class JinjaTemplate:
     times: up to an answer, up to its end, and complete. Each must be a prefix of the next.
 
     Args:
-      name: the name of the template in error messages.
       saved: its source, and the special tokens that it may refer to.
 
     Raises:
@@ -103,7 +102,6 @@ class JinjaTemplate:
         """Runs the template on the first messages of a conversation.
 
         Args:
-          messages: the conversation.
           calls: for each text, the number of messages, and whether the prompt for an answer follows.
         """
         variables = [
@@ -182,7 +180,6 @@ def read_template(tokenizer: str, *, required: bool = True) -> SavedTemplate | N
     """Returns the chat template in the folder of a tokenizer.json, or `None` for `bytes` and `chars`.
 
     Args:
-      tokenizer: value of `data.tokenizer`.
       required: whether a missing template is an error; otherwise the result is `None`.
 
     Raises:

@@ -48,13 +48,13 @@ class Dataset:
     """Steps from which weights of the sources hold, with the weights."""
 
     special: SpecialIds | None = None
-    """Ids beside those of texts, for an encoder-decoder."""
+    """Ids beside the ids of texts, for an encoder-decoder."""
     buckets: tuple[int, ...] = ()
     """Lengths of rows, for `data.buckets=auto`."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, of which the model predicts one: those of the tokenizer, and special ones."""
+        """The number of ids that the model predicts: the ids of the tokenizer, and special ids."""
         return self.tokenizer.vocab_size if self.special is None else self.special.size
 
     @property
@@ -69,7 +69,7 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """For users: that of the only source, or the number of sources."""
+        """For users: the description of the only source, or the number of sources."""
         return self.sources[0].description if len(self.sources) == 1 else f"a mixture of {len(self.sources)} sources"
 
     @property
@@ -107,8 +107,6 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
     Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
 
     Args:
-      cfg: the sources.
-      labels: those of the model, for `data.source=labels`.
       captions: whether pictures have texts, see `ModelConfig.reads_captions`.
 
     Raises:

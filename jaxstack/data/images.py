@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, np.ndarray]
 
-_STREAM = 2  # keeps these draws apart from those of an epoch's order and of masks, which are seeded with other lists
+_STREAM = 2  # keeps these draws apart from the order of an epoch and from masks, which are seeded with other lists
 _GOLDEN = 11400714819323198485  # 2**64 divided by the golden ratio
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _FORMATS = ("PNG", "JPEG")  # by the content: the library runs other programs for some formats
@@ -266,7 +266,6 @@ class PictureReader:
 
         Args:
           rows: indices of the rows of each batch to read. `None` means all.
-          count: number of batches.
         """
         import grain
 
@@ -365,10 +364,7 @@ class ImageReader(PictureReader):
         - `classes` [B, S], int32: the class of the row; the number of classes means no class.
 
         Args:
-          numbers_B: numbers of the rows, counted over all batches.
-          index_B: index of the picture of each row.
           dropped_B: whether the row is learned without its condition.
-          patches: S.
         """
         classes_B = np.where(dropped_B, self.num_classes, self.images.classes[index_B]).astype(np.int32)
         return {"classes": np.repeat(classes_B[:, None], patches, 1)}

@@ -1,7 +1,7 @@
 """Decides which source each sequence of a mixture comes from, exactly by the weights.
 
 The share of a source after n sequences is the sum of its relative weights so far. The number of its sequences always
-differs from that share by less than one. The rule is that of Tijdeman 1980, "The chairman assignment problem" (Discrete
+differs from that share by less than one. The rule is from Tijdeman 1980, "The chairman assignment problem" (Discrete
 Mathematics 32), with t = 1 / (2K - 2) for K sources. The candidates are the sources that are at least t below their
 share. The next sequence comes from the candidate that would be the first to fall 1 - t below its share. The difference
 then never exceeds 1 - t, even if the weights change. The source that is furthest below its share would be a simpler

@@ -74,7 +74,7 @@ class HeldOut:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """The mean number of bytes of the targets, without those of loss weight 0.
+        """The mean number of bytes of the targets that have a loss weight above 0.
 
         NaN if the ids do not say, and where hidden tokens or labels are learned: their loss does not encode a text.
         """
@@ -152,12 +152,6 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
 
     That version read all sources of a mixture in the order of the first one. An epoch of a text that is cut had only
     the windows that are permuted.
-
-    Args:
-      index: of the next batch.
-      metadata: of the checkpoint.
-      dataset: what is read now.
-      eval_fraction: the fraction that is held out now.
     """
     cfg = from_values(metadata["config"])
     names = source_names(cfg.data)
@@ -217,13 +211,7 @@ class DataLoader:
     """
 
     def __init__(self, cfg: Config, dataset: data.Dataset, sharding: jax.sharding.Sharding) -> None:
-        """Prepares to read batches; only the held-out ones are read at once.
-
-        Args:
-          cfg: sizes and seed.
-          dataset: training and held-out tokens.
-          sharding: the sharding of a batch over its rows.
-        """
+        """Prepares to read batches; only the held-out ones are read at once."""
         self._cfg = cfg
         self._dataset = dataset
         self._sharding = sharding
@@ -259,10 +247,6 @@ class DataLoader:
 
         If batches are as they were, nothing changes. Call it before batches are read.
 
-        Args:
-          index: of the next batch.
-          metadata: of the checkpoint.
-
         Returns:
           Lines for users: what is left out of a source that cannot continue where it was.
         """
@@ -289,7 +273,7 @@ class DataLoader:
         return sum(one.share * one.bytes_per_token for one in self.held_out if one.share)
 
     def mean_loss(self, losses: Mapping[str, float]) -> float:
-        """Returns the held-out loss of the run, in which each source has its share, given those of the sources."""
+        """Returns the held-out loss of the run: the mean of the sources' losses, weighted by their shares."""
         return sum(one.share * losses[one.name] for one in self.held_out if one.share)
 
     def describe_sources(self) -> list[str]:

@@ -45,7 +45,6 @@ def phases_from(phases: Sequence[tuple[int, T]], first: int) -> list[tuple[int, 
 
     Args:
       phases: steps, and what holds from each on. The first step is 0.
-      first: index of the batch.
     """
     before = [each for step, each in phases if step <= first]
     return [(0, before[-1]), *((step - first, each) for step, each in phases if step > first)]
@@ -58,8 +57,6 @@ class MixtureReader:
     read.
 
     Args:
-      texts: the training text of each source.
-      names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`; fractions are exact, too.
       sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking and tasks.
       seed: of the order of the sequences within each source, and of the masks.
@@ -118,7 +115,6 @@ class MixtureReader:
         """Returns a reader of the same texts that starts elsewhere.
 
         Args:
-          start: where.
           weights: of the sources. `None` means that they stay.
         """
         other = copy(self)
@@ -135,7 +131,7 @@ class MixtureReader:
         return [self.counts(index).tolist()]
 
     def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":
-        """Returns an endless dataset of batches, whose arrays are those of `windows.batches`.
+        """Returns an endless dataset of batches, with the arrays of `windows.batches`.
 
         Args:
           rows: indices of the rows of each batch to read. `None` means all.

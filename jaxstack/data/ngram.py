@@ -105,10 +105,7 @@ def baseline(
     As for the language model, the first token of a row is only context, and targets of loss weight 0 are not scored.
 
     Args:
-      train: the batches that the run trained on.
-      held_out: its evaluation batches.
       tokenizer: of the tokens. Its ids must represent the complete text, see `obstacle`.
-      orders: of the models to compare.
       padded: whether what is behind the last learned token of a row is padding, which is not read.
     """
     texts = []

@@ -21,7 +21,7 @@ _OPEN = 256  # rows that packing fills at the same time
 
 @dataclass(frozen=True)
 class PairTokens(Tokens):
-    """Pairs: each document is the ids of a text, and behind them those of its translation."""
+    """Pairs: each document is the ids of a text, and then the ids of its translation."""
 
     middles: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Start of each translation in `ids`, int64 [D]."""
@@ -58,10 +58,6 @@ def encode_pairs(
     the token of the language to translate to.
 
     Args:
-      pairs: texts and translations.
-      tokenizer: of both.
-      special: ids of the ends, the start and the languages.
-      cfg: languages, domains, and lengths of a row.
       left_out: counts what is left out, by its reason.
 
     Returns:
@@ -130,7 +126,6 @@ def hold_out(texts: Sequence[str], fraction: float) -> np.ndarray:
     languages change nothing. Texts that differ only in upper case and spaces are the same.
 
     Args:
-      texts: the text of each pair.
       fraction: above 0 and below 1.
 
     Raises:
@@ -200,7 +195,6 @@ def pack(sizes_D2: np.ndarray, room: tuple[int, int]) -> list[list[int]]:
 
     Args:
       sizes_D2: inputs and targets of each pair, which fit a row.
-      room: inputs and targets of a row.
     """
     rows: list[list[int]] = []
     free = np.zeros((0, 2), np.int64)

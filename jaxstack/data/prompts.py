@@ -23,9 +23,7 @@ def held_out_prompts(cfg: Config, texts: Sequence[Tokens], tokenizer: Tokenizer)
     With `data.domains`, the prompts belong to `sample.domain`.
 
     Args:
-      cfg: the seed, the length of a sequence, and how samples are made.
       texts: the held-out text of each source; the sources take turns.
-      tokenizer: their tokenizer.
     """
     # The model reads at most `seq_len` tokens. Beam search needs room for all tokens that it adds.
     limit = cfg.data.seq_len - (cfg.sample.tokens if cfg.sample.beams > 1 else 0)

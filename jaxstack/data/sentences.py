@@ -1,7 +1,7 @@
 """Tasks on the parts of a window, beside hidden tokens: BERT's next sentence, ERNIE's sentence distance and reordering.
 
-A window is cut into parts of equal length, which stand for sentences. The tasks are those of Devlin et al. 2018
-(arXiv:1810.04805, section 3.1) and of Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a window
+A window is cut into parts of equal length, which stand for sentences. The tasks are from Devlin et al. 2018
+(arXiv:1810.04805, section 3.1) and from Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a window
 has, and what it reads, depends on the seed and the number of its row in the run alone.
 
 A window with a task has other text than what it was cut from: special tokens take the place of some, and the second
@@ -99,11 +99,9 @@ class SentenceTasks:
         the shape of `tokens`. The arrays `targets` and `loss_weights` stay as they are.
 
         Args:
-          batch: from `windows.batches`.
           stream: the text; each of its pieces is a document.
           first_B: offset in the stream of the first token of each row.
           rows_B: number of each row in the run.
-          seed: 0 or more.
         """
         tokens = batch["tokens"].copy()
         S = self.seq_len
@@ -138,7 +136,7 @@ class SentenceTasks:
     def _reorder(self, first: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
         """Returns a text in parts that change places, as offsets of its tokens, and the number of the order.
 
-        The orders of one part come first, then those of two parts, and so on, each in lexicographic order.
+        The orders of one part come first, then the orders of two parts, and so on, each in lexicographic order.
         """
         before, after = (np.full(len(each), _SPECIAL) for each in (self.before, self.after))
         text = first + np.arange(self.seq_len - before.size - after.size)
@@ -181,14 +179,13 @@ class SentenceTasks:
 def places(stream: TokenStream, first: int, end: int, size: int) -> list[list[tuple[int, int]]]:
     """Returns where a second text may begin, for each answer of the task `distance`, as ranges from first to last.
 
-    The document of the first text is that of its last token. Texts of one document have `size` tokens or more between
-    them.
+    The last token of the first text decides which document it is of. Texts of one document have `size` tokens or more
+    between them.
 
     Args:
       stream: the text; each of its pieces is a document.
       first: offset of the first token of the first text.
       end: offset behind its last token.
-      size: length of the second text.
     """
     document = int(stream.pieces(np.array(end - 1)))
     begins = int(stream.bounds_P[document])

@@ -37,10 +37,7 @@ def make_batch(
 
     Args:
       rows: the pairs of each of the B rows, which fit into it.
-      seq_len: S.
-      target_len: T.
       start_id: what the decoder reads first. After that it reads the targets, one position later.
-      gates: whether the experts are chosen by the pair.
 
     Returns:
       - `encoder_tokens`, `encoder_positions` and `encoder_segment_ids` [B, S], int32. Segments are the pairs of a row,
@@ -104,8 +101,6 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str] = (), spans: int = 0)
     the sentinels, descending.
 
     Args:
-      tokenizer: of the text.
-      names: tokens of languages and modes.
       spans: the largest number of spans of a row. 0 means that there are no sentinels.
 
     Raises:
@@ -156,7 +151,7 @@ def ids_of(cfg: DataConfig, tokenizer: Tokenizer) -> SpecialIds | None:
 def language_tokens(languages: Sequence[str]) -> dict[str, str]:
     """Returns the token before a text that says what to translate it to, by language; one language needs none.
 
-    They are those of MADLAD-400: `<2de>`.
+    They are spelled as in MADLAD-400: `<2de>`.
     """
     return {language: f"<2{language}>" for language in languages if len(languages) > 1}
 

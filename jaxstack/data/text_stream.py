@@ -21,8 +21,6 @@ class TextStream:
         """Begins a text.
 
         Args:
-          tokenizer: converts ids to text.
-          prompt: the beginning of the text.
           end: tokens that end the text and do not belong to it, besides the end of a document.
         """
         self.prompt: list[int] = tokenizer.encode(prompt).tolist()

@@ -377,7 +377,6 @@ def map_ids(file: Path, dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
 
     Args:
       file: its content from `offset` on is ids.
-      dtype: of an id.
       offset: bytes before the first id.
     """
     with open(file, "rb") as opened:

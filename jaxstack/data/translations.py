@@ -43,7 +43,6 @@ def read_translations(path: str, languages: Collection[str], left_out: Counter[s
 
     Args:
       path: a file, a folder, or `package:NAME`.
-      languages: to read.
       left_out: counts what is left out, by its reason.
 
     Raises:

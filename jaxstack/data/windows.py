@@ -132,15 +132,6 @@ def _epochs(
     NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows. Its
     epoch `e` of seed `s` also equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
     100 GB of uint16 tokens in windows of 2048.
-
-    Args:
-      tokens: the text.
-      seq_len: S.
-      seed: 0 or more.
-      packing: whether rows keep documents apart.
-      sentences: tasks that need to know the documents of a stream.
-      hides: whether tokens of the rows are learned, and not the next ones. Then the last token is learned, too.
-      source: index of the text among those that a mixture reads. Texts of equal length must not have one order.
     """
 
     def random(index: int) -> np.random.Generator:
@@ -177,10 +168,7 @@ def _cut(
     one row. With `hides`, each token is in exactly one row.
 
     Args:
-      tokens: the text.
       plain: its stream without packing. `None` means packing.
-      seq_len: S.
-      hides: see `_epochs`.
 
     Raises:
       ConfigError: the text is shorter than one window.
@@ -217,8 +205,6 @@ def _last_rows(left: int, seq_len: int, hides: bool) -> np.ndarray:
 
     Args:
       left: positions of the stream that are in no other row. One of them is the last token, which predicts nothing.
-      seq_len: S.
-      hides: whether the last token is learned, too.
     """
     if left == 1 and not hides:
         return np.zeros(0, np.int64)
@@ -279,22 +265,20 @@ class SequenceReader:
     determine the order of an epoch. It does not depend on the sequences that were read before.
 
     Args:
-      tokens: the text.
       seq_len: S, the tokens of a row. One more token is read for the targets.
-      seed: 0 or more.
       packing: whether rows have segment ids and positions, see `batches`.
       sentences: rearranges windows for tasks on sentences. `None`: they stay as they are.
-      hides: whether tokens of the rows will be hidden and learned, and not the next ones.
-      source: index of the text among those that a mixture reads.
+      hides: whether tokens of the rows are hidden and learned, and not the next ones. Then the last token is learned, too.
+      source: index of the text in a mixture. Texts of equal length must not have one order.
 
     Raises:
       ConfigError: the text is shorter than one window.
 
     Attributes:
       windows: number of sequences of one pass over the text.
-      is_complete: whether the batches are those of an encoder-decoder, so that nothing is masked.
+      is_complete: whether the batches are already complete batches of an encoder-decoder, so that nothing is masked.
       is_padded: whether documents are never cut, so that rows may have padding.
-      row_tokens: positions of a row: those of the inputs and of the targets, for an encoder-decoder.
+      row_tokens: positions of a row. For an encoder-decoder, it counts inputs and targets.
       order: what determines the windows of a pass and their order, beside the text. A number of sequences says what was
         read only to a reader that has the same.
     """
@@ -356,8 +340,7 @@ class SequenceReader:
         """Returns the rows of these sequences, whose numbers ascend.
 
         Args:
-          sequences: numbers of the sequences.
-          rows: numbers of the rows in the run, which seed what is drawn for each. `None` means those of the sequences.
+          rows: numbers of the rows in the run, which seed what is drawn for each. `None` means the numbers of the sequences.
 
         Raises:
           ConfigError: an id is past the vocabulary, or the file has changed.
@@ -393,10 +376,8 @@ def batches(
     A batch has the next `batch_size` sequences of `SequenceReader`, so it may span two epochs.
 
     Args:
-      tokens: the text.
       seq_len: S, the tokens of a row. One more token is read for the targets.
       batch_size: B, the rows of a batch over all devices.
-      seed: 0 or more.
       packing: whether each epoch permutes, concatenates and cuts the documents, without padding. Batches then have
         `segment_ids` and `positions`, so that attention stays within documents.
       rows: indices of the rows of each batch to read. `None` means all.
@@ -445,8 +426,6 @@ def eval_batches(
     is padded with copies of its last window. The `loss_weights` of these copies are 0.
 
     Args:
-      tokens: the held-out text.
-      seq_len: S, the tokens of a row.
       batch_size: B, the rows of a batch over all devices.
       steps: the largest number of batches.
       packing: whether batches have `segment_ids` and `positions`, see `batches`.

@@ -36,7 +36,6 @@ def to_json(codes: Codes, linear: Iterable[str], dtype: str) -> JsonObject:
     """Returns the `quantization_config` of a folder.
 
     Args:
-      codes: the quantised matrices.
       linear: names of all tensors that are weights of linear layers.
       dtype: dtype of what is not quantised, in which transformers computes.
     """
@@ -90,10 +89,6 @@ def _small(name: str, codes: np.ndarray, scales: np.ndarray, dtype: str) -> dict
 
 def check(where: str, values: Any) -> None:
     """Checks a `quantization_config` of this method.
-
-    Args:
-      where: the name of the file, for errors.
-      values: the value of the key.
 
     Raises:
       ConfigError: a key or value that would change the result and is not supported.

@@ -49,8 +49,6 @@ def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str]) -> JsonObject:
     """Returns the `quantization_config` of a folder.
 
     Args:
-      scheme: their format.
-      codes: the quantised matrices.
       linear: names of all tensors that are weights of linear layers.
     """
     sizes: dict[int | None, set[str]] = {}
@@ -116,7 +114,6 @@ def to_tensors(
       name: name of the matrix, which ends with `weight`.
       codes: [O, I], int8 or float8_e4m3fn.
       scales: [O, G].
-      scheme: the format.
       dtype: dtype in which scales are stored.
     """
     scale = {f"{name}_scale": np.ascontiguousarray(scales.astype(dtype))}
@@ -128,10 +125,6 @@ def to_tensors(
 
 def read_schemes(where: str, values: Any) -> dict[Scheme, bool]:
     """Returns the formats that a `quantization_config` lists, each with whether its matrices need zero points.
-
-    Args:
-      where: the name of the file, for errors.
-      values: the value of the key.
 
     Raises:
       ConfigError: another method, or a key or value that would change the result and is not supported.
@@ -165,7 +158,6 @@ def _read_scheme(keys: Keys, default: Any) -> tuple[Scheme, bool]:
     """Returns the format of one group of matrices, and whether it is asymmetric.
 
     Args:
-      keys: the group.
       default: name of the folder's format, which a group may override.
     """
     keys.drop({"targets"})

@@ -75,10 +75,6 @@ NO_IDS = SpecialIds()
 def from_json(where: str, values: object) -> Description:
     """Returns the model that a `config.json` describes.
 
-    Args:
-      where: the name of the file, for errors.
-      values: its content.
-
     Raises:
       ConfigError: an unknown family, or a key or value that jaxstack's model does not support.
     """
@@ -89,7 +85,8 @@ def from_json(where: str, values: object) -> Description:
     family = FAMILIES[name]
     keys.rename(family.aliases)
     labels = _labels(keys, family)
-    ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
+    training = {key: keys.take(key, None) for key in sorted(TRAINING)}
+    ignored = {key: value for key, value in training.items() if value}
     _drop_without_effect(keys, family)
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
@@ -144,7 +141,7 @@ def _drop_without_effect(keys: Keys, family: Family) -> None:
 
 
 _POOLING = {"cls": "first", "mean": "mean"}
-"""The values of ModernBERT's `classifier_pooling`, and those of `ModelConfig.label_pooling`."""
+"""Maps the values of ModernBERT's `classifier_pooling` to values of `ModelConfig.label_pooling`."""
 
 
 def _labels(keys: Keys, family: Family) -> JsonObject:
@@ -205,7 +202,8 @@ def _rope(keys: Keys, family: Family) -> dict[str, Any]:
 
     Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`.
     """
-    written = {key: value for key in ("rope_parameters", "rope_scaling") if (value := keys.take(key, None)) is not None}
+    both = {key: keys.take(key, None) for key in ("rope_parameters", "rope_scaling")}
+    written = {key: value for key, value in both.items() if value is not None}
     if len(written) > 1:
         raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling. Remove one.")
     name, values = next(iter(written.items()), ("rope_parameters", {}))
@@ -304,10 +302,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     """Returns the `config.json` of a model as one of a family. Fields without a key are lost (see `family_of`).
 
     Args:
-      name: the name of the family.
-      model: the model.
       seq_len: the sequence length of training, for a model without `max_positions`. 0 means that there is none.
-      ids: tokens with a meaning.
     """
     family = FAMILIES[name]
     dense_width = model.ff_width
@@ -383,8 +378,7 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     """Returns the family that can express all of a model: its `config.json`, read back, gives the model again.
 
     Args:
-      model: the model.
-      preferred: the family to take if several can express the model, such as that of the file it was imported from.
+      preferred: the family to take if several can express the model, such as the family of the file it was imported from.
 
     Raises:
       ConfigError: there is no such family. The message names the nearest one and the differences.

@@ -70,9 +70,7 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
     A run's own tokenizer, with its special token ids, replaces the original one.
 
     Args:
-      originals: folder with the files.
       tokenizer: of the run, as JSON of `to_json`, if it has saved one.
-      out: the exported folder, with its `config.json`.
     """
     before = _read(originals / "config.json")
     path = originals / "tokenizer.json"
@@ -121,7 +119,7 @@ def _changed_keys(before: JsonObject, now: JsonObject) -> JsonObject | None:
     rendered = configs.to_json(original.family, original.model, 0)
     changed = {key: now[key] for key, value in rendered.items() if key not in SPECIAL_IDS and now[key] != value}
     if now["architectures"][0] not in before.get("architectures", []):
-        changed["architectures"] = now["architectures"]  # such as that of a model without a head
+        changed["architectures"] = now["architectures"]  # such as the class of a model without a head
     names = [key for key in ("torch_dtype", "dtype") if key in before]
     return changed | {key: now["torch_dtype"] for key in names if before[key] != now["torch_dtype"]}
 

@@ -97,9 +97,7 @@ def read_adapters(folder: Path, family: str, model: ModelConfig) -> Adapters:
     zeros, which stay zero in training, and another scale is multiplied into `lora_b_*`.
 
     Args:
-      folder: in PEFT's format.
       family: `model_type` of the base model.
-      model: the base model.
 
     Raises:
       ConfigError: not such a folder, a method other than LoRA, or tensors that do not fit the model.
@@ -201,13 +199,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def place(adapters: Adapters, model: ModelConfig, ctx: Context) -> PyTree:
-    """Returns adapters as parameters: sharded, and with layers in the order of the pipeline's stages.
-
-    Args:
-      adapters: of the model.
-      model: the base model.
-      ctx: the mesh, the sharding of parameters and the stages.
-    """
+    """Returns adapters as parameters: sharded, and with layers in the order of the pipeline's stages."""
     spec = families.spec(replace(model, lora=adapters.lora))
     spec, _ = params.partition(spec, spec)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -230,11 +222,8 @@ def save_adapters(
     """Writes the adapters of a model to an empty folder.
 
     Args:
-      folder: the folder.
       family: `model_type` of the base model.
-      cfg: the model with its adapters.
       values: its parameters on the CPU, not sharded. Only the adapters are read.
-      dtype: dtype of the tensors.
       base: folder of the base model, if there is one.
 
     Raises:

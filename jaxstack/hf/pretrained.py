@@ -43,7 +43,7 @@ class PretrainedFolder:
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
       unknown_values: keys of `config.json` that jaxstack does not know, whose values are null, false or empty.
-      dtypes: the dtypes of its tensors, as safetensors spells them; of a quantised matrix that of its scales.
+      dtypes: the dtypes of its tensors, as safetensors spells them; for a quantised matrix, the dtype of its scales.
       formats: the formats of its quantised matrices, which are read as dense float32 parameters.
       inputs: `int8` if the matrices of layers are for inputs of 8 bits, which `train.quant=int8` computes with.
       adapters: adapters in PEFT's format that are merged into the parameters, or `None`.
@@ -159,7 +159,6 @@ class PretrainedFolder:
 
         Args:
           ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
-          pad_vocab_to: see `ModelConfig`.
         """
         ctx = ctx or Context()
         spec = families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
@@ -204,12 +203,10 @@ def save_pretrained(
     """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
 
     Args:
-      folder: the folder.
       cfg: the model, which one of the families must be able to express.
       values: its parameters on the CPU, not sharded.
       dtype: dtype of the tensors and of the scales, `float32` or `bfloat16`.
       seq_len: the sequence length of training, for a model without `max_positions`.
-      ids: tokens with a meaning.
       quantized: a format, and the codes and scales of matrices by the name of their tensor. They are stored in place
         of the matrices' values. `None` stores values only.
       preferred: the family to take if several can express the model.

@@ -25,7 +25,7 @@ SINGLE = "model.safetensors"
 DTYPES = ("F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 FILE_BYTES = 256e6
-"""The size of a written file, or that of the largest tensor if it is larger: the memory that writing needs."""
+"""The size of a written file, unless one tensor is larger. Writing needs memory for one file."""
 
 
 def import_safetensors() -> ModuleType:

@@ -69,7 +69,6 @@ class TensorLayout:
         """Yields a part of the parameter in pieces, each with its index within the part.
 
         Args:
-          p: the declaration of the parameter.
           index: the part, without the dimensions of layers and experts.
           fetch: reads a part of the tensor.
         """

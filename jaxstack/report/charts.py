@@ -252,11 +252,12 @@ def _ticks(axes: "Axes", scale: str, most: int) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(most, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         greatest = max(axis.get_view_interval())
-        plain = ticker.ScalarFormatter(useOffset=False)
-        plain.set_scientific(False)
-        axis.set_major_formatter(
-            plain if 1e-4 <= greatest < 1e3 else "{x:,.0f}" if 1e3 <= greatest < 1e9 else "{x:.3g}"
-        )
+        if 1e-4 <= greatest < 1e3:
+            plain = ticker.ScalarFormatter(useOffset=False)
+            plain.set_scientific(False)
+            axis.set_major_formatter(plain)
+        else:
+            axis.set_major_formatter("{x:,.0f}" if 1e3 <= greatest < 1e9 else "{x:.3g}")
     if scale == "log" and axes.dataLim.y0 > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
