@@ -42,7 +42,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the run cannot be read, or the folder exists.
     """
-    run, folder = Path(args.run), Path(args.folder)
+    run = Path(args.run)
+    folder = Path(args.folder)
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml. Name the run.dir of a training run.")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: an accelerator is not needed
@@ -186,16 +187,19 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
     base: str | None
     if isinstance(source, hf.PretrainedFolder):
         with source:
-            adapters, base = source.adapters, str(source.folder)
+            adapters = source.adapters
+            base = str(source.folder)
             if adapters is None:
                 raise ConfigError(f"{run} has no adapters yet. Train it until it has saved a checkpoint.")
-            model, family = replace(source.model, lora=adapters.lora), source.family
+            model = replace(source.model, lora=adapters.lora)
+            family = source.family
             values = peft.place(adapters, source.model, Context())
     else:
         if not source.model.lora.rank:
             raise ConfigError(f"{run} has no adapters: model.lora.rank=0. Leave out --adapter to write the model.")
         base = _base_folder(str(source.run.init_from))
-        model, family = source.model, hf.family_of(source.model.base)
+        model = source.model
+        family = hf.family_of(source.model.base)
         values = _restore(source, merge_adapters=False)
     with safetensors.new_folder(folder) as made:
         peft.save_adapters(made, family, model, values, jnp.dtype(dtype), base)
