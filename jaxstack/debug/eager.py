@@ -53,7 +53,8 @@ def make_eager_step(
       ConfigError: the pipeline has several stacks or weight units, so that loops of stages have other trip counts.
     """
     ctx = _with_static_loops(cfg, ctx)
-    forward, train_step = make_eval_step(cfg, ctx), make_train_step(cfg, ctx, watched)
+    forward = make_eval_step(cfg, ctx)
+    train_step = make_train_step(cfg, ctx, watched)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -120,7 +121,8 @@ def breakpoints() -> Iterator[None]:
         else:
             Debugger().set_trace(frame)
 
-    hook, sys.breakpointhook = sys.breakpointhook, stop
+    hook = sys.breakpointhook
+    sys.breakpointhook = stop
     try:
         yield
     finally:
