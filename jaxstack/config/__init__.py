@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, their defaults and their checks.
 
-YAML files in `configs/` and dotted flags (`--model.num_layers=4`) fill these classes; see `jaxstack.config.parse`.
+YAML files in `configs/` and dotted flags (`--model.num_layers=4`) fill these classes; `reading/parse.py` reads them.
 Every default is declared here and nowhere else. JAX is not imported, so that `train.py --help` responds at once.
 
 A check raises `ConfigError` with one line that names the key and its value, and then says what to do.
