@@ -11,7 +11,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "config", "config/run.py", CHECKS,
+    "config", "config/checks/training.py", CHECKS,
     ("longest + sample.tokens <= seq_len", "sample.tokens <= seq_len"),
     ("max((len(prompt.encode()) for prompt", "max((len(prompt) for prompt"),
 )  # fmt: skip
@@ -48,7 +48,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "config", "config/run.py", CHECKS,
+    "config", "config/checks/training.py", CHECKS,
     ("cfg.profile.span[1] <= train.steps", "cfg.profile.span[0] <= train.steps"),
     ("positions >= cfg.text_length", "positions > cfg.text_length"),
 )  # fmt: skip
