@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_values
-from jaxstack.config.buckets import with_buckets
+from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_buckets, with_values
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 

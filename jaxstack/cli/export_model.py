@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig, parse
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait

@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from jaxstack.common.errors import ConfigError
 from jaxstack.config import Config
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
-from jaxstack.config.parse import Parser
+from jaxstack.config.reading.parse import Parser
 from jaxstack.runtime.targets import TARGETS, Job, Target
 
 _FIELDS = {

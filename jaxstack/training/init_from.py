@@ -10,7 +10,8 @@ from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, parse
+from jaxstack.config import Config, ConfigError, DataConfig
+from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.hf import peft

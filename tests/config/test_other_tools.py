@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxstack.config import Config, flat
-from jaxstack.config.other_tools import TOOLS, counterpart
+from jaxstack.config.reading.other_tools import TOOLS, counterpart
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
 KEYS = flat(Config()).keys()
