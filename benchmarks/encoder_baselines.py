@@ -139,7 +139,7 @@ def train(flags: list[str]) -> Any:
     from jaxstack import sharding, train
     from jaxstack.config import Config
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     cfg = parse_config(flags)
     train.main(cfg)

@@ -53,7 +53,7 @@ def main(args: Namespace) -> None:
     from jaxstack.data import chat
     from jaxstack.hf import originals, safetensors
     from jaxstack.models import family, params
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     folder = Path(args.folder)
     run = Path(args.out)

@@ -193,7 +193,7 @@ FAULTY = """
 import sys; sys.argv[0] = 'train.py'
 from jaxstack.checkpoint import store
 from jaxstack.cli import parser
-from jaxstack.training import health
+from jaxstack.training.services import health
 if {index} == 1:
     {patch}
 parser.run('train.py', ['train', *sys.argv[1:]])

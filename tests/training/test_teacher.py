@@ -18,7 +18,7 @@ from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
-from jaxstack.training import teacher
+from jaxstack.training.features import teacher
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_state
 

@@ -19,7 +19,7 @@ from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import encoder, family, lora, params, surgery
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
-from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import (
     TrainState,
     abstract_state,
