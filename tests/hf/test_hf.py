@@ -30,8 +30,8 @@ from jaxstack.config import (
     MoEConfig,
     PipelineConfig,
     RunConfig,
-    parse,
 )
+from jaxstack.config.reading import parse
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, to_tokenizer_json
 from jaxstack.hf import originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files

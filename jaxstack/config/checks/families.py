@@ -5,7 +5,7 @@ A family of your own (`docs/own_family.md`) has no rows in `REFUSED`, so it may 
 
 from dataclasses import fields
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxstack.config.bounds import require
 from jaxstack.config.groups import Groups
@@ -78,7 +78,7 @@ class Refused(NamedTuple):
     advice: str = ""
 
 
-_TEXTS = {"unless": "model.diffusion.text_layers", "advice": ", or model.diffusion.text_layers=2"}
+_TEXTS: dict[str, Any] = {"unless": "model.diffusion.text_layers", "advice": ", or model.diffusion.text_layers=2"}
 
 REFUSED = (
     Refused(_MASKED, "model.tied_embeddings", True),
