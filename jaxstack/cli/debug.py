@@ -1,7 +1,7 @@
 """Finds the operation that made the loss or a gradient of a step NaN or infinite, and its place in the code.
 
-The step is run again on the mesh of the run, whose devices a CPU may simulate. It starts from the newest checkpoint before
-the step, and repeats the steps in between.
+The step is run again on the mesh of the run, whose devices a CPU may simulate. It starts from the newest checkpoint
+before the step, and repeats the steps in between.
 """
 
 from dataclasses import replace

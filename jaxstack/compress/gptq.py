@@ -5,8 +5,8 @@ Hessian. Once an input's weights are rounded, the best change of the weights tha
 form (optimal brain surgery). A Cholesky factor of the inverse holds what each of these changes needs.
 
 Inputs with the most energy come first, while the most others can still make up for them. Scales are computed
-from the matrix before any change, so that this order does not mix the groups. They may clip a few numbers where that has
-the least error, weighted by the energy of the inputs.
+from the matrix before any change, so that this order does not mix the groups. They may clip a few numbers where that
+has the least error, weighted by the energy of the inputs.
 """
 
 from functools import partial

@@ -80,7 +80,7 @@ def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
     """Returns the lengths of `data.buckets=auto`: the fewest whose batches have at most `max_padding` of padding.
 
     Lengths are multiples of 16, and the longest is `seq_len`. A batch of each length has as many tokens as a batch of
-    the longest. The largest power of two within `batch_size` divides its rows, so every length works on the same meshes.
+    the longest. The largest power of two within `batch_size` divides its rows: all lengths work on the same meshes.
     So the lengths, and with them the batches, do not depend on the mesh.
 
     Raises:

@@ -1,8 +1,8 @@
 """Tasks on the parts of a window, beside hidden tokens: BERT's next sentence, ERNIE's sentence distance and reordering.
 
 A window is cut into parts of equal length, which stand for sentences. The tasks are from Devlin et al. 2018
-(arXiv:1810.04805, section 3.1) and from Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a window
-has, and what it reads, depends on the seed and the number of its row in the run alone.
+(arXiv:1810.04805, section 3.1) and from Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a
+window has, and what it reads, depends on the seed and the number of its row in the run alone.
 
 A window with a task has other text than what it was cut from: special tokens take the place of some, and the second
 half of a pair may come from anywhere. So an epoch need not have each token exactly once.

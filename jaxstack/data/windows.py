@@ -268,7 +268,7 @@ class SequenceReader:
       seq_len: S, the tokens of a row. One more token is read for the targets.
       packing: whether rows have segment ids and positions, see `batches`.
       sentences: rearranges windows for tasks on sentences. `None`: they stay as they are.
-      hides: whether tokens of the rows are hidden and learned, and not the next ones. Then the last token is learned, too.
+      hides: whether the targets are hidden tokens of the rows. Then the last token is learned, too.
       source: index of the text in a mixture. Texts of equal length must not have one order.
 
     Raises:
@@ -340,7 +340,7 @@ class SequenceReader:
         """Returns the rows of these sequences, whose numbers ascend.
 
         Args:
-          rows: numbers of the rows in the run, which seed what is drawn for each. `None` means the numbers of the sequences.
+          rows: numbers of the rows in the run, which seed their draws. `None` means the numbers of the sequences.
 
         Raises:
           ConfigError: an id is past the vocabulary, or the file has changed.

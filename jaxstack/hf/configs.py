@@ -378,7 +378,7 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     """Returns the family that can express all of a model: its `config.json`, read back, gives the model again.
 
     Args:
-      preferred: the family to take if several can express the model, such as the family of the file it was imported from.
+      preferred: the family to take if several can express the model, such as the family of the imported file.
 
     Raises:
       ConfigError: there is no such family. The message names the nearest one and the differences.

@@ -46,8 +46,8 @@ class Family:
         families have an activation under `hidden_act` too, which their model does not read.
       dropout_keys: keys that receive `ModelConfig.dropout` on export.
       zero_keys: keys of dropouts that jaxstack does not have, 0 on export.
-      head_activation: the activation of the head, which must equal the activation of the MLP. `None` means that there is none, or
-        that it has no key of its own.
+      head_activation: the activation of the head, which must equal the activation of the MLP. `None` means that there
+        is none, or that it has no key of its own.
       local_attention: whether layers with a window have a base of RoPE of their own, in the keys of ModernBERT.
       ignored: more keys that do not affect the logits, whatever their values.
       harmless: keys that the class does not read, each with the values that files of the family have.

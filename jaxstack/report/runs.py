@@ -236,7 +236,7 @@ def _read_config(saved: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(saved: Path, config: dict[str, Any]) -> SavedTokenizer | None:
-    """Returns the tokenizer that a run saved, or else the one that its configuration names. A token file has its own."""
+    """Returns the tokenizer that a run saved, or else the one that its configuration names. A token file has one."""
     try:
         if not files.is_within(saved, saved.parent):
             raise ValueError("it is a link to a file elsewhere")

@@ -1,6 +1,6 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
-`python tests/pipeline/test_pipeline.py` prints the table of docs/pipelines.md, and with `--measure` what each case
+`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what each case
 shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
 """
 
