@@ -5,7 +5,7 @@ A family of your own (`docs/own_family.md`) has no rows in `REFUSED`, so it may 
 
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxstack.config.bounds import require
 from jaxstack.config.groups import Groups
@@ -78,7 +78,11 @@ class Refused(NamedTuple):
     advice: str = ""
 
 
-_TEXTS: dict[str, Any] = {"unless": "model.diffusion.text_layers", "advice": ", or model.diffusion.text_layers=2"}
+def _without_texts(key: str, use: object) -> Refused:
+    """Returns the row of a key that only pictures with texts read."""
+    texts = "model.diffusion.text_layers"
+    return Refused(("diffusion",), key, use, unless=texts, advice=f", or {texts}=2")
+
 
 REFUSED = (
     Refused(_MASKED, "model.tied_embeddings", True),
@@ -100,9 +104,9 @@ REFUSED = (
     ),
     Refused(("diffusion", "contrastive"), "data.packing", False),
     Refused(("branches",), "data.domains", ()),
-    Refused(("diffusion",), "data.languages", (), **_TEXTS),
-    Refused(("diffusion",), "data.target_len", None, **_TEXTS),
-    Refused(("diffusion",), "data.tokenizer", "bytes", **_TEXTS),
+    _without_texts("data.languages", ()),
+    _without_texts("data.target_len", None),
+    _without_texts("data.tokenizer", "bytes"),
     Refused(_NO_DECODER, "train.ngram_baseline", False),
     Refused(("contrastive",), "train.noise_scale", False),
     Refused((*_MASKED, "encoder_decoder", "contrastive"), "sample.prompts", None, same=((),)),
