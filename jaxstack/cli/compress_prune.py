@@ -17,7 +17,7 @@ from jaxstack.cli.compress_quantize import calibration, print_losses, worst
 from jaxstack.config import Config, ConfigError, MeshConfig, parse
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.parse import Parser, user_path
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.prune import Losses
     from jaxstack.compress.sparsify import Settings
     from jaxstack.compress.unfinished import Unfinished
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
     from jaxstack.models.surgery import Kept
 
 SIZES = {
