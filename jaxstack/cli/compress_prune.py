@@ -18,7 +18,7 @@ from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.prune import Losses
     from jaxstack.compress.sparsify import Settings
     from jaxstack.compress.unfinished import Unfinished
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
     from jaxstack.models.surgery import Kept
 
 SIZES = {

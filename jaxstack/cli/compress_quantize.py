@@ -20,13 +20,13 @@ from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.scheme import Name, Scheme
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.quantize import Codes, Settings
-    from jaxstack.generate.trained_run import Evaluation, TrainedRun
+    from jaxstack.loaded.trained_run import Evaluation, TrainedRun
 
 
 def add_arguments(parser: Parser) -> None:
