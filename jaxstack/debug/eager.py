@@ -29,10 +29,10 @@ from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.debug.statistics import statistics
 from jaxstack.models.context import Context
+from jaxstack.training.features.watch import Watched
 from jaxstack.training.gradients import Metrics
 from jaxstack.training.state import TrainState
 from jaxstack.training.step import make_eval_step, make_train_step
-from jaxstack.training.watch import Watched
 
 MOST_VALUES = 1000
 """Values of an array up to which `show` prints all of them."""

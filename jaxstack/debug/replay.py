@@ -28,9 +28,10 @@ from jaxstack.debug.update import explain_update
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
-from jaxstack.training import init_from, teacher
-from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.features import teacher
 from jaxstack.training.gradients import make_gradients
+from jaxstack.training.services import init_from
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import TrainState, abstract_state, make_state
 from jaxstack.training.step import dropout_key, jit_train_step
 

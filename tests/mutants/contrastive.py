@@ -37,7 +37,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "contrastive", "training/comparison.py", MESH,
+    "contrastive", "training/features/comparison.py", MESH,
     ("dropout_key=key)", "dropout_key=None)"),
     ("terms, grads = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), (sums, grads))",
      "terms = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), sums)"),

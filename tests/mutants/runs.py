@@ -219,7 +219,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "training", "training/init_from.py", "training/test_keep_zeros.py",
+    "training", "training/services/init_from.py", "training/test_keep_zeros.py",
     ("(p.unpadded or p.shape)[p.stacked :]\n        return jnp.any", "p.shape[p.stacked :]\n        return jnp.any"),
     ("if spec[path].kind == \"matrix\"}", "if spec[path].kind}"),
 )  # fmt: skip
