@@ -18,7 +18,7 @@ from jaxstack.debug.way import Guide, Loop
 from jaxstack.pipeline import Program
 from jaxstack.pipeline.operations import LOOP, TICKS
 from jaxstack.pipeline.phases import Units
-from jaxstack.pipeline.program import WEIGHT_LOOPS, Part
+from jaxstack.pipeline.program import WEIGHT_LOOPS, StackPlan
 
 EMPTY = "slots_of_"
 """How the name of the work in a loop over layers begins, where some stages have fewer layers than others."""
@@ -173,7 +173,7 @@ def _last(loop: Loop, name: str) -> bool:
     return loop.scopes.rpartition("/")[2].startswith(name)
 
 
-def _part(program: Program, work: str) -> Part:
+def _part(program: Program, work: str) -> StackPlan:
     return next((part for part in program.parts if part.loop and work.endswith(part.loop)), program.parts[0])
 
 

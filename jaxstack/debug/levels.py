@@ -35,7 +35,7 @@ def with_entries(devices: Devices, value: Any) -> Any:
     return jnp.asarray(value)[None] if devices.mesh is None else value
 
 
-class Program:
+class LevelProgram:
     """A program that runs on all devices.
 
     Attributes:
@@ -124,7 +124,7 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
             made = {v for equation in equations for v in equation.outvars}
             read_by_them = [v for equation in equations for v in equation.invars if not isinstance(v, core.Literal)]
             given = [v for v in dict.fromkeys(read_by_them) if v not in made]
-            program = Program(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
+            program = LevelProgram(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
             known |= zip(program.made, program(way.loops, [known[v] for v in given]), strict=True)
             continue
         for number, equation in zip(numbers, equations, strict=True):
@@ -135,7 +135,7 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
 
 
 def _runs_stepwise(equation: Any, way: Way) -> bool:
-    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `Program`."""
+    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `LevelProgram`."""
     return equation.primitive.name == "scan" and equation.params["length"] > 0 and way.of_work(equation) is way
 
 
@@ -172,8 +172,8 @@ class _Steps:
         equation = self._equation
         return Loop(way.frames_of(equation), step, length, reverse, way.scopes_of(equation))
 
-    def _program(self, jaxpr: Any) -> Program:
-        return Program(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
+    def _program(self, jaxpr: Any) -> LevelProgram:
+        return LevelProgram(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
 
     def _watch(self, loop: Loop, carry: Values) -> None:
         devices = self._way.devices

@@ -298,11 +298,33 @@ def _rows_tpu(x, w, sizes, transposed):
     return y
 
 
-def _weights_tpu(x, dy, sizes, dtype):
-    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits.
+def _weights_kernel_tpu(E, count, tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
+    """Adds the rows of one visit to `total` in VMEM, which has the sum of a group from its first visit to its last."""
+    v = pl.program_id(2)
+    tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
+    before = group_ref[jnp.maximum(v - 1, 0)]
+    after = group_ref[jnp.minimum(v + 1, count - 1)]
 
-    The sum of a group is in VMEM from its first visit to its last, which writes it.
-    """
+    @pl.when((v == 0) | (group != before))
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when((group < E) & (end > start))
+    def _():
+        M = x_ref.shape[0]
+        row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
+        in_group = (row >= start) & (row < end)
+        # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
+        a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
+        total[...] += _dot(a, b, ((0,), (0,)))
+
+    @pl.when((group < E) & (group != after))
+    def _():
+        dw_ref[...] = total[...].astype(dw_ref.dtype)
+
+
+def _weights_tpu(x, dy, sizes, dtype):
+    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits."""
     N, A = x.shape
     B = dy.shape[1]
     E = sizes.shape[0]
@@ -315,30 +337,8 @@ def _weights_tpu(x, dy, sizes, dtype):
     plan = visits(sizes, N, M)
     count = plan.tile.shape[0]
 
-    def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
-        v = pl.program_id(2)
-        tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-        before = group_ref[jnp.maximum(v - 1, 0)]
-        after = group_ref[jnp.minimum(v + 1, count - 1)]
-
-        @pl.when((v == 0) | (group != before))
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        @pl.when((group < E) & (end > start))
-        def _():
-            row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
-            in_group = (row >= start) & (row < end)
-            # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
-            a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
-            total[...] += _dot(a, b, ((0,), (0,)))
-
-        @pl.when((group < E) & (group != after))
-        def _():
-            dw_ref[...] = total[...].astype(dtype)
-
     (dw,) = pallas_call.tpu(
-        kernel,
+        partial(_weights_kernel_tpu, E, count),
         *plan,
         x,
         dy,

@@ -19,7 +19,7 @@ WEIGHT_LOOPS = ("weight_in_forward", "weight_in_backward", "weight")
 """Names of the loops over the layer groups of weight units, by lane."""
 
 
-class Part(NamedTuple):
+class StackPlan(NamedTuple):
     """One stack of a program.
 
     Attributes:
@@ -75,10 +75,10 @@ class Program:
             )
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[StackPlan, ...]:
         """The stacks of layers in the order in which they run."""
         if not self.stages.stacks:
-            return (Part(self.stages, self.forward, self.backward, self.slots),)
+            return (StackPlan(self.stages, self.forward, self.backward, self.slots),)
         s = self.schedule
         found = []
         first = 0
@@ -91,7 +91,7 @@ class Program:
             enter, leave = (self._at_T(ticks_MG[:, first * s.stages]) for ticks_MG in (s.forward_MG, s.backward_MG))
             slots = int(slots_MG.max()) + 1
             entry = (enter, leave) if first else (None, None)
-            found.append(Part(stages, forward, backward, slots, f"_{name}", *entry))
+            found.append(StackPlan(stages, forward, backward, slots, f"_{name}", *entry))
             first = chunks.stop
         return tuple(found)
 
