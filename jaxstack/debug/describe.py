@@ -39,10 +39,10 @@ def describe(finding: Finding, guide: RunGuide) -> list[str]:
 
 def code_lines(finding: Finding) -> list[str]:
     """Returns a line for each place in the code that leads to the operation, innermost first, three at most."""
-    own = [frame for frame in finding.frames if "/jaxstack/debug/" not in frame[0]]
+    frames = [frame for frame in finding.frames if "/jaxstack/debug/" not in frame[0]]
     return [
         f"{'called' if i else 'code':<9}{short_path(file)}:{line} in {function}"
-        for i, (file, line, function) in enumerate(own[:3])
+        for i, (file, line, function) in enumerate(frames[:3])
     ]
 
 

@@ -107,10 +107,10 @@ def token_log_probs(
     def one_chunk(x, targets):
         nll, logits, _, local = negative_log_likelihood((softcap, vocab_axes, vocab_size), x, head, targets)
         logits = lax.stop_gradient(logits)
-        own = local[..., None]
-        here = jnp.arange(head.shape[1])
-        chosen = collectives.all_reduce(jnp.where(here == own, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
-        better = (logits > chosen) | ((logits == chosen) & (here < own))
+        target = local[..., None]
+        entries = jnp.arange(head.shape[1])
+        chosen = collectives.all_reduce(jnp.where(entries == target, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
+        better = (logits > chosen) | ((logits == chosen) & (entries < target))
         likeliest = collectives.all_reduce(better.sum(-1, dtype=jnp.float32), vocab_axes) == 0
         return jnp.float32(0), jnp.stack([-nll, likeliest.astype(jnp.float32)], axis=-1)
 

@@ -49,12 +49,12 @@ def forward(
     penalties = []
     auxes = []
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
-    for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
+    for part, stack, stack_params in zip(stages.parts.values(), stacks, stacked, strict=True):
         if isinstance(stack, StackFns):
             before = x
             enter = stack.enter
             x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
-        x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of, fns.kept)
+        x, penalty, aux = _through(part, stack.layer, axis, stack_params, x, inputs_of, fns.kept)
         penalties.append(penalty)
         auxes.append(aux)
     return x, sum(penalties[1:], penalties[0]), tuple(auxes)
