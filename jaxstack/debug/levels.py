@@ -43,7 +43,7 @@ class LevelProgram:
     """
 
     def __init__(self, jaxpr: Any, way: Way, results: bool = False) -> None:
-        """Prepares a program, which is compiled when it is called first. With `results` it returns the results alone."""
+        """Prepares a program, which is compiled when it is first called. With `results` it returns only the results."""
         self.made = [*jaxpr.outvars] if results else [v for equation in jaxpr.eqns for v in equation.outvars]
         self._jaxpr = jaxpr
         self._devices = way.devices

@@ -91,7 +91,7 @@ def contrastive_loss(
     scale = jnp.exp(log_scale)
 
     def sigmoid(texts: _Texts) -> jax.Array:
-        same = ids[:, None] == texts.ids
+        same = ids[:, None] == texts.ids  # [b, c]
         s = scale * _products(image, texts.text) + bias
         return (weights[:, None] * texts.counts * jax.nn.softplus(jnp.where(same, -s, s))).sum()
 
@@ -99,13 +99,13 @@ def contrastive_loss(
         same = (ids[:, None] == texts.ids) & counts[:, None] & texts.counts
         s = scale * _products(image, texts.text)
         positives = jnp.where(same, s * (share[:, None] + texts.share) / 2, 0.0).sum()
-        rows = jax.nn.logsumexp(jnp.where(texts.counts, s, _MASKED), axis=1)
+        rows = jax.nn.logsumexp(jnp.where(texts.counts, s, _MASKED), axis=1)  # [b], over the texts of this block
         return positives, rows, jax.nn.logsumexp(jnp.where(counts[:, None], s, _MASKED), axis=0)
 
     if kind == "sigmoid":
         return _over_blocks(sigmoid, texts).sum()
     positives, rows, columns = _over_blocks(softmax, texts)
-    columns = _logsumexp_over_devices(columns.reshape(-1), axes)
+    columns = _logsumexp_over_devices(columns.reshape(-1), axes)  # [b]
     return (weights * (jax.nn.logsumexp(rows, axis=0) + columns) / 2).sum() - positives.sum()
 
 

@@ -79,7 +79,7 @@ def _chunk(options, head, x, targets, weights, ids, log_p):
     t = mix.temperature
     w = mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
-    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
+    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))  # the next token's part
 
     logits_t = logits / t
     lowest = jnp.finfo(jnp.float32).min
@@ -88,11 +88,11 @@ def _chunk(options, head, x, targets, weights, ids, log_p):
     is_local = (local_ids >= 0) & (local_ids < V)
     at = jnp.where(is_local, local_ids, V)  # V is outside, and dropped
     rows = jnp.indices(ids.shape, sparse=True)[:2]
-    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")
+    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")  # the teacher's ids, [B, C, V/n]
     chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, local_ids, 0), axis=-1)
     log_q = lse_t.log_probs(collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes))
     p = jnp.exp(log_p)
-    kl = (p * (log_p - log_q)).sum(-1)
+    kl = (p * (log_p - log_q)).sum(-1)  # [B, C]
     taught = jnp.zeros_like(logits).at[(*rows, at)].set(p, mode="drop")
     q = jnp.exp(lse_t.log_probs(logits_t))
     all_ids = V * collectives.count(axes) if vocab_size is None else vocab_size

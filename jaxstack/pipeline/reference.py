@@ -81,8 +81,8 @@ def _through(
     def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, PyTree]:
         x, penalty, sums = carry
         # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
-        since = now - stage
-        group, rest = jnp.divmod(since, V * P)
+        since = now - stage  # ticks since the first microbatch reached this stage
+        group, rest = jnp.divmod(since, V * P)  # group of P microbatches
         chunk = rest // P
         m = group * P + rest % P
         active = (since >= 0) & (m < M)

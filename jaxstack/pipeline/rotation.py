@@ -56,7 +56,7 @@ class Rotation:
 
     def visit(self, tick: Numbers, stage: Numbers, passes: Numbers) -> Visit:
         """Returns what a stage works on in a tick, if all groups pass the layers `passes` times."""
-        lap, group = divmod(tick - stage, self.stages)
+        lap, group = divmod(tick - stage, self.stages)  # a group comes by once in each lap of the ring
         turn, chunk = divmod(lap, self.chunks)
         return Visit(group, chunk, turn, (tick >= stage) & (group < self.groups) & (turn < passes))
 
