@@ -39,6 +39,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     from jaxstack.families.context import make_context
     from jaxstack.generate import decode
     from jaxstack.generate.kv_cache import CachedDecoder
+    from jaxstack.generate.prompts import align_rows, row_seeds
     from jaxstack.pipeline import Rotation
     from jaxstack.sharding import make_mesh
     from jaxstack.training.state import abstract_state, make_state
@@ -67,7 +68,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
 
     compiled = decode.jit_on_mesh(together, cfg.model, ctx, parts=3)
     in_turn = decode.make_generate(cfg.model, SampleConfig(tokens=TOKENS, temperature=0), vocabulary=256, ctx=ctx)
-    arguments = (*decode.align_rows(prompts), decode.row_seeds(prompts), np.uint32(0))
+    arguments = (*align_rows(prompts), row_seeds(prompts), np.uint32(0))
 
     def texts_together() -> list[list[int]]:
         added = jax.device_get(compiled(params, *arguments))

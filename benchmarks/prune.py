@@ -23,7 +23,7 @@ from jaxstack.compress import prune, quantize, sparsify
 from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.importance import measure
 from jaxstack.compress.sparsity import Method, parse_pattern
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import family, params
 
 THIRDS: list[dict[str, int]] = [

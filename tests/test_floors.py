@@ -24,6 +24,7 @@ FLOORS = {
     "training": 9,
     "generate": 10,
     "planner": 10,
+    "loaded": 11,
     "compress": 11,
     "debug": 11,
     "report": 10,
@@ -36,11 +37,12 @@ FLOORS = {
 
 JAX_FREE = (
     "common/errors.py", "common/files.py", "common/hardware.py", "common/host_memory.py",
-    "common/inputs.py", "config/*.py", "runtime/__init__.py",
+    "common/inputs.py", "common/version.py", "config/*.py", "config/checks/*.py", "config/reading/*.py",
+    "runtime/__init__.py",
     "runtime/compile_cache.py", "runtime/launchers.py", "runtime/platform.py", "runtime/preemption.py",
     "runtime/targets.py",
     "checkpoint/__init__.py", "checkpoint/evaluations.py", "checkpoint/manifest.py", "checkpoint/run_dir.py",
-    "data/[!l]*.py",
+    "data/[!l]*.py", "generate/__init__.py", "generate/prompts.py",
     "tracking/__init__.py", "tracking/console.py", "tracking/goodput.py", "tracking/jsonl.py", "tracking/plot.py",
     "tracking/sinks.py", "report/*.py", "cli/__init__.py", "cli/parser.py", "cli/completion.py", "cli/train.py",
     "serve/__init__.py",

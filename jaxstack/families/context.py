@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.config import Config
-from jaxstack.config.buckets import require_lengths
+from jaxstack.config.checks.buckets import require_lengths
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.models import family

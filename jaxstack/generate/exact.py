@@ -8,10 +8,9 @@ that this forward pass alone would write, at the cost of about one pass for each
 Suffixes: B rows of this device, S slots, C slots of a chunk, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,13 @@ from jax.sharding import PartitionSpec
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import decode, sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
-from jaxstack.generate.decode import Rows
 from jaxstack.generate.kv_cache import known_logits
+from jaxstack.generate.prompts import Rows, check_prompts, row_seeds
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
-
-if TYPE_CHECKING:  # it imports this package
-    from jaxstack.generate.trained_run import TrainedRun
 
 
 class Rollout(NamedTuple):
@@ -45,34 +41,6 @@ class Rollout(NamedTuple):
     tokens: list[int]
     log_probs: np.ndarray
     redrafted: int
-
-
-def rollout(
-    run: "TrainedRun",
-    prompts: Rows,
-    *,
-    seed: int | None = None,
-    stop: Sequence[int] = (),
-    rows: int = 8,
-    **sample: float,
-) -> list[Rollout]:
-    """Returns a text for each prompt, with the log-probabilities of `losses.sequence_log_probs`, bit for bit.
-
-    Args:
-      run: the model.
-      prompts: ids of each prompt.
-      seed: of sampling. `None` means `run.seed`.
-      stop: ids of tokens that end a text; the end of a document always ends it.
-      rows: number of texts in a call.
-      **sample: keys of the group `sample`, see `TrainedRun.generate`.
-
-    Raises:
-      ConfigError: see `TrainedRun.generate`; or a repetition penalty or beams, which depend on more than logits.
-    """
-    how = run.sample_with(sample)
-    end = () if run.tokenizer.eos_id is None else (run.tokenizer.eos_id,)
-    work = Exact(run.scorer, run.engine(how.domain), how, (*stop, *end), rows)
-    return work.texts(prompts, run.config.run.seed if seed is None else seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +62,13 @@ class Exact:
     rows: int = 8
 
     def texts(self, prompts: Rows, seed: int) -> list[Rollout]:
-        """Returns a text for each prompt; see `rollout`."""
+        """Returns a text for each prompt; see `TrainedRun.rollout`."""
         how = self.sample
         for name, plain in (("beams", 1), ("repetition_penalty", 1.0)):
             if (value := getattr(how, name)) != plain:
                 raise ConfigError(f"sample.{name}={value} does not fit exact texts. Use sample.{name}={plain}.")
-        decode.check_prompts(self.scorer.cfg, prompts, how.tokens, self.engine.vocabulary)
-        marks, added = decode.row_seeds(prompts), [list[int]() for _ in prompts]
+        check_prompts(self.scorer.cfg, prompts, how.tokens, self.engine.vocabulary)
+        marks, added = row_seeds(prompts), [list[int]() for _ in prompts]
         redrafted, open_texts = [0] * len(prompts), list(range(len(prompts))) if how.tokens else []
         while open_texts:
             self._draft(prompts, added, marks, open_texts, seed)

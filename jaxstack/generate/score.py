@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.generate import decode
-from jaxstack.generate.decode import Rows
+from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
 from jaxstack.models import decoder, family
@@ -128,7 +128,7 @@ class Scorer:
     def slots(self, tokens: int) -> int:
         """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
-        slots = decode.power_of_buckets(tokens)
+        slots = power_of_buckets(tokens)
         return slots if table is None else min(slots, table)
 
     def check(self, texts: Rows) -> None:
@@ -137,7 +137,7 @@ class Scorer:
         Raises:
           ConfigError: see `scores`.
         """
-        decode.check_rows(texts, self.cfg.vocab)
+        check_rows(texts, self.cfg.vocab)
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
         longest = max(map(len, texts)) - 1  # the last token is not read
         if min(map(len, texts)) < 2:
@@ -151,7 +151,7 @@ class Scorer:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the logits of the token after each token [B, S], float32 [B, S, V]."""
         count, length = tokens.shape
-        slots = -(-length // decode.BUCKET) * decode.BUCKET
+        slots = -(-length // BUCKET) * BUCKET
         if self.cfg.positions == "learned":
             slots = min(slots, self.cfg.max_positions or slots)
         padded = np.pad(tokens, ((0, -count % self.ctx.layout.replicas), (0, slots - length))).astype(np.int32)

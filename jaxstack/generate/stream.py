@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import decode
-from jaxstack.generate.decode import GenerateOptions, Rows
+from jaxstack.generate.decode import GenerateOptions
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models import family
 from jaxstack.models.context import Context
@@ -116,10 +117,10 @@ class Engine:
           at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
 
         Raises:
-          ConfigError: see `decode.check_prompts`.
+          ConfigError: see `prompts.check_prompts`.
         """
         assert sample.beams == 1
-        decode.check_prompts(self.cfg, prompts, sample.tokens, self.vocabulary)
+        check_prompts(self.cfg, prompts, sample.tokens, self.vocabulary)
         if not sample.tokens:
             return
         if sample.rows is not None and len(prompts) > sample.rows:
@@ -128,8 +129,8 @@ class Engine:
             yield from continue_in_turn(self, prompts, sample, stop=stop, seed=seed, at_once=at_once)
             return
         filled = decode.fill_rows(prompts, self.ctx)
-        tokens, first = decode.align_rows(filled)
-        rows = first, decode.row_seeds(filled), np.uint32(seed)
+        tokens, first = align_rows(filled)
+        rows = first, row_seeds(filled), np.uint32(seed)
         work = Programs(self, tokens.shape[1] + sample.tokens, replace(sample, prompts=None, rows=None), tuple(stop))
         state, results = work.start(rows, tokens)
         shown, before = 0, 0

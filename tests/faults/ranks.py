@@ -76,7 +76,9 @@ def serve() -> None:
     from jaxstack.cli import train as command  # noqa: F401
     from jaxstack.generate import decode, pictures  # noqa: F401
     from jaxstack.planner import estimate, memory, pipeline_costs  # noqa: F401
-    from jaxstack.training import health, run, step, teacher  # noqa: F401
+    from jaxstack.training import step  # noqa: F401
+    from jaxstack.training.features import teacher  # noqa: F401
+    from jaxstack.training.services import health, run  # noqa: F401
 
     for line in sys.stdin:
         folder, argv, patches = json.loads(line)
@@ -144,7 +146,7 @@ POISON = (
     "        yield index, {**batch, 'loss_weights': batch['loss_weights'] * np.nan}\n"
     "d.prefetch = prefetch"
 )
-VERSION = "import jaxstack\njaxstack.__version__ = '9.9'"
+VERSION = "import jaxstack.common.version as v\nv.__version__ = '9.9'"
 KILL = "import os, jaxstack.runtime.distributed as d\nd.to_global_batch = lambda *a: os.kill(os.getpid(), 9)"
 USER_ERROR, LOST = int(Exit.USER_ERROR), int(Exit.PEER_LOST)
 

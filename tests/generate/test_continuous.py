@@ -14,6 +14,7 @@ from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slo
 from jaxstack.config import SampleConfig
 from jaxstack.generate import decode, row_programs, sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.row_programs import RowPrograms
 from jaxstack.generate.sampling import RowSample
 from jaxstack.generate.stream import Engine
@@ -141,7 +142,7 @@ def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     extend = RowPrograms.extend
     monkeypatch.setattr(RowPrograms, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
     prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
-    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+    for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, replace(GREEDY, tokens=90 if name == 0 else 20), mark))
     texts = [list(prompt) for prompt in prompts]
     while batch.busy:
@@ -226,7 +227,7 @@ def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
     prompts = prompts_for(cfg, rng)[:3]
     samples = [replace(ROWS[i], tokens=8) for i in (0, 5, 0)]
     for name, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        batch.add(Prompt(name, prompt, sample, decode.row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
+        batch.add(Prompt(name, prompt, sample, row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
     texts, scores = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     while batch.busy:
         for part in batch.advance():

@@ -41,13 +41,13 @@ from jaxstack.families.context import make_context
 from jaxstack.generate import beam_search, decode, row_sampler, sampling, stream
 from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.kv_cache import CachedDecoder
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 from jaxstack.planner import generation_memory, memory
 from jaxstack.sharding import make_mesh
-from jaxstack.training import init_from
+from jaxstack.training.services import init_from
 from jaxstack.training.state import abstract_state, make_state
 
 MODELS = FAMILIES | EXPERTS

@@ -12,6 +12,7 @@ from jaxstack.config import SampleConfig
 from jaxstack.generate import continuous, decode
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
 from jaxstack.generate.prompt_cache import PromptCache
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.stream import Engine
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
@@ -24,7 +25,7 @@ def written(
 ) -> tuple[list[list[int]], list[int]]:
     """Returns the texts with their prompts, and how many tokens of each prompt were not read."""
     texts, cached = [list(prompt) for prompt in prompts], [0] * len(prompts)
-    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+    for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, sample, mark, SEED))
     while batch.busy:
         for part in batch.advance():

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack.config import Config, ConfigError
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
