@@ -62,7 +62,8 @@ STAGES_HEAD = (
 def case(config: str, flags: list[str]) -> dict[str, Any]:
     """Returns the bytes that a device sends and stores for one mesh."""
     from jaxstack import sharding
-    from jaxstack.config import parse, resolve
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
     from jaxstack.models.context import Context
     from jaxstack.planner import estimate, hlo
     from jaxstack.training.state import abstract_state
@@ -86,7 +87,8 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
 
 def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     """Returns the operations of a model on 16 stages, and the bytes that a device sends over `pipe` per microbatch."""
-    from jaxstack.config import parse, resolve
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
     from jaxstack.planner import estimate, roofline, roofline_step
 
     flags = [f"--config={DENSE}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]

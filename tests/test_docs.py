@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from jaxstack.cli import parser
-from jaxstack.config import Config, ConfigError, DistributedConfig, parse, resolve
+from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
+from jaxstack.config.reading import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,9 +14,10 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.compress_quantize import calibration, print_losses, worst
-from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.generate import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait

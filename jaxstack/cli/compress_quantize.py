@@ -15,9 +15,10 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.export_model import write_tokenizer
-from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
+from jaxstack.config import ConfigError, LoraConfig, MeshConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.scheme import Name, Scheme
 from jaxstack.generate import load_run
 

@@ -6,7 +6,7 @@ from jsonargparse import Namespace
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.sources import Document, describe, describe_skipped, documents
 from jaxstack.data.tokenizers import make_tokenizer
 from jaxstack.data.tokens import TokenFileHeader, write_token_file

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, parse
+from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.runtime import platform
 
 

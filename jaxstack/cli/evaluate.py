@@ -23,7 +23,7 @@ from jaxstack.cli.chat import context_of
 from jaxstack.cli.generate import DTYPE
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import chat
 from jaxstack.generate import load_run
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig, parse
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
@@ -114,7 +115,7 @@ def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialI
 def _read_params(run: Path) -> "Params":
     """Returns the newest parameters of a run on one device, or its initial ones if it has not begun."""
     from jaxstack import hf
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
     if isinstance(source, hf.PretrainedFolder):
@@ -127,7 +128,7 @@ def _restore(run: Config, merge_adapters: bool = True) -> "Params":
     """Returns the newest parameters of a run with a checkpoint on one device."""
     from jaxstack import sharding
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     model = replace(run.model, pad_vocab_to=None)
     alone = replace(run, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
@@ -142,7 +143,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     from jaxstack.hf import safetensors
     from jaxstack.models import branches
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
     from jaxstack.training.state import abstract_state, make_state, start_from
 
     source = init_from.find_source(str(run), "RUN")
@@ -181,7 +182,7 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
     from jaxstack import hf
     from jaxstack.hf import peft, safetensors
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
     base: str | None
@@ -211,7 +212,7 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
 def _base_folder(name: str) -> str | None:
     """Returns the Hugging Face folder that `run.init_from` leads to, or `None` if it leads to a trained run."""
     from jaxstack import hf
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     if not (Path(name) / "config.yaml").is_file():
         return name  # it may have been removed

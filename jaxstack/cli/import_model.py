@@ -15,9 +15,10 @@ import yaml
 from jsonargparse import Namespace
 
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, parse, resolve
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, resolve
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 
 if TYPE_CHECKING:  # `jaxstack.hf` imports JAX, for which help must not wait
     from jaxstack import hf
@@ -52,7 +53,7 @@ def main(args: Namespace) -> None:
     from jaxstack.data import chat
     from jaxstack.hf import originals, safetensors
     from jaxstack.models import family, params
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     folder = Path(args.folder)
     run = Path(args.out)

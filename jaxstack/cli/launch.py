@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from jaxstack.common.errors import ConfigError
 from jaxstack.config import Config
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
-from jaxstack.config.parse import Parser
+from jaxstack.config.reading.parse import Parser
 from jaxstack.runtime.targets import TARGETS, Job, Target
 
 _FIELDS = {
@@ -101,8 +101,8 @@ def _training_config(args: Namespace) -> Config:
 def _job(args: Namespace, target: Target, cfg: Config) -> Job:
     """Returns the job, after checking that the target uses every argument that was given."""
     names = [*_FIELDS, "gpus", "hosts", "hours", "spot"]
-    values = {name: vars(args)[name] for name in names}
-    given = {name: value for name, value in values.items() if value not in (None, "") and value is not False}
+    arguments = {name: vars(args)[name] for name in names}
+    given = {name: value for name, value in arguments.items() if value not in (None, "") and value is not False}
     for name in target.needs:
         if name not in given:
             raise ConfigError(f"--{name} is missing. `jaxstack launch --on {args.on}` needs {_flags(target.needs)}.")

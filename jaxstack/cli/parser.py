@@ -19,7 +19,7 @@ from jaxstack.runtime import preemption
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from jaxstack.config.parse import Parser
+    from jaxstack.config.reading.parse import Parser
 
 
 class Command(NamedTuple):
@@ -205,7 +205,9 @@ def parser_of(name: str, program: str | None = None) -> "Parser":
     Args:
       program: name to show in usage and errors. None means `jaxstack` and the name of the command.
     """
-    from jaxstack.config.parse import Parser  # here: it takes a tenth of a second, for which the overview must not wait
+    from jaxstack.config.reading.parse import (
+        Parser,  # here: it takes a tenth of a second, for which the overview must not wait
+    )
 
     module = importlib.import_module(f"jaxstack.cli.{COMMANDS[name].module}")
     parser = Parser(prog=program or f"jaxstack {name}", description=module.__doc__)
@@ -259,7 +261,7 @@ def overview(words: Sequence[str]) -> str:
     ]
     lines += ["explain a group of keys and a key of the configuration."]
     if words:
-        from jaxstack.config.parse import GROUPS  # here: it takes a tenth of a second
+        from jaxstack.config.reading.parse import GROUPS  # here: it takes a tenth of a second
 
         if words[0] in GROUPS:
             lines.append(f"`jaxstack train --help.{words[0]}` explains the group of keys {words[0]}.")

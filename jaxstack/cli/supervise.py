@@ -20,7 +20,7 @@ from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.errors import Exit
 from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
-from jaxstack.config.parse import Parser, parse_config
+from jaxstack.config.reading.parse import Parser, parse_config
 from jaxstack.tracking.jsonl import is_step, read_lines
 
 MAX_WAIT_S = 300

@@ -118,7 +118,7 @@ def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
 
 def _candidates(cfg: DataConfig, pairs: bool) -> list[int]:
     """Returns the lengths that `auto` may choose, ascending."""
-    from jaxstack.config.buckets import working_lengths
+    from jaxstack.config.checks.buckets import working_lengths
 
     rows = cfg.batch_size & -cfg.batch_size
     works = working_lengths(cfg, rows, 1, pairs)

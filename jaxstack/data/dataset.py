@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError, DataConfig, resolve
-from jaxstack.config.buckets import with_buckets
+from jaxstack.config import Config, ConfigError, DataConfig, resolve, with_buckets
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize

@@ -12,7 +12,7 @@ from jaxstack import data
 from jaxstack.checkpoint.run_dir import Metadata
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
-from jaxstack.config.parse import from_values
+from jaxstack.config.reading.parse import from_values
 from jaxstack.data.buckets import BucketReader, held_out_batches, whole_documents
 from jaxstack.data.captions import CaptionedImageReader, CaptionReader
 from jaxstack.data.dataset import source_names

@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 from jaxstack.common import files, inputs
-from jaxstack.config import ConfigError, yaml_check
+from jaxstack.config import ConfigError
+from jaxstack.config.reading import yaml_check
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
 from jaxstack.hf import compressed, configs

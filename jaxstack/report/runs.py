@@ -17,9 +17,10 @@ from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.common import files, inputs
 from jaxstack.common.errors import one_line
-from jaxstack.config import ConfigError, yaml_check
+from jaxstack.config import ConfigError
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
+from jaxstack.config.reading import yaml_check
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.report.evaluations import Result, by_name
 from jaxstack.tracking import goodput

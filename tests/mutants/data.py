@@ -215,7 +215,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "limits", "config/yaml_check.py", "fuzz/test_limits.py",
+    "limits", "config/reading/yaml_check.py", "fuzz/test_limits.py",
     ("raise LimitError(f\"the alias {anchor} contains itself\")", "known = 0, 0"),
     ("anchors[anchor] = values, levels", "anchors[anchor] = 1, levels"),
 )  # fmt: skip

@@ -47,8 +47,8 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import losses, step
-from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.gradients import make_gradients
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import abstract_state, make_state
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
