@@ -131,7 +131,7 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
         from jaxstack.debug import replay
 
         with run.recompiles.expected():
-            for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
+            for line in replay.explain_step(cfg, step, Path(cfg.run.dir) / "debug" / f"step_{step}"):
                 run.console.print(line)
     return spike
 

@@ -123,11 +123,10 @@ def coded_product(x: jax.Array, w: CodedWeight, in_axes: int, *, rounds_inputs: 
     """Returns the product of x [..., *in] with a matrix, [..., *out] in the dtype of x.
 
     Args:
-      x: inputs of tokens.
-      w: the matrix.
+      x, w: inputs of tokens, and the matrix.
       in_axes: number of contracted dimensions.
-      rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does; the product then equals that of
-        `quantized_matmul` on every device. It needs codes of 8 bits with one scale for each output.
+      rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does. `quantized_matmul` then computes
+        the same product on every device. It needs codes of 8 bits with one scale for each output.
     """
     lead = x.shape[: x.ndim - in_axes]
     rows = x.reshape(prod(lead), -1)

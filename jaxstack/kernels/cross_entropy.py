@@ -98,12 +98,7 @@ def token_log_probs(
 
     Args:
       x: hidden states [B, S, D].
-      head: see `cross_entropy`.
-      targets: see `cross_entropy`.
-      softcap: see `cross_entropy`.
-      vocab_axes: see `cross_entropy`.
-      vocab_size: see `cross_entropy`.
-      chunk: tokens of one chunk.
+      head, targets, softcap, vocab_axes, vocab_size, chunk: see `cross_entropy`.
     """
     if vocab_size == head.shape[1] * collectives.count(vocab_axes):
         vocab_size = None
@@ -158,7 +153,7 @@ class LogSumExp(NamedTuple):
         return (logits - self.top[..., None]) - self.log_total[..., None]
 
     def over_shards(self, axes: Axes) -> "LogSumExp":
-        """Returns the log-sum-exps over the whole vocabulary, from those of each device's part."""
+        """Returns the log-sum-exps over the whole vocabulary, from the log-sum-exps of each device's part."""
         if not axes:
             return self
         top = lax.pmax(lax.stop_gradient(self.top), axes)

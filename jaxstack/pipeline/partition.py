@@ -237,7 +237,7 @@ def _seconds(costs: Costs, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _busy(seconds: Sequence[np.ndarray], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the seconds of a unit of each kind together, and without weight units, from those of `_seconds`.
+    """Returns the sum of the seconds of one unit of each kind, with and without the weight unit.
 
     Weight units in the lanes of other kinds run while the stage would be idle, so they are not counted.
     """
@@ -268,9 +268,9 @@ def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np
 def _fastest(busy_IJ: np.ndarray, d_IJ: np.ndarray, model_chunks: int, weight: float) -> np.ndarray | None:
     """Returns the edges [G + 1] of the cut with the least weight * max t + sum d, or None if every cut is infinite.
 
-    t and d are those of `_busy`. It finds the least sum for a decreasing series of limits on max t, from infinity to
-    the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last max t, and
-    low enough to offset the sum.
+    For t and d, see `Partition.step_seconds`. It finds the least sum for a decreasing series of limits on max t, from
+    infinity to the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last
+    max t, and low enough to offset the sum.
     """
 
     def times(edges: np.ndarray) -> tuple[float, float]:

@@ -32,7 +32,7 @@ def forward(
     """Runs all layers forward, with the microbatches following each other from stage to stage.
 
     Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965), for each stack of layers in turn. Tests compare
-    `execute` with it. The arguments are those of `execute`.
+    `execute` with it. For the arguments, see `execute`.
 
     Returns:
       The output of the last layer [M, ...], equal on all stages; and penalty and aux of this stage's layers, summed
@@ -129,7 +129,7 @@ def _name_of(path: KeyPath) -> str | None:
 def _record(
     kept: Collection[str], counts: jax.Array, at: tuple[jax.Array, jax.Array], path: KeyPath, s: jax.Array, e: jax.Array
 ) -> jax.Array:
-    """Returns the sums of an auxiliary value with that of a layer, or what is kept of every microbatch."""
+    """Adds a layer's auxiliary value to the sums, or stores it for its microbatch."""
     slot, m = at
     if _name_of(path) in kept:
         return write_at(s, jnp.where(counts, e, read_at(s, slot, m)), slot, m)

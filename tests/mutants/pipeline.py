@@ -23,7 +23,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "pipeline", "pipeline/fused.py", "pipeline/test_schedule.py",
+    "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
     ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
     ("chunks * microbatches + stages - 1", "chunks * microbatches + stages"),
 )  # fmt: skip

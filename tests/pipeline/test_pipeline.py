@@ -536,7 +536,7 @@ def test_idle_stages_write_where_nobody_waits(schedule):
 
         take_pairs(FORWARD)  # before the backward unit of the tick stores its pairs
         if backward.active_TP[tick, stage] or (backward.groups_T[tick] and not runs_alone):
-            place = stage, int(program.pair_slot_TP[tick, stage])
+            place = stage, int(program.schedule.pair_slot_TP[tick, stage])
             assert pairs.get(place) is None
             assert place[1] < program.pair_slots
             if backward.active_TP[tick, stage]:

@@ -10,9 +10,9 @@ import test_meshes as meshes
 
 from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.families.context import make_context
+from jaxstack.pipeline import zb1
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import zb1
 from jaxstack.planner import estimate, roofline, step_bytes, weight_split
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients

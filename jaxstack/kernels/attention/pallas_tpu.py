@@ -79,7 +79,8 @@ class _Static(NamedTuple):
 def _block_of(q) -> int:
     """Returns the block size for queries [B, S, H, K].
 
-    This is the largest one, up to that of the chip, that pads a sequence to at most 9/8 of its length in the smallest.
+    It is the largest block, up to the chip's block size, that pads a sequence little: to at most 9/8 of the length to
+    which the smallest block pads it.
     """
     largest = find_tile("attention", dtype_class(q.dtype), "tpu")[0]
     least = _padded(q.shape[1], _BLOCKS[-1])

@@ -95,8 +95,8 @@ class Mask(NamedTuple):
     Attributes:
       queries: arrays about the queries.
       keys: arrays about the keys.
-      offset: position of the first query minus that of the first key, a traced scalar. `None` means that queries and
-        keys are the same tokens.
+      offset: position of the first query minus the position of the first key, a traced scalar. `None` means that
+        queries and keys are the same tokens.
     """
 
     queries: Tokens = Tokens()
@@ -173,18 +173,18 @@ def masked_scores(o: Options, q, k, q_index, k_index, mask: Mask, table=None):
 
 def same_prefix(mask: Mask) -> jax.Array:
     """Returns whether a query and a key belong to the same prefix [B, C, T]."""
-    own = mask.queries.prefix
-    other = mask.keys.prefix
-    assert own is not None
-    assert other is not None
-    return (own[:, :, None] != 0) & (own[:, :, None] == other[:, None])
+    query_ids = mask.queries.prefix
+    key_ids = mask.keys.prefix
+    assert query_ids is not None
+    assert key_ids is not None
+    return (query_ids[:, :, None] != 0) & (query_ids[:, :, None] == key_ids[:, None])
 
 
 def bias_distances(q_index, k_index, mask: Mask) -> jax.Array:
     """Returns the distances [1 or B, C, T] of a relative bias; see `masked_scores`."""
-    own = mask.queries.positions
-    other = mask.keys.positions
-    return distances(q_index, k_index) if own is None or other is None else distances(own, other)
+    if mask.queries.positions is None or mask.keys.positions is None:
+        return distances(q_index, k_index)
+    return distances(mask.queries.positions, mask.keys.positions)
 
 
 def slice_tree(tree: Tree, start, size) -> Tree:
