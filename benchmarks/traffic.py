@@ -64,7 +64,7 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     from jaxstack import sharding
     from jaxstack.config import resolve
     from jaxstack.config.reading import parse
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, hlo
     from jaxstack.training.state import abstract_state
 
@@ -72,7 +72,7 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     cfg = parse.parse_config([f"--config={config}", *flags])
     assert cfg.model.vocab_size is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
-    ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
+    ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
     state = abstract_state(cfg, ctx)
     parts = estimate.memory(cfg, ctx, state, {})
     moved = hlo.sent(estimate.traffic(cfg, ctx))

@@ -112,6 +112,6 @@ def _link(gigabytes: float | None, chip: "Chip", ctx: "Context") -> float | None
     Raises:
       ConfigError: a mesh of several devices needs it, and neither the flag nor the chip gives it.
     """
-    if not (gigabytes or chip.interconnect_bandwidth) and ctx.mesh is not None and ctx.mesh.size > 1:
+    if not (gigabytes or chip.interconnect_bandwidth) and ctx.layout.mesh is not None and ctx.layout.mesh.size > 1:
         raise ConfigError("--link is missing, but the mesh has several devices. Give the GB/s that one device sends.")
     return 1e9 * gigabytes if gigabytes else None

@@ -67,7 +67,7 @@ def make_eager_step(
 
 def _with_static_loops(stages: int, family: str, ctx: Context) -> Context:
     """Returns a context whose pipeline, if there is one, has static trip counts, which Python loops need."""
-    program = ctx.pipeline
+    program = ctx.layout.pipeline
     if program is None:
         return ctx
     if program.stages.stacks or program.weight is not None:
@@ -76,7 +76,7 @@ def _with_static_loops(stages: int, family: str, ctx: Context) -> Context:
             f"{stages} has model.family={family} and pipeline.schedule={program.schedule.name}. Use "
             f"pipeline.schedule=1f1b, or set mesh.pipe=1."
         )
-    return replace(ctx, pipeline=replace(program, static=True))
+    return replace(ctx, layout=replace(ctx.layout, pipeline=replace(program, static=True)))
 
 
 _kept: dict[Any, Any] = {}

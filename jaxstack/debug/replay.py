@@ -25,6 +25,7 @@ from jaxstack.debug.devices import alone, communicates
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
 from jaxstack.debug.update import explain_update
+from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
@@ -58,10 +59,10 @@ class Replay:
     def __init__(self, run: Config) -> None:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
-        self.context = Context.create(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
+        self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
         self.cfg, _ = estimate.resolve_split(run, self.context)
         self._dataset = data.load_for(self.cfg)
-        self._loader = DataLoader(self.cfg, self._dataset, self.context.sharding(self.context.batch))
+        self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
         self._teach = teacher.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
 
     def before(self, step: int) -> tuple[TrainState, Batch, int]:
@@ -140,7 +141,7 @@ def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
         lines = [*explain_update(again.cfg, again.context, state, batch)]
         yield from lines or ["result   loss and gradients are finite here, and so is the update"]
         return
-    yield from describe(finding, RunGuide(again.cfg.model, again.cfg.train.grad_accum, again.context.pipeline))
+    yield from describe(finding, RunGuide(again.cfg.model, again.cfg.train.grad_accum, again.context.layout.pipeline))
     simulated = again.mesh.devices.flat[0].platform == "cpu" and needs_mesh(finding)
     devices = f"JAX_NUM_CPU_DEVICES={again.mesh.size} " if simulated else ""
     if out.exists():
@@ -159,8 +160,9 @@ def explain(
 
     Without a mesh in `ctx`, everything runs on one device. `batch` is the global batch; `key` is for dropout.
     """
-    if ctx.pipeline is not None:  # the phases of static loops run the same units; the guide reads one loop over ticks
-        ctx = replace(ctx, pipeline=replace(ctx.pipeline, static=False))
+    if ctx.layout.pipeline is not None:
+        # The phases of static loops run the same units; the guide reads one loop over ticks.
+        ctx = replace(ctx, layout=replace(ctx.layout, pipeline=replace(ctx.layout.pipeline, static=False)))
     flat, tree = jax.tree.flatten((params, batch, key))
     gradients = make_gradients(cfg, ctx)
 
@@ -170,7 +172,7 @@ def explain(
 
     with rules.own_lines():
         traced = jax.make_jaxpr(program)(*flat)
-    return search.find(traced, flat, RunGuide(cfg.model, cfg.train.grad_accum, ctx.pipeline))
+    return search.find(traced, flat, RunGuide(cfg.model, cfg.train.grad_accum, ctx.layout.pipeline))
 
 
 def bad_inputs(params: Params, batch: Batch) -> list[str]:

@@ -57,7 +57,7 @@ class Conversation:
                 f"the text has {len(tokens)} tokens and the context has {self.context}. Shorten the text, or use a "
                 f"larger context."
             )
-        replicas, tokens = self._engine.ctx.replicas, list(tokens)
+        replicas, tokens = self._engine.ctx.layout.replicas, list(tokens)
         seeds = np.repeat(row_seeds([tokens]), replicas, 0)
         rows = np.zeros(replicas, np.int32), seeds, np.uint32(self._seed)
         cache, self._cache = self._cache, None  # its memory is given to the next state

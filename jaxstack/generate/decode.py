@@ -129,7 +129,7 @@ def pad_rows(prompts: Rows, replicas: int) -> Rows:
 
 def fill_rows(prompts: Rows, ctx: Context) -> Rows:
     """Returns the prompts and as many empty ones as give every replica the rows of `rows_of_replica`."""
-    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.replicas - len(prompts)))]
+    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.layout.replicas - len(prompts)))]
 
 
 def rows_of_replica(rows: int, ctx: Context) -> int:
@@ -137,8 +137,8 @@ def rows_of_replica(rows: int, ctx: Context) -> int:
 
     There are as many groups as stages, or a group for each of fewer rows.
     """
-    each = -(-rows // ctx.replicas)
-    groups = 1 if ctx.pipeline is None else min(ctx.pipeline.stages.stages, each)
+    each = -(-rows // ctx.layout.replicas)
+    groups = 1 if ctx.layout.pipeline is None else min(ctx.layout.pipeline.stages.stages, each)
     return -(-each // groups) * groups
 
 
@@ -153,12 +153,12 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
       ctx: the execution context.
       parts: number of arrays in `rows`; the devices share their rows.
     """
-    options = select_decode_options(ctx.platform or jax.default_backend())
-    if ctx.mesh is None:
+    options = select_decode_options(ctx.ops.platform or jax.default_backend())
+    if ctx.layout.mesh is None:
         return jax.jit(work, compiler_options=options)
-    where = (ctx.parameters(family.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
-    shardings = ctx.sharding(PartitionSpec())
-    return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=shardings, compiler_options=options)
+    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
+    shardings = ctx.layout.sharding(PartitionSpec())
+    return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
 
 
 def generate_uncached(
@@ -180,7 +180,7 @@ def generate_uncached(
     ctx = (options.get("ctx") or Context()).whole_sequences()
     ids = options.get("vocabulary") or cfg.vocab
     check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
-    filled = pad_rows(prompts, ctx.replicas)
+    filled = pad_rows(prompts, ctx.layout.replicas)
     ends = np.asarray([len(prompt) for prompt in filled], np.int32)
     size = max(int(ends.max()) + sample.tokens, window)
     buffer = np.stack([np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))) for prompt in filled])
@@ -197,7 +197,7 @@ def generate_uncached(
             x, _ = decoder.hidden_states(cfg, params, batch, ctx)
             last = x[own, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
-            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.axes("vocab"), 1), ids)
+            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 1), ids)
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)

@@ -32,7 +32,7 @@ mistakes(
     ("x = layers.norm(cfg, params[\"image_norm\"], x, ctx)", "x = x * 1"),
     ("jnp.square(x).sum(-1, keepdims=True)", "jnp.square(x).mean(-1, keepdims=True)"),
     ("total / collectives.count(others)", "total", MESH),
-    ("ctx.axes(\"residual\"))\n\n\ndef features", "ctx.axes(\"sequence\"))\n\n\ndef features", MESH),
+    ("ctx.layout.axes(\"residual\"))\n\n\ndef features", "ctx.layout.axes(\"sequence\"))\n\n\ndef features", MESH),
     ("scalars.get(\"bias\", 0.0)", "0.0"),
 )  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_the_bubble_is_that_of_the_schedule(schedule, chunks):
     weight = sum(
         op.times * H100.seconds(op)[0] for op in inside if op.part == "matmul" and op.name.endswith(", gradient")
     )
-    simulated = ctx.pipeline.schedule.simulate(forward, backward, weight / backward)
+    simulated = ctx.layout.pipeline.schedule.simulate(forward, backward, weight / backward)
     assert found.bubble / (found.layers + found.recomputation) == pytest.approx(simulated.bubble)
 
 
