@@ -28,6 +28,7 @@ from jaxstack.debug.update import explain_update
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
+from jaxstack.planner.job import Job
 from jaxstack.training import init_from, teacher
 from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.gradients import make_gradients
@@ -57,7 +58,7 @@ class Replay:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
         self.mesh = mesh_of(run)
         self.context = Context.create(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
-        self.cfg, _ = estimate.resolve_split(run, self.context)
+        self.cfg, _ = estimate.resolve_split(Job(run, self.context))
         self._dataset = data.load_for(self.cfg)
         self._loader = DataLoader(self.cfg, self._dataset, self.context.sharding(self.context.batch))
         self._teach = teacher.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
