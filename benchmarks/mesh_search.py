@@ -23,6 +23,7 @@ from typing import Any
 import record
 
 from jaxstack.config import SEARCHED_KEYS, Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig, flat
+from jaxstack.planner.job import Job
 from jaxstack.runtime import platform
 
 WIDTH = {"d_model": 128, "num_heads": 8, "d_ff": 352, "vocab_size": 512}
@@ -111,7 +112,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         begin = time.perf_counter()
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices]))
         rows[name] = {"flags": flags(cfg), "seconds": []}
-        cfg, _ = estimate.resolve_split(cfg, ctx)
+        cfg, _ = estimate.resolve_split(Job(cfg, ctx))
         abstract = abstract_state(cfg, ctx)
         shape = (cfg.data.batch_size, cfg.data.seq_len + 1)
         ids = rng.integers(0, cfg.model.vocab, shape).astype(np.int32)
@@ -171,7 +172,7 @@ def fit(found: dict[str, Any]) -> list[float]:
         share = case["devices"] / min(case["devices"], case["cores"])
         for row in case["meshes"].values():
             cfg, ctx = require(config(case["model"]), case["devices"], "cpu", row["flags"])
-            work.append([share * amount for amount in cpu_work(cfg, ctx)])
+            work.append([share * amount for amount in cpu_work(Job(cfg, ctx))])
             seconds.append(typical(row["seconds"]))
             case_of.append(index)
     A, t, member = np.array(work), np.array(seconds), np.array(case_of)[:, None] == np.arange(len(found))

@@ -13,6 +13,7 @@ from jaxstack.common import files
 from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser, user_path
+from jaxstack.planner.job import Job
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     from jaxstack.models.context import Context
@@ -97,8 +98,8 @@ class Plan:
             args.target, reached, 1e9 * link if link else None, 1e9 * network if network else None
         )
         self.ctx = memory.context(self.cfg, devices, self.limits.chip.platform)
-        if not has_formulas(self.cfg):  # a trace has the weights whose gradients wait
-            self.cfg, _ = estimate.resolve_split(self.cfg, self.ctx)
+        if not has_formulas(self.cfg.model):  # a trace has the weights whose gradients wait
+            self.cfg, _ = estimate.resolve_split(Job(self.cfg, self.ctx))
         self.devices = devices
         self.explain = args.explain
         self.figures: dict[str, dict[str, float]] = {}

@@ -22,6 +22,7 @@ from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
+from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import AXES
@@ -54,7 +55,6 @@ class Candidate:
     """A configuration with a mesh that fits.
 
     Attributes:
-      cfg: the configuration, with every axis of the mesh closed.
       seconds: predicted time of a step.
       need: memory of a device.
     """
@@ -163,7 +163,7 @@ def _pipelines(cfg: Config, sizes: Flags, accum: int, given: Collection[str]) ->
         chunks = [kept["pipeline.chunks"]]
     shapes = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]  # with one chunk it is 1f1b
     shapes += [(name, n) for n in chunks for name in SCHEDULES]
-    if not has_formulas(cfg):  # each candidate is traced, in seconds
+    if not has_formulas(cfg.model):  # each candidate is traced, in seconds
         shapes = [(kept.get("pipeline.schedule", "1f1b"), kept.get("pipeline.chunks", 1))]
     sequences = cfg.data.batch_size // accum // math.prod(sizes[f"mesh.{axis}"] for axis in ("data", "fsdp", "expert"))
     found = [
@@ -177,7 +177,7 @@ def _pipelines(cfg: Config, sizes: Flags, accum: int, given: Collection[str]) ->
 def _microbatches(cfg: Config, sequences: int, stages: int) -> list[int]:
     """Returns the numbers of microbatches to try, most first. Where each one is traced, it is about 4 a stage."""
     found = divisors(sequences)[::-1] if sequences else []
-    if has_formulas(cfg):
+    if has_formulas(cfg.model):
         return found
     return sorted(found, key=lambda count: abs(math.log(count / (4 * stages))))[:1]
 
@@ -220,7 +220,7 @@ class Search:
     def need(self, cfg: Config, ctx: Context) -> Need | None:
         """Returns the memory of a device, or None if a rule does not divide a parameter. Counts the candidate."""
         state = self.state(cfg, ctx)
-        return None if state is None else memory.need_of(cfg, ctx, state, self.platform)
+        return None if state is None else memory.need_of(Job(cfg, ctx), state, self.platform)
 
     def state(self, cfg: Config, ctx: Context) -> TrainState | None:
         """Returns the abstract state of a candidate, or None if a rule does not divide a parameter."""

@@ -12,6 +12,7 @@ from jaxstack.models.params import Param
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.planner import shards, traced
 from jaxstack.planner.hlo import Collective
+from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
@@ -26,7 +27,6 @@ class _Traffic:
 
     Attributes:
       cfg: the resolved configuration.
-      ctx: its context; the mesh may be abstract.
       collectives: those added so far.
     """
 
@@ -38,14 +38,14 @@ class _Traffic:
         cfg, ctx = self.cfg, self.ctx
         self.sizes = shards.mesh_sizes(ctx)
         self.dtype = HLO_DTYPES[cfg.train.dtype]
-        self.rows = shards.microbatch_rows(cfg, ctx)
+        self.rows = shards.microbatch_rows(Job(cfg, ctx))
         self.length = cfg.data.seq_len // self.sizes["context"]
         self.stream = (self.rows, self.length, cfg.model.d_model)
         accum = cfg.train.grad_accum
         self.layer_runs = accum * cfg.model.num_layers
         # Runs of the head, of the embedding and of its gradient.
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
-        if ctx.layout.pipeline is not None and has_formulas(cfg):
+        if ctx.layout.pipeline is not None and has_formulas(cfg.model):
             turns = ctx.layout.pipeline.turns
             trips = _mean_trips(ctx.layout.pipeline)
             self.layer_runs = round(
@@ -98,40 +98,36 @@ class _Traffic:
         return self.ctx.ops.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
 
 
-def traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def traffic(job: Job) -> list[Collective]:
     """Returns every collective of one training step on one device.
 
     Collectives that `train.remat` recomputes are counted again.
-
-    Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
     """
-    return [*activation_traffic(cfg, ctx), *parameter_traffic(cfg, ctx)]
+    return [*activation_traffic(job), *parameter_traffic(job)]
 
 
-def activation_traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def activation_traffic(job: Job) -> list[Collective]:
     """Returns the collectives of `traffic` that send activations and their gradients."""
-    t = _Traffic(cfg, ctx)
-    if not has_formulas(cfg):
-        return [t.compiled(c) for c in traced.traffic(cfg, ctx) if _is_of_activations(c)]
+    t = _Traffic(job.cfg, job.ctx)
+    if not has_formulas(job.model):
+        return [t.compiled(c) for c in traced.traffic(job) if _is_of_activations(c)]
     _tensor_traffic(t)
-    if ctx.layout.pipeline is not None:
+    if job.ctx.layout.pipeline is not None:
         _pipeline_traffic(t)
     _context_traffic(t)
-    if cfg.model.moe.num_experts:
+    if job.model.moe.num_experts:
         _expert_traffic(t)
     return t.collectives
 
 
-def parameter_traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def parameter_traffic(job: Job) -> list[Collective]:
     """Returns the collectives of `traffic` that send parameters, their gradients, and matrices of Muon."""
-    t = _Traffic(cfg, ctx)
-    if has_formulas(cfg):
-        for path, p in shards.flat_params(cfg, ctx).items():
+    t = _Traffic(job.cfg, job.ctx)
+    if has_formulas(job.model):
+        for path, p in shards.flat_params(job.model, job.ctx).items():
             _parameter_traffic(t, path, p)
     else:
-        t.collectives = [t.compiled(c) for c in traced.traffic(cfg, ctx) if not _is_of_activations(c)]
+        t.collectives = [t.compiled(c) for c in traced.traffic(job) if not _is_of_activations(c)]
     _muon_traffic(t)
     return t.collectives
 
@@ -307,7 +303,7 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
 
 def _muon_traffic(t: _Traffic) -> None:
     """Adds the matrices that Muon exchanges in float32, see `training.whole_matrices`."""
-    for path, (sharing, shard) in shards.muon_matrices(t.cfg, t.ctx).items():
+    for path, (sharing, shard) in shards.muon_matrices(Job(t.cfg, t.ctx)).items():
         where = f"Muon, {path}"
         for turns in sharing.turns:
             if turns.gathers:

@@ -28,6 +28,7 @@ from jaxstack.config import (
 from jaxstack.config.reading.parse import given_keys, parse_config
 from jaxstack.families.context import make_context
 from jaxstack.planner import auto_mesh, estimate, memory, mesh_plan, mesh_search
+from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Room
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
@@ -114,7 +115,7 @@ def test_the_search_finds_what_trying_everything_finds(cfg, clock, fraction):
     everything = []
     for one in mesh_search.candidates(cfg, 4, "gpu"):
         ctx = memory.context(one, 4, "gpu")
-        need = memory.need_of(one, ctx, abstract_state(one, ctx), "gpu")
+        need = memory.need_of(Job(one, ctx), abstract_state(one, ctx), "gpu")
         everything.append((one, clock.seconds(one, ctx), need.formula))
     needs = [need for _, _, need in everything]
     room = Room("a device", min(needs) + fraction * (np.median(needs) - min(needs)), 0)
@@ -253,7 +254,7 @@ def test_chosen_meshes_train(rng):
     for cfg in found:
         count = math.prod(cfg.mesh.sizes.values())
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
-        cfg, _ = estimate.resolve_split(cfg, ctx)
+        cfg, _ = estimate.resolve_split(Job(cfg, ctx))
         abstract = abstract_state(cfg, ctx)
         placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
         _, metrics = step.jit_train_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), placed)
