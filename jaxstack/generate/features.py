@@ -14,7 +14,7 @@ from jaxstack.data.captions import encode_texts
 from jaxstack.data.images import to_patches
 from jaxstack.data.seq2seq import special_ids
 from jaxstack.data.tokenizers import Tokenizer
-from jaxstack.generate.decode import jit_on_mesh
+from jaxstack.generate.engine import jit_on_mesh
 from jaxstack.models import contrastive
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -61,7 +61,8 @@ def text_features(cfg: Config, params: Params, texts: Sequence[str], tokenizer: 
 
 def _features(cfg: Config, params: Params, rows: dict[str, np.ndarray], ctx: Context, which: int) -> np.ndarray:
     """Returns the features of one tower; what the other one would read is zeros, and nothing of it is computed."""
-    model, own = cfg.model, ctx.whole_sequences()
+    model = cfg.model
+    own = ctx.whole_sequences()
     count = len(next(iter(rows.values())))
     padded = count + -count % own.replicas
     size = model.contrastive

@@ -116,7 +116,8 @@ def open_run(
 def _on_mesh(cfg: Config, mesh: MeshConfig, rows: int | None) -> Config:
     """Returns the configuration on another mesh, with a larger batch if the mesh does not divide the run's."""
     shards = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
-    data, train = cfg.data, cfg.train
+    data = cfg.data
+    train = cfg.train
     if rows is not None or cfg.microbatch_size % shards:
         longest = (data.seq_len,) if data.buckets else ()  # other lengths may not divide another batch
         data = replace(data, buckets=longest, batch_size=-(-(rows or data.batch_size) // shards) * shards)

@@ -19,11 +19,11 @@ from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
 from jaxstack.generate import decode, features, pictures, translate
+from jaxstack.generate.engine import Engine
 from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
-from jaxstack.generate.stream import Engine
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -96,7 +96,8 @@ class TrainedRun:
         Raises:
           ConfigError: the checkpoint is damaged, or the mesh does not fit the model or the devices.
         """
-        devices, needed = sharding.find_devices(), math.prod(cfg.mesh.sizes.values())
+        devices = sharding.find_devices()
+        needed = math.prod(cfg.mesh.sizes.values())
         if cfg.mesh.open_axis is None:  # the other devices of the machine are not needed
             devices = devices[:needed]
             if len(devices) < needed:
@@ -172,7 +173,8 @@ class TrainedRun:
         """
         if self.model.family != "encoder_decoder":
             raise ConfigError(f"model.family={self.model.family} reads and writes one text. Use generate.")
-        cfg, special = self.config, translate.special_ids(self.config, self.tokenizer)
+        cfg = self.config
+        special = translate.special_ids(self.config, self.tokenizer)
         gate = translate.gate_of(cfg, language) if self.model.moe.num_experts else None
         write = translate.make_translate(
             self.model, self.sample_with(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
@@ -272,7 +274,7 @@ class TrainedRun:
           seed: see `generate`.
           stop: see `generate`.
           draft: see `generate`.
-          at_once: see `Engine.stream`.
+          at_once: see `decode.stream`.
           **sample: see `generate`.
         """
         require_decoder(self.model)
@@ -289,7 +291,7 @@ class TrainedRun:
             yield from work.stream_rows(prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
         if how.beams == 1:
-            yield from self.engine(how.domain).stream(prompts, how, stop=stop, seed=seed, at_once=at_once)
+            yield from decode.stream(self.engine(how.domain), prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
         options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": stop}
         rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)
