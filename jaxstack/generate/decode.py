@@ -242,7 +242,7 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
     seed = cfg.run.seed
-    options = generate_options(cfg, tokenizer, ctx)
+    options = generate_options(cfg.model, sample.domain, tokenizer, ctx)
     if sample.tokens <= room or sample.beams > 1:  # `Config` has checked that the texts of beams fit
         rows = generate(cfg.model, params, prompts, sample, seed=seed, **options)
     else:
@@ -250,11 +250,11 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     return [(text, decode_text(tokenizer, row)) for text, row in zip(texts, rows, strict=True)]
 
 
-def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:
-    """Returns the options of `generate` and `generate_uncached` that follow from a run."""
+def generate_options(cfg: ModelConfig, domain: int, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:
+    """Returns the options of `generate` and `generate_uncached` that follow from a run and the domain of its texts."""
     return {
         "stop": () if tokenizer.eos_id is None else (tokenizer.eos_id,),
-        "gate": cfg.sample.domain if cfg.model.moe.router == "domain" else None,
+        "gate": domain if cfg.moe.router == "domain" else None,
         "vocabulary": tokenizer.vocab_size,
         "ctx": ctx,
     }

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxstack.common.tree import PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.pairs import domains_of_languages
 from jaxstack.data.seq2seq import SpecialIds, ids_of, language_tokens
@@ -75,26 +75,26 @@ def make_translate(
     return run
 
 
-def special_ids(cfg: Config, tokenizer: Tokenizer) -> SpecialIds:
-    """Returns the ids with a meaning of their own of a run.
+def special_ids(cfg: DataConfig, tokenizer: Tokenizer) -> SpecialIds:
+    """Returns the special ids of the data of an encoder-decoder.
 
     Raises:
       ConfigError: the run's data are not those of an encoder-decoder.
     """
-    found = ids_of(cfg.data, tokenizer)
-    if found is None:
+    special = ids_of(cfg, tokenizer)
+    if special is None:
         raise ConfigError("the run has neither data.denoisers nor data.source=pairs. Name a run of an encoder-decoder.")
-    return found
+    return special
 
 
-def to_inputs(cfg: Config, tokenizer: Tokenizer, texts: Sequence[str], language: str | None) -> Rows:
+def to_inputs(cfg: DataConfig, tokenizer: Tokenizer, texts: Sequence[str], language: str | None) -> Rows:
     """Returns what the encoder reads: the token of the language to write, if there are several, the text, and the end.
 
     Raises:
       ConfigError: the language is missing, unknown, or not asked for.
     """
     special = special_ids(cfg, tokenizer)
-    known = cfg.data.languages
+    known = cfg.languages
     if language is None and len(known) > 1:
         raise ConfigError(f"the run writes several languages. Name one of {', '.join(known)} with --language.")
     if language is not None and language not in known:
@@ -104,13 +104,13 @@ def to_inputs(cfg: Config, tokenizer: Tokenizer, texts: Sequence[str], language:
     return [[*before, *tokenizer.encode(text).tolist(), special.eos] for text in texts]
 
 
-def gate_of(cfg: Config, language: str | None) -> int:
-    """Returns the domain of a language, or with `language=None` that of the first one."""
-    domains = domains_of_languages(cfg.data.languages, cfg.data.domains)
+def gate_of(cfg: DataConfig, language: str | None) -> int:
+    """Returns the domain of a language; `None` means the first language."""
+    domains = domains_of_languages(cfg.languages, cfg.domains)
     return domains[language] if language is not None else next(iter(domains.values()), 0)
 
 
-def to_text(cfg: Config, tokenizer: Tokenizer, row: Sequence[int]) -> str:
+def to_text(cfg: DataConfig, tokenizer: Tokenizer, row: Sequence[int]) -> str:
     """Returns the text of targets up to their end, with sentinels as `<extra_id_0>`, `<extra_id_1>`, ..."""
     special = special_ids(cfg, tokenizer)
     sentinels = {id: f"<extra_id_{i}>" for i, id in enumerate(special.sentinels)}

@@ -107,10 +107,13 @@ def open_run(
     from jaxstack.loaded import replicas
     from jaxstack.loaded.trained_run import TrainedRun
 
-    found = None if placement is None else replicas.read(Path(placement), cfg)
-    check(cfg, found)
-    run = TrainedRun.open(path, cfg, tokenizer, step)
-    return run if found is None else replicas.place(run, Path(str(placement)), found)
+    if placement is None:
+        check(cfg, None)
+        return TrainedRun.open(path, cfg, tokenizer, step)
+    file = Path(placement)
+    stored = replicas.read(file, cfg.model, cfg.mesh)
+    check(cfg, stored)
+    return replicas.place(TrainedRun.open(path, cfg, tokenizer, step), file, stored)
 
 
 def _on_mesh(cfg: Config, mesh: MeshConfig, rows: int | None) -> Config:

@@ -19,7 +19,7 @@ from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
 from jaxstack.generate import decode, features, pictures, translate
-from jaxstack.generate.engine import Engine
+from jaxstack.generate.engine import Engine, GenerateOptions
 from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
 from jaxstack.generate.score import Scorer
@@ -154,8 +154,9 @@ class TrainedRun:
         if self.model.family != "contrastive":
             raise ConfigError(f"model.family={self.model.family} has no features. Use a run with family=contrastive.")
         if isinstance(given, np.ndarray):
-            return features.image_features(self.config, self.params, given, self.context)
-        return features.text_features(self.config, self.params, given, self.tokenizer, self.context)
+            return features.image_features(self.model, self.params, given, self.context)
+        length = self.config.data.target_length
+        return features.text_features(self.model, self.params, given, self.tokenizer, length, self.context)
 
     def translate(
         self, texts: Sequence[str], *, language: str | None = None, seed: int | None = None, **sample: float
@@ -173,15 +174,15 @@ class TrainedRun:
         """
         if self.model.family != "encoder_decoder":
             raise ConfigError(f"model.family={self.model.family} reads and writes one text. Use generate.")
-        cfg = self.config
-        special = translate.special_ids(self.config, self.tokenizer)
-        gate = translate.gate_of(cfg, language) if self.model.moe.num_experts else None
+        data = self.config.data
+        special = translate.special_ids(data, self.tokenizer)
+        gate = translate.gate_of(data, language) if self.model.moe.num_experts else None
         write = translate.make_translate(
             self.model, self.sample_with(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
         )
-        inputs = translate.to_inputs(cfg, self.tokenizer, texts, language)
+        inputs = translate.to_inputs(data, self.tokenizer, texts, language)
         rows = write(self.params, inputs, self._seed(seed))
-        return [translate.to_text(cfg, self.tokenizer, row) for row in rows]
+        return [translate.to_text(data, self.tokenizer, row) for row in rows]
 
     @overload
     def generate(
@@ -293,7 +294,7 @@ class TrainedRun:
         if how.beams == 1:
             yield from decode.stream(self.engine(how.domain), prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
-        options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": stop}
+        options = self._options(how.domain) | {"stop": stop}
         rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)
         yield [row[len(prompt) :] for prompt, row in zip(prompts, rows, strict=True)]
 
@@ -322,6 +323,10 @@ class TrainedRun:
         work = Exact(self.scorer, self.engine(how.domain), how, self._stop(stop), rows)
         return work.texts(prompts, self._seed(seed))
 
+    def _options(self, domain: int) -> GenerateOptions:
+        """Returns the options of generation for texts of a domain."""
+        return decode.generate_options(self.model, domain, self.tokenizer, self.context)
+
     def _stop(self, stop: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens that end a text: these, and the end of a document."""
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
@@ -338,9 +343,7 @@ class TrainedRun:
           domain: of the texts, for `model.moe.router=domain`.
         """
         if domain not in self._engines:
-            options = decode.generate_options(self.config, self.tokenizer, self.context)
-            gate = None if options["gate"] is None else domain
-            self._engines[domain] = Engine.create(self.model, self.params, **options | {"gate": gate})
+            self._engines[domain] = Engine.create(self.model, self.params, **self._options(domain))
         return self._engines[domain]
 
     def sample_with(self, given: dict[str, float]) -> SampleConfig:
@@ -430,5 +433,4 @@ class TrainedRun:
     def scorer(self) -> Scorer:
         """The model ready to score texts."""
         require_decoder(self.model)
-        gate = decode.generate_options(self.config, self.tokenizer, self.context)["gate"]
-        return Scorer.create(self.model, self.params, self.context, gate)
+        return Scorer.create(self.model, self.params, self.context, self._options(self.config.sample.domain)["gate"])

@@ -25,7 +25,10 @@ mistakes(
     "generate",
     "generate/engine.py",
     GENERATE + " -k 'sampled or stop or greedy or reference'",
-    ('jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(rows["key"]), rows["index"])', 'jax.random.wrap_key_data(rows["key"])'),
+    (
+        'jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(rows["key"]), rows["index"])',
+        'jax.random.wrap_key_data(rows["key"])',
+    ),
     ('rows["index"] + ~rows["done"]', 'rows["index"] + 1'),
     (
         "there = jnp.arange(slots) >= first[:, None]",
@@ -99,7 +102,10 @@ mistakes(
     "generate/test_continuous.py -k 'one_batch and llama3 or free_takes or room or own_sampling'",
     ("jnp.where(at[0] >= 0, b, kept)", "jnp.where(at[0] >= 0, kept, b)"),
     ("& ~(wait & (ending > 0))", ""),
-    ('rows["done"] | is_stop(new, self.sampling.stop) | (index >= rows["limit"])', 'rows["done"] | is_stop(new, self.sampling.stop)'),
+    (
+        'rows["done"] | is_stop(new, self.sampling.stop) | (index >= rows["limit"])',
+        'rows["done"] | is_stop(new, self.sampling.stop)',
+    ),
     ("jax.lax.cond(wanted, compute,", "jax.lax.cond(~wanted, compute,"),
     (
         '"first": state["first"] + (to - slot)',
