@@ -54,7 +54,7 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
 
     from jaxstack import sharding
     from jaxstack.models.context import Context
-    from jaxstack.training.compile_ahead import CompileAhead
+    from jaxstack.training.services.compile_ahead import CompileAhead
     from jaxstack.training.state import abstract_state, make_state
     from jaxstack.training.step import jit_train_step
 

@@ -27,7 +27,7 @@ import numpy as np
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 
 MASK = 256
 TRAINED_SHARE, EVALUATED_SHARE = 0.3, 0.15
@@ -139,7 +139,7 @@ def train(flags: list[str]) -> Any:
     from jaxstack import sharding, train
     from jaxstack.config import Config
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     cfg = parse_config(flags)
     train.main(cfg)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxstack.config import Config, parse, resolve
+from jaxstack.config import Config, resolve
+from jaxstack.config.reading import parse
 from jaxstack.planner import aot, estimate, hlo, memory, shards
 from jaxstack.training.state import make_optimizer
 

@@ -14,7 +14,7 @@ from typing import Any
 import record
 
 from jaxstack.config import Config, resolve
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.runtime import platform
 
 

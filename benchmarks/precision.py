@@ -47,7 +47,8 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
 
     from jaxstack import data
     from jaxstack.common.tree import flatten
-    from jaxstack.config import parse, resolve
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
     from jaxstack.models.context import Context
     from jaxstack.sharding import make_mesh
     from jaxstack.training.gradients import make_gradients

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_values
-from jaxstack.config.buckets import with_buckets
+from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_buckets, with_values
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 if TYPE_CHECKING:
     from jaxstack.models.context import Context
     from jaxstack.tracking.step_log import LoopState
-    from jaxstack.training.run import Run
+    from jaxstack.training.features.watch import Watched
+    from jaxstack.training.services.run import Run
     from jaxstack.training.state import TrainState
-    from jaxstack.training.watch import Watched
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
@@ -48,7 +47,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
 
     with EndListener():
         if processes or preflight:
-            from jaxstack.training import health
+            from jaxstack.training.services import health
 
             health.check(cfg, preflight)
             if preflight:
@@ -162,7 +161,7 @@ def make_choice(
     Raises:
       ConfigError: a pattern of `debug.watch` matches no name.
     """
-    from jaxstack.training.watch import watched_of
+    from jaxstack.training.features.watch import watched_of
 
     watched = watched_of(cfg)
     measuring = make_step(cfg, ctx, abstract, watched) if watched else None
@@ -182,8 +181,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     from jaxstack.generate import decode, pictures
     from jaxstack.models.context import Context
     from jaxstack.planner import estimate, memory, pipeline_costs
-    from jaxstack.training import teacher
-    from jaxstack.training.run import Run
+    from jaxstack.training.features import teacher
+    from jaxstack.training.services.run import Run
     from jaxstack.training.state import abstract_state, evaluated_params
     from jaxstack.training.step import make_eval_step
 

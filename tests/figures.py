@@ -32,7 +32,7 @@ def module_of(root: Path, path: Path) -> str:
 def import_graph(root: Path) -> dict[str, set[str]]:
     """Returns the modules that each module imports, wherever the statement is.
 
-    `from package import name` counts as an import of the package only if the name is no module.
+    `from package import name` counts as an import of the package only unless the name is a module.
     """
     modules = {module_of(root, path): path for path in files(root)}
     graph: dict[str, set[str]] = {}
@@ -79,9 +79,10 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 def packed_assignments(tree: ast.AST) -> Iterator[ast.Assign]:
     """Yields assignments such as `a, b = f(x), g(y)`: a tuple of names, and a tuple of values."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            if any(isinstance(target, ast.Tuple) for target in node.targets):
-                yield node
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        if any(isinstance(target, ast.Tuple) for target in node.targets):
+            yield node
 
 
 def functions_of_config(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -97,11 +98,8 @@ def functions_of_config(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFu
 def docstrings(tree: ast.AST) -> Iterator[str]:
     """Yields every docstring, with those below assignments."""
     for node in ast.walk(tree):
-        for name in ("body", "orelse"):
-            for statement in getattr(node, name, []) if isinstance(getattr(node, name, None), list) else []:
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                    if isinstance(statement.value.value, str):
-                        yield statement.value.value
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
 
 
 def comments(path: Path) -> int:
@@ -130,7 +128,7 @@ def code_lines(text: str) -> int:
 def count(root: Path) -> dict[str, float]:
     """Returns the figures of a checkout by name."""
     totals: Counter[str] = Counter()
-    text_of_docs = []
+    text_of_docs: list[str] = []
     for path in files(root):
         text = path.read_text()
         tree = ast.parse(text)
@@ -148,7 +146,7 @@ def count(root: Path) -> dict[str, float]:
         "files in circles": sum(map(len, groups)),
         **totals,
         "words of docstring": len(words.split()),
-        "'that of' and 'those of' per 1,000 words": 1000 * pairs(words) / len(words.split()),
+        "'that of' and 'those of' per 1,000 of them": 1000 * pairs(words) / len(words.split()),
         "Args: sections": words.count("Args:"),
         "lines of tests": sum(p.read_text().count("\n") for p in (root / "tests").rglob("*.py")),
     }

@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from jaxstack.cli import parser
-from jaxstack.config import Config, ConfigError, DistributedConfig, parse, resolve
+from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
+from jaxstack.config.reading import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -442,7 +443,7 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     traffic = runpy.run_path(str(ROOT / "benchmarks" / "traffic.py"))
     result = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "pipeline_results.md").read_text(encoding="utf-8")
     assert traffic["stages_rows"](result["stages"]["cases"]) in page
     for page, names in traffic["SHOWN"].items():
         assert traffic["rows"](result["cases"], names) in (ROOT / "docs" / "parallelism" / f"{page}.md").read_text(
@@ -455,7 +456,7 @@ def test_tables_and_counts_of_what_is_tested_are_those_of_the_tests():
     import test_meshes
     import test_pipeline
 
-    for page, module in (("meshes", test_meshes), ("pipelines", test_pipeline)):
+    for page, module in (("meshes", test_meshes), ("pipeline_results", test_pipeline)):
         shown = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert module.table() in shown, (
             f"docs/{page}.md: run python tests/{module.__name__}.py and paste what it prints"

@@ -36,7 +36,8 @@ FLOORS = {
 
 JAX_FREE = (
     "common/errors.py", "common/files.py", "common/hardware.py", "common/host_memory.py",
-    "common/inputs.py", "common/version.py", "config/*.py", "runtime/__init__.py",
+    "common/inputs.py", "common/version.py", "config/*.py", "config/checks/*.py", "config/reading/*.py",
+    "runtime/__init__.py",
     "runtime/compile_cache.py", "runtime/launchers.py", "runtime/platform.py", "runtime/preemption.py",
     "runtime/targets.py",
     "checkpoint/__init__.py", "checkpoint/evaluations.py", "checkpoint/manifest.py", "checkpoint/run_dir.py",

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxstack import sharding
-from jaxstack.config import parse, resolve
+from jaxstack.config import resolve
+from jaxstack.config.reading import parse
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import AXES, ShardingError

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.config import Config, ConfigError, DataConfig
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import HFTokenizer

@@ -15,9 +15,10 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.export_model import write_tokenizer
-from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
+from jaxstack.config import ConfigError, LoraConfig, MeshConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.scheme import Name, Scheme
 from jaxstack.loaded import load_run
 
@@ -72,7 +73,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: a run, method, format or mesh that do not fit together, or a folder that exists.
     """
-    run, out = Path(args.run), Path(args.out)
+    run = Path(args.run)
+    out = Path(args.out)
     cfg, tokenizer = load_run.read_run(run)
     if out.exists():
         raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
@@ -136,7 +138,6 @@ def check_experts(scheme: Scheme, given: str) -> None:
     """Checks that experts can have a format.
 
     Args:
-      scheme: the format.
       given: says which run has experts.
 
     Raises:
@@ -223,7 +224,11 @@ def print_losses(before: "Evaluation", after: "Evaluation") -> None:
     """Prints the held-out loss before and after, in bits per byte where the tokenizer keeps the text."""
     from math import isnan
 
-    unit, a, b = "bits per byte", before.bits_per_byte, after.bits_per_byte
+    unit = "bits per byte"
+    a = before.bits_per_byte
+    b = after.bits_per_byte
     if isnan(a):
-        unit, a, b = "nats per token", before.loss, after.loss
+        unit = "nats per token"
+        a = before.loss
+        b = after.loss
     print(f"held-out loss: {a:.4f} before, {b:.4f} after ({b / a - 1:+.2%}), in {unit}")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig, parse
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
@@ -42,7 +43,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the run cannot be read, or the folder exists.
     """
-    run, folder = Path(args.run), Path(args.folder)
+    run = Path(args.run)
+    folder = Path(args.folder)
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml. Name the run.dir of a training run.")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: an accelerator is not needed
@@ -113,7 +115,7 @@ def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialI
 def _read_params(run: Path) -> "Params":
     """Returns the newest parameters of a run on one device, or its initial ones if it has not begun."""
     from jaxstack import hf
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
     if isinstance(source, hf.PretrainedFolder):
@@ -126,7 +128,7 @@ def _restore(run: Config, merge_adapters: bool = True) -> "Params":
     """Returns the newest parameters of a run with a checkpoint on one device."""
     from jaxstack import sharding
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     model = replace(run.model, pad_vocab_to=None)
     alone = replace(run, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
@@ -141,7 +143,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     from jaxstack.hf import safetensors
     from jaxstack.models import branches
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
     from jaxstack.training.state import abstract_state, make_state, start_from
 
     source = init_from.find_source(str(run), "RUN")
@@ -180,22 +182,25 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
     from jaxstack import hf
     from jaxstack.hf import peft, safetensors
     from jaxstack.models.context import Context
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
     base: str | None
     if isinstance(source, hf.PretrainedFolder):
         with source:
-            adapters, base = source.adapters, str(source.folder)
+            adapters = source.adapters
+            base = str(source.folder)
             if adapters is None:
                 raise ConfigError(f"{run} has no adapters yet. Train it until it has saved a checkpoint.")
-            model, family = replace(source.model, lora=adapters.lora), source.family
+            model = replace(source.model, lora=adapters.lora)
+            family = source.family
             values = peft.place(adapters, source.model, Context())
     else:
         if not source.model.lora.rank:
             raise ConfigError(f"{run} has no adapters: model.lora.rank=0. Leave out --adapter to write the model.")
         base = _base_folder(str(source.run.init_from))
-        model, family = source.model, hf.family_of(source.model.base)
+        model = source.model
+        family = hf.family_of(source.model.base)
         values = _restore(source, merge_adapters=False)
     with safetensors.new_folder(folder) as made:
         peft.save_adapters(made, family, model, values, jnp.dtype(dtype), base)
@@ -207,7 +212,7 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
 def _base_folder(name: str) -> str | None:
     """Returns the Hugging Face folder that `run.init_from` leads to, or `None` if it leads to a trained run."""
     from jaxstack import hf
-    from jaxstack.training import init_from
+    from jaxstack.training.services import init_from
 
     if not (Path(name) / "config.yaml").is_file():
         return name  # it may have been removed

@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream

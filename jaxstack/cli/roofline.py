@@ -14,7 +14,7 @@ from jaxstack.common import files
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     import jax

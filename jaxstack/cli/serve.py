@@ -15,7 +15,7 @@ from jaxstack.cli import generate
 from jaxstack.cli.chat import context_of, template_of
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.chat import end_of_turn_id
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run

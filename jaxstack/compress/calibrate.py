@@ -1,7 +1,7 @@
 """Runs a model layer by layer over calibration batches, and measures the inputs of every matrix on any mesh.
 
 Each layer sees the outputs of the layers before it after their compression, so that later layers make up for earlier
-errors. The layers of one step of the loop (those of a period of windows) are measured together, before any of them is
+errors. The layers of one step of the loop (a period of windows) are measured together, before any of them is
 compressed.
 """
 
@@ -113,8 +113,6 @@ class Walk:
         """Compresses one layer after the other, and yields their index and parameters.
 
         Args:
-          values: parameters of the model, on its mesh.
-          batches: calibration batches on the devices.
           compress: receives the index of a layer, its parameters without the axis of layers, and a function that
             returns the statistics of its matrices by path. It returns the parameters to use instead, with the same
             shapes.
@@ -223,7 +221,6 @@ class Walk:
         """Returns the statistics of the inputs of a matrix, equal on all devices.
 
         Args:
-          p: the matrix.
           x: its inputs on this device [..., *in]; for experts rows that are sorted by expert [N, I].
           sizes: for experts, the number of rows of each.
         """
@@ -268,7 +265,8 @@ def _sums(x: jax.Array, chosen: jax.Array) -> Statistics:
 
 def _turn(before: jax.Array, after: jax.Array) -> Turn:
     """Returns by how much vectors [B, S, D] turn."""
-    before, after = before.astype(jnp.float32), after.astype(jnp.float32)
+    before = before.astype(jnp.float32)
+    after = after.astype(jnp.float32)
     lengths = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
     distance = 1 - (before * after).sum(-1) / jnp.maximum(lengths, jnp.finfo(jnp.float32).tiny)
     return Turn(distance.sum(), (collectives.zeros(distance.shape, jnp.float32, distance) + 1).sum())

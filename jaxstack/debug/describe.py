@@ -18,7 +18,8 @@ from jaxstack.pipeline.operations import TICKS
 LAYERS_SHOWN = 4
 """Layers before a bad one, and behind it, that are described."""
 
-FORWARD, BACKWARD = "what it reads", "gradient of what it returns"
+FORWARD = "what it reads"
+BACKWARD = "gradient of what it returns"
 
 
 def describe(cfg: Config, found: Finding, guide: RunGuide | None = None) -> list[str]:
@@ -60,7 +61,8 @@ def device(found: Finding) -> str:
 
 def place(cfg: Config, found: Finding, guide: RunGuide | None = None) -> str:
     """Returns stage, microbatch and layer of a finding in words; empty outside of all of them."""
-    guide, parts = guide or RunGuide(cfg), []
+    guide = guide or RunGuide(cfg)
+    parts = []
     unit = guide.place(found)
     for loop in found.loops:
         if is_stack(loop):
@@ -146,7 +148,8 @@ def _on_stage(found: Finding, stage: int) -> np.ndarray:
 
 def _layers_of_unit(found: Finding, unit: Place, loop: Loop, guide: RunGuide, size: int) -> Iterator[str]:
     """Yields what the layers of a unit read up to the bad one, in the order in which they ran."""
-    what, chosen = BACKWARD if unit.work.startswith("backward") else FORWARD, _on_stage(found, unit.stage)
+    what = BACKWARD if unit.work.startswith("backward") else FORWARD
+    chosen = _on_stage(found, unit.stage)
     own = found.loops.index(loop)
     for seen in loop.seen[-LAYERS_SHOWN - 1 :]:
         loops = (*found.loops[:own], replace(loop, step=seen.step))
@@ -164,12 +167,14 @@ def _stages(found: Finding, unit: Place, guide: RunGuide) -> Iterator[str]:
     ticks = [loop for loop in found.loops if loop.scopes.endswith(TICKS)]
     if guide.program is None:
         return
-    stages, chunks = guide.program.schedule.stages, guide.program.parts[0].stages.chunks
+    stages = guide.program.schedule.stages
+    chunks = guide.program.parts[0].stages.chunks
     by_tick = {(seen.step, number): seen for number, seen in _numbered(ticks[0].seen)}
     for direction, stage, tick in guide.unit_ticks(unit):
         part = next(p for p in guide.program.parts if p.loop == (f"_{unit.stack}" if unit.stack else ""))
         chunk = int((part.forward if direction == "forward" else part.backward).chunk_TP[tick, stage])
-        first, last = stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1
+        first = stage == chunk == 0
+        last = stage == stages - 1 and chunk == chunks - 1
         seen = by_tick.get((tick, int(direction == "backward")))
         if seen is not None and not (first if direction == "forward" else last):
             what = FORWARD if direction == "forward" else BACKWARD

@@ -70,7 +70,8 @@ class RunGuide(Guide):
     def idle(self, kind: str, loops: Sequence[Loop]) -> np.ndarray:
         """Returns which stages have no unit, or no layer, in a tick; see `Guide`."""
         assert self.program is not None
-        work, tick = kind.removeprefix(EMPTY), self.tick(loops)
+        work = kind.removeprefix(EMPTY)
+        tick = self.tick(loops)
         units = _units(self.program, work)
         assert units is not None
         assert tick is not None
@@ -109,8 +110,10 @@ class RunGuide(Guide):
         tick = self.tick(found.loops)
         if tick is None or self.program is None:
             return None
-        stage, work = found.device.get(self.axis, 0), _work(found.scopes)
-        units, name = _units(self.program, work), None
+        stage = found.device.get(self.axis, 0)
+        work = _work(found.scopes)
+        units = _units(self.program, work)
+        name = None
         if self.program.stages.stacks:
             name = next((name for name in self.program.stages.parts if work.endswith(f"_{name}")), None)
         if units is None:
@@ -132,7 +135,8 @@ class RunGuide(Guide):
     def _group(self, work: str, tick: int, stage: int, loops: Sequence[Loop]) -> int | None:
         """Returns the group of layers that a stage runs in a turn of a loop, or `None` if it has none left."""
         assert self.program is not None
-        part, units = _part(self.program, work), _units(self.program, work)
+        part = _part(self.program, work)
+        units = _units(self.program, work)
         assert units is not None
         turn = next((loop.step for loop in loops if loop.scopes.endswith(LOOP + work)), 0)
         if work.startswith("backward"):

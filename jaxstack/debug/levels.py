@@ -51,7 +51,9 @@ class Program:
           results: whether only the results are wanted.
         """
         self.made = [*jaxpr.outvars] if results else [v for equation in jaxpr.eqns for v in equation.outvars]
-        self._jaxpr, self._devices, self._guide = jaxpr, way.devices, way.guide
+        self._jaxpr = jaxpr
+        self._devices = way.devices
+        self._guide = way.guide
         self._kinds = [way.guide.idle_kind(way.scopes, way.scopes_of(equation)) for equation in jaxpr.eqns]
         if way.guide.axis not in way.devices.axes:
             self._kinds = [""] * len(jaxpr.eqns)
@@ -89,7 +91,8 @@ class Program:
         """Returns a result, in which an idle device has no bad value that it made of finite ones."""
         if not is_float(made) or self._guide.axis not in self._devices.split(equation.outvars[index]):
             return made  # what is equal on all stages is used
-        wrong, old = idle & ~jnp.isfinite(made), _updated(equation, index)
+        wrong = idle & ~jnp.isfinite(made)
+        old = _updated(equation, index)
         if old is not None:
             return jnp.where(wrong & jnp.isfinite(inputs[old]), inputs[old], made)
         if not communicates(equation):
@@ -138,7 +141,8 @@ def _runs_stepwise(equation: Any, way: Way) -> bool:
 
 def _updated(equation: Any, index: int) -> int | None:
     """Returns the index of the input of which a result is a later state, or `None`."""
-    name, p = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    p = equation.params
     if name == "while":
         return p["cond_nconsts"] + p["body_nconsts"] + index
     if name == "scan":
@@ -158,12 +162,14 @@ class _Steps:
     body: Any
 
     def __init__(self, equation: Any, way: Way) -> None:
-        self._equation, self._way = equation, way
+        self._equation = equation
+        self._way = way
         self.seen: tuple[Seen, ...] = ()
 
     def loop(self, step: int, length: int | None = None, reverse: bool = False) -> Loop:
         """Returns a step of this loop."""
-        way, equation = self._way, self._equation
+        way = self._way
+        equation = self._equation
         return Loop(way.frames_of(equation), step, length, reverse, way.scopes_of(equation))
 
     def _program(self, jaxpr: Any) -> Program:
@@ -196,7 +202,8 @@ class Scan(_Steps):
         p = equation.params
         self.body = p["jaxpr"]
         constant, self._carried = scan_sizes(p)
-        self._consts, self._carry = inputs[:constant], inputs[constant : constant + self._carried]
+        self._consts = inputs[:constant]
+        self._carry = inputs[constant : constant + self._carried]
         self._arrays = inputs[constant + self._carried :]
         self._steps = range(p["length"])[:: -1 if p["reverse"] else 1]
         self._step = self._program(self.body.jaxpr)
@@ -225,7 +232,9 @@ class Scan(_Steps):
 
     def run(self) -> Values:
         """Runs all steps and returns what the loop computes. The steps in which a value became bad are kept."""
-        variables, carry, made = self.body.jaxpr.outvars, self._carry, {}
+        variables = self.body.jaxpr.outvars
+        carry = self._carry
+        made = {}
         seen = np.zeros((len(variables), 2), bool)
         seen[: self._carried] = self._flags(variables[: self._carried], carry)
         for i in self._steps:
@@ -235,7 +244,8 @@ class Scan(_Steps):
             if (new := (now & ~seen).any(1)).any():
                 self._first.append((replace(self.at(i), seen=self.seen), carry, [*map(int, np.flatnonzero(new))]))
             seen |= now
-            carry, made[i] = results[: self._carried], results[self._carried :]
+            carry = results[: self._carried]
+            made[i] = results[self._carried :]
         return [*carry, *_stack([made[i] for i in sorted(made)], axis=self._axis)]
 
     def steps(self, bad: Sequence[int]) -> Iterator[Step]:
@@ -247,7 +257,8 @@ class Scan(_Steps):
             if chosen := [k for k in new if k < self._carried or k in bad]:
                 yield self._into(loop), self._given(loop.step, carry), chosen
         tried = {loop.step for loop, _, _ in self._first}
-        variables, carry = self.body.jaxpr.outvars, self._carry
+        variables = self.body.jaxpr.outvars
+        carry = self._carry
         for i in self._steps:
             results = self._run(i, carry)
             if i not in tried:
@@ -286,18 +297,25 @@ class While(_Steps):
     def __init__(self, equation: Any, inputs: Values, way: Way) -> None:
         """Prepares the loop of an equation with its inputs."""
         super().__init__(equation, way)
-        p, devices = equation.params, way.devices
-        self._test, self.body = p["cond_jaxpr"], p["body_jaxpr"]
-        first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        p = equation.params
+        devices = way.devices
+        self._test = p["cond_jaxpr"]
+        self.body = p["body_jaxpr"]
+        first = p["cond_nconsts"]
+        second = p["cond_nconsts"] + p["body_nconsts"]
         self._of_test = [*map(devices.constant, self._test.consts), *inputs[:first]]
-        self._of_body, self._carry = inputs[first:second], inputs[second:]
+        self._of_body = inputs[first:second]
+        self._carry = inputs[second:]
 
     def steps(self, bad: Sequence[int]) -> Iterator[Step]:
         """Runs the turns; yields those in which one of the bad results is not finite any more."""
-        devices, variables = self._way.devices, self.body.jaxpr.outvars
-        test, body = self._program(self._test.jaxpr), self._program(self.body.jaxpr)
+        devices = self._way.devices
+        variables = self.body.jaxpr.outvars
+        test = self._program(self._test.jaxpr)
+        body = self._program(self.body.jaxpr)
         consts = [*map(devices.constant, self.body.consts)]
-        before, turn = self._flags(variables, self._carry)[:, 0], 0
+        before = self._flags(variables, self._carry)[:, 0]
+        turn = 0
         while True:
             loop = self.loop(turn)
             loops = (*self._way.loops, loop)
@@ -312,7 +330,8 @@ class While(_Steps):
             self._carry = [devices.choose(runs, v, new, old) for v, new, old in arrays]
             now = self._flags(variables, self._carry)[:, 0]
             new = [k for k in bad if now[k] and not before[k]]
-            before, turn = now, turn + 1
+            before = now
+            turn = turn + 1
             if new:
                 way = self._into(replace(loop, seen=self.seen), None if runs.all() else devices.only(runs))
                 yield way, given, new

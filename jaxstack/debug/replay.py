@@ -28,9 +28,10 @@ from jaxstack.debug.update import explain_update
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
-from jaxstack.training import init_from, teacher
-from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.features import teacher
 from jaxstack.training.gradients import make_gradients
+from jaxstack.training.services import init_from
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import TrainState, abstract_state, make_state
 from jaxstack.training.step import dropout_key, jit_train_step
 
@@ -41,7 +42,8 @@ def mesh_of(cfg: Config) -> Mesh:
     Raises:
       ConfigError: there are fewer devices than the run had.
     """
-    devices, needed = sharding.find_devices(), math.prod(cfg.mesh.sizes.values())
+    devices = sharding.find_devices()
+    needed = math.prod(cfg.mesh.sizes.values())
     if cfg.mesh.open_axis is None and len(devices) < needed:
         raise ConfigError(
             f"the run has a mesh of {needed} devices, and there are {len(devices)}. To simulate them on the CPU, set "
@@ -68,7 +70,8 @@ class Replay:
         Raises:
           ConfigError: the newest checkpoint before the step is damaged, or batches were other ones at the step.
         """
-        cfg, ctx = self.cfg, self.context
+        cfg = self.cfg
+        ctx = self.context
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         start = max((number for number in manifest.steps(saved) if number < step), default=0)
         abstract = abstract_state(cfg, ctx)
@@ -134,7 +137,8 @@ def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
     again = Replay(cfg)
     state, batch, start = again.before(step)
     origin = f"the checkpoint of step {start}" if start else "the beginning"
-    kind, count = again.mesh.devices.flat[0].device_kind, again.mesh.size
+    kind = again.mesh.devices.flat[0].device_kind
+    count = again.mesh.size
     yield f"step     {step} of {cfg.run.dir}, from {origin}, on {count} x {kind}"
     if lines := bad_inputs(state.params, batch):
         yield from (f"before   not finite already: {line}" for line in lines)
@@ -208,7 +212,8 @@ def save(found: search.Finding, folder: Path) -> bool:
     Returns:
       Whether the operation was written, for which JAX needs the package flatbuffers.
     """
-    equation, devices = found.equation, found.devices
+    equation = found.equation
+    devices = found.devices
     mesh: dict[str, int] = {}
     if needs_mesh(found):
         assert devices.mesh is not None
@@ -244,7 +249,8 @@ def repeat(folder: str | Path) -> tuple[list[jax.Array], list[jax.Array]]:
     folder = Path(folder)
     try:
         written = input_files.read_json(folder / "operation.json")
-        names, mesh = written["dtypes"], written["mesh"]
+        names = written["dtypes"]
+        mesh = written["mesh"]
         arrays = input_files.read_npz(folder / "inputs.npz", [f"input_{i}" for i in range(len(names))])
         inputs = [jnp.asarray(arrays[f"input_{i}"].view(jnp.dtype(name))) for i, name in enumerate(names)]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -68,7 +68,10 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
       arguments: its inputs, flat.
       guide: what is known about the program.
     """
-    way, jaxpr, consts, values = Way(guide=guide or Guide()), closed.jaxpr, [*closed.consts], [*arguments]
+    way = Way(guide=guide or Guide())
+    jaxpr = closed.jaxpr
+    consts = [*closed.consts]
+    values = [*arguments]
     results = jaxpr.outvars
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "shard_map":  # it need not run as a whole before
         (equation,) = jaxpr.eqns
@@ -77,7 +80,8 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
         inner, consts, values, way = _enter_mesh(equation, inputs, way)
         inner = inline_single_steps(inner, way)
         places = {v: inner.outvars[i] for i, v in enumerate(equation.outvars)}
-        jaxpr, results = inner, [places[v] for v in results if v in places]
+        jaxpr = inner
+        results = [places[v] for v in results if v in places]
     else:
         jaxpr = inline_single_steps(jaxpr, way)
         results = jaxpr.outvars
@@ -99,7 +103,9 @@ class _Level:
     """All values of one program."""
 
     def __init__(self, jaxpr: Any, consts: Values, arguments: Values, way: Way) -> None:
-        self._jaxpr, self._way, self._devices = jaxpr, way, way.devices
+        self._jaxpr = jaxpr
+        self._way = way
+        self._devices = way.devices
         inputs = [*map(self._devices.constant, consts), *arguments]
         self._values, self._scans = evaluate(jaxpr, way, inputs)
         self._producer = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
@@ -127,7 +133,10 @@ class _Level:
         The others have infinite inputs, which may be constants, and made NaN of them or have inner programs. What only
         passes an infinite value on is none.
         """
-        origins, makers, seen, waiting = set(), set(), set(), [*bad]
+        origins = set()
+        makers = set()
+        seen = set()
+        waiting = [*bad]
         while waiting:
             variable = waiting.pop()
             if isinstance(variable, core.Literal) or variable in seen or variable not in self._producer:
@@ -147,7 +156,9 @@ class _Level:
     def _go_into(self, index: int) -> Finding | None:
         """Returns the operation in an equation that made its bad results; `None` if they come from a constant of it."""
         equation = self._jaxpr.eqns[index]
-        way, name, params = self._way.of_work(equation), equation.primitive.name, equation.params
+        way = self._way.of_work(equation)
+        name = equation.primitive.name
+        params = equation.params
         inputs = [self.value(v) for v in equation.invars]
         bad = [i for i, v in enumerate(equation.outvars) if self.is_bad(v)]
         if name == "scan":
@@ -176,7 +187,8 @@ class _Level:
 
     def _with_others(self, loop: Scan, found: Finding) -> Finding:
         """Adds what the loop reads after the bad step, and what other loops over the same layers read."""
-        depth, here = len(self._way.loops), loop.at(0)
+        depth = len(self._way.loops)
+        here = loop.at(0)
         if not self._way.guide.is_followed(here):
             return found
         others = [scan for scan in self._scans.values() if scan is not loop and scan.at(0).frames == here.frames]
@@ -196,7 +208,8 @@ class _Level:
         return None
 
     def _finding(self, equation: Any, inputs: Values, way: Way) -> Finding:
-        devices, bad = way.devices, np.zeros(way.devices.shape, bool)
+        devices = way.devices
+        bad = np.zeros(way.devices.shape, bool)
         for v in equation.outvars:
             bad = bad | devices.spread(v, self._flags[v][0])
         bad = bad if devices.active is None else bad & devices.active
@@ -225,7 +238,8 @@ def _explain(jaxpr: Any, consts: Values, inputs: Values, way: Way, bad: Sequence
 
 def _enter_mesh(equation: Any, inputs: Values, way: Way) -> tuple[Any, Values, Values, Way]:
     """Returns program, constants and values within a `shard_map`, and the way there."""
-    devices, program = Devices.of(equation), equation.params["jaxpr"]
+    devices = Devices.of(equation)
+    program = equation.params["jaxpr"]
     inner = way.into(equation, devices=devices)
     return _jaxpr_of(program), [*getattr(program, "consts", ())], devices.enter(equation, inputs), inner
 

@@ -32,7 +32,8 @@ def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -
       state: before the step, whose loss and gradients are finite.
       batch: of the step.
     """
-    optimizer, gradients = make_optimizer(cfg, ctx), make_gradients(cfg, ctx)
+    optimizer = make_optimizer(cfg, ctx)
+    gradients = make_gradients(cfg, ctx)
     _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg, state.step))
     trained, _ = params.partition(family.spec(cfg.model), state.params)
     flat, tree = jax.tree.flatten((trained, state.opt_state, grads))

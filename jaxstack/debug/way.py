@@ -130,7 +130,8 @@ class Way:
 
     def of_work(self, equation: Any) -> "Way":
         """Returns this way without the devices that compute an equation for nothing."""
-        guide, devices = self.guide, self.devices
+        guide = self.guide
+        devices = self.devices
         kind = guide.idle_kind(self.scopes, self.scopes_of(equation))
         if not kind or guide.axis not in devices.axes:
             return self

@@ -148,7 +148,9 @@ def _attend(o: Options):
 
 
 def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table):
-    shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
+    shards = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    half = q.shape[1] // 2
     k, v, of_keys = jax.tree.map(partial(_gather, axis), (k, v, tokens))
     outs = []
     for start, chunk, key_chunks in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
@@ -266,8 +268,11 @@ def _ring(o: Options, axis, q, k, v, segment_ids):
 
 
 def _ring_forward(o: Options, axis, q, k, v, segment_ids):
-    shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    dim, queries = _token_dim(o), _pack(o, q, k.shape[2])
+    shards = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    half = q.shape[1] // 2
+    dim = _token_dim(o)
+    queries = _pack(o, q, k.shape[2])
     block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 
     def pair(o, block, query, key, offset):
@@ -295,17 +300,18 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     result = _both_halves(lambda start: pair(o, block, start, start, None), half, dim)
     result = merge(result, block, *_high_to_low(axis, me, half))
     _, (out, lse) = lax.fori_loop(1, shards, step, (_next(axis, block), result))
-    out, lse = (
-        checkpoint_name(_unpack(o, out).astype(q.dtype), "attention"),
-        checkpoint_name(lse, "attention_lse"),
-    )
+    out = checkpoint_name(_unpack(o, out).astype(q.dtype), "attention")
+    lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _ring_backward(o: Options, axis, residuals, d_out):
     q, k, v, segment_ids, out, lse = residuals
-    shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    dim, (queries, d_outs, outs) = _token_dim(o), (_pack(o, x, k.shape[2]) for x in (q, d_out, out))
+    shards = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    half = q.shape[1] // 2
+    dim = _token_dim(o)
+    queries, d_outs, outs = (_pack(o, x, k.shape[2]) for x in (q, d_out, out))
     of_queries = (queries, d_outs, outs, lse, row_dots(d_outs, outs))
     block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 

@@ -112,7 +112,8 @@ def token_log_probs(
     def one_chunk(x, targets):
         nll, logits, _, local = negative_log_likelihood((softcap, vocab_axes, vocab_size), x, head, targets)
         logits = lax.stop_gradient(logits)
-        own, here = local[..., None], jnp.arange(head.shape[1])
+        own = local[..., None]
+        here = jnp.arange(head.shape[1])
         chosen = collectives.all_reduce(jnp.where(here == own, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
         better = (logits > chosen) | ((logits == chosen) & (here < own))
         likeliest = collectives.all_reduce(better.sum(-1, dtype=jnp.float32), vocab_axes) == 0
@@ -178,7 +179,8 @@ def _in_one_pass(logits: jax.Array) -> LogSumExp:
     """
 
     def merge(left, right):
-        (top, total), (other, more) = left, right
+        top, total = left
+        other, more = right
         largest = jnp.maximum(top, other)
         shift = jnp.where(jnp.isneginf(largest), 0.0, largest)  # neither side has a term yet
         return largest, total * jnp.exp(top - shift) + more * jnp.exp(other - shift)

@@ -78,7 +78,9 @@ def distillation_loss(
 def _chunk(options, head, x, targets, weights, ids, log_p):
     """Returns the weighted loss of each token of a chunk [B, C], and the gradients of its logits [B, C, V/n]."""
     mix, softcap, axes, vocab_size, *_ = options
-    V, t, w = head.shape[1], mix.temperature, mix.weight
+    V = head.shape[1]
+    t = mix.temperature
+    w = mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
     d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
 

@@ -64,7 +64,8 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     A group without rows has one visit too, which writes the gradient of its weights. The remaining steps of the grid
     are visits without rows.
     """
-    E, tiles = sizes.shape[0], pl.cdiv(rows, tile_rows)
+    E = sizes.shape[0]
+    tiles = pl.cdiv(rows, tile_rows)
     ends = jnp.append(jnp.cumsum(sizes), rows).astype(jnp.int32)  # the last group has the rows without a group
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     first = jnp.minimum(starts // tile_rows, tiles - 1)
@@ -75,7 +76,8 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     real = group <= E
     group = jnp.minimum(group, E)
     tile = jnp.where(real, first[group] + visit - (through - (last - first + 1))[group], tiles - 1)
-    start, end = starts[group], jnp.where(real, ends[group], starts[group])
+    start = starts[group]
+    end = jnp.where(real, ends[group], starts[group])
     return Visits(tile.astype(jnp.int32), group, start, end)
 
 
@@ -110,14 +112,16 @@ def _rows_gpu(x, w, sizes, transposed):
 
     The blocks of a visit run at the same time, so that its rows are read from memory once.
     """
-    (N, A), E = x.shape, w.shape[0]
+    N, A = x.shape
+    E = w.shape[0]
     B = w.shape[1 if transposed else 2]
     M, J, K, warps, stages = _gpu_tile("grouped_rows", x.dtype, N, B, A)
     width_blocks = pl.cdiv(A, K)
     plan = visits(sizes, N, M)
 
     def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, w_ref, y_ref):
-        v, j = pl.program_id(1), pl.program_id(0)
+        v = pl.program_id(1)
+        j = pl.program_id(0)
         tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
         row = tile * M + jnp.arange(M)
         column = j * J + jnp.arange(J)
@@ -161,14 +165,18 @@ def _weights_gpu(x, dy, sizes, dtype):
 
     It runs one program for each group and block [J, K] of its matrix; the program loops over the group's rows.
     """
-    (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
+    N, A = x.shape
+    B = dy.shape[1]
+    E = sizes.shape[0]
     J, K, M, warps, stages = _gpu_tile("grouped_weights", x.dtype, A, B, N)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
     def kernel(start_ref, end_ref, x_ref, dy_ref, dw_ref):
         k, j, e = (pl.program_id(axis) for axis in range(3))
-        start, end = start_ref[e], end_ref[e]
-        into, out = j * J + jnp.arange(J), k * K + jnp.arange(K)
+        start = start_ref[e]
+        end = end_ref[e]
+        into = j * J + jnp.arange(J)
+        out = k * K + jnp.arange(K)
 
         def add_rows(t, total):
             row = start + t * M + jnp.arange(M)
@@ -219,9 +227,11 @@ def _rows_kernel_tpu(E, A, K, transposed, tile_ref, group_ref, start_ref, end_re
 
     Visits of one tile follow each other. The first one zeroes the tile of y, and each one writes its own rows.
     """
-    v, k = pl.program_id(1), pl.program_id(2)
+    v = pl.program_id(1)
+    k = pl.program_id(2)
     tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-    has_rows, M = (group < E) & (end > start), y_ref.shape[0]
+    has_rows = (group < E) & (end > start)
+    M = y_ref.shape[0]
 
     @pl.when((k == 0) & ((v == 0) | (tile != tile_ref[jnp.maximum(v - 1, 0)])))
     def _():
@@ -233,7 +243,8 @@ def _rows_kernel_tpu(E, A, K, transposed, tile_ref, group_ref, start_ref, end_re
 
     @pl.when(has_rows)
     def _():
-        a, b = x_ref[...], w_ref[...]
+        a = x_ref[...]
+        b = w_ref[...]
         if A % K:  # memory beyond the width is undefined, and 0 * NaN is NaN
             inside = k * K + lax.broadcasted_iota(jnp.int32, (1, K), 1) < A
             a = jnp.where(inside, a, jnp.zeros((), a.dtype))
@@ -253,10 +264,13 @@ def _rows_tpu(x, w, sizes, transposed):
 
     The visits are prefetched to scalar memory, where the index maps of the blocks read them.
     """
-    (N, A), E = x.shape, w.shape[0]
+    N, A = x.shape
+    E = w.shape[0]
     B = w.shape[1 if transposed else 2]
     tile = _tile("grouped_rows", "tpu", x.dtype)
-    M, J, K = min(tile.rows, N), _fit(tile.columns, B), _fit(tile.inner, A)
+    M = min(tile.rows, N)
+    J = _fit(tile.columns, B)
+    K = _fit(tile.inner, A)
     plan = visits(sizes, N, M)
 
     def matrix(j, v, k, tile, group, start, end):
@@ -291,18 +305,23 @@ def _weights_tpu(x, dy, sizes, dtype):
 
     The sum of a group is in VMEM from its first visit to its last, which writes it.
     """
-    (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
+    N, A = x.shape
+    B = dy.shape[1]
+    E = sizes.shape[0]
     if N == 0:
         return jnp.zeros((E, A, B), dtype)
     tile = _tile("grouped_weights", "tpu", x.dtype)
-    J, K, M = _fit(tile.rows, A), _fit(tile.columns, B), min(tile.inner, N)
+    J = _fit(tile.rows, A)
+    K = _fit(tile.columns, B)
+    M = min(tile.inner, N)
     plan = visits(sizes, N, M)
     count = plan.tile.shape[0]
 
     def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
         v = pl.program_id(2)
         tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-        before, after = group_ref[jnp.maximum(v - 1, 0)], group_ref[jnp.minimum(v + 1, count - 1)]
+        before = group_ref[jnp.maximum(v - 1, 0)]
+        after = group_ref[jnp.minimum(v + 1, count - 1)]
 
         @pl.when((v == 0) | (group != before))
         def _():

@@ -76,7 +76,8 @@ def find_scales(
     if scheme.kind == "normal":
         scales = jnp.abs(parts).max(-1)
     elif scheme.bits == 4:
-        high, low = parts.max(-1), parts.min(-1)
+        high = parts.max(-1)
+        low = parts.min(-1)
         scales = jnp.where(high > -low, high, low) / -8
     else:
         # XLA multiplies by the reciprocal of a constant in some programs only; here all do, so that bits are equal.

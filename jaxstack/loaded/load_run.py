@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig
+from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.runtime import compile_cache, platform

@@ -28,8 +28,9 @@ from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
-from jaxstack.training import init_from, qat
+from jaxstack.training.features import qat
 from jaxstack.training.losses import EvalSums
+from jaxstack.training.services import init_from
 from jaxstack.training.step import make_eval_step
 
 

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, MeshConfig
-from jaxstack.config.buckets import require_lengths
+from jaxstack.config.checks.buckets import require_lengths
 from jaxstack.config.scheme import Scheme
 from jaxstack.kernels import context_order, implementation
 from jaxstack.kernels.coded_weight import CodedWeight

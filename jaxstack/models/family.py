@@ -79,7 +79,7 @@ class ComparingFamily(Family, Protocol):
     """A family with a loss that compares the rows of a batch with each other.
 
     Its `loss` returns the other terms of the objective only. All rows of a batch are compared, whatever splits it: see
-    `training.comparison`.
+    `training.features.comparison`.
     """
 
     def features(self, cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context, /) -> PyTree:

@@ -113,7 +113,8 @@ def check_rows(batch: PyTree, microbatches: int, replicas: int) -> None:
     Raises:
       ScheduleError: they do not.
     """
-    rows, parts = jax.tree.leaves(batch)[0].shape[0], replicas * microbatches
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    parts = replicas * microbatches
     if rows % parts:
         raise ScheduleError(
             f"{rows} rows of the batch do not divide into {microbatches} microbatches on {replicas} replicas; use a "

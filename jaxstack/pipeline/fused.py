@@ -36,7 +36,9 @@ def _round_the_ring(name: str, stages: int, microbatches: int, chunks: int, firs
     Raises:
       ScheduleError: with several chunks, the number of microbatches is not a multiple of the number of stages.
     """
-    P, V, M = stages, chunks, microbatches
+    P = stages
+    V = chunks
+    M = microbatches
     if V > 1 and M % P:
         near = max(P, M - M % P)
         raise ScheduleError(
@@ -44,11 +46,13 @@ def _round_the_ring(name: str, stages: int, microbatches: int, chunks: int, firs
         )
 
     def forward(m: int, g: int) -> int:
-        (group, i), (v, s) = divmod(m, P), divmod(g, P)
+        group, i = divmod(m, P)
+        v, s = divmod(g, P)
         return s + group * V * P + v * P + i
 
     def backward(m: int, g: int) -> int:
-        (group, i), (v, s) = divmod(m, P), divmod(g, P)
+        group, i = divmod(m, P)
+        v, s = divmod(g, P)
         return first_backward + (P - 1 - s) + group * V * P + (V - 1 - v) * P + i
 
     return _make(name, P, M, V, forward, backward)

@@ -92,7 +92,8 @@ class Carrier:
         self._places: list[list[int]] = []
         self._structures = [jax.tree.structure(stream) for stream in streams]
         for stream in streams:
-            free, places = list(range(len(self.arrays))), []
+            free = list(range(len(self.arrays)))
+            places = []
             for leaf in jax.tree.leaves(stream):
                 found = [i for i in free if (self.arrays[i].shape, self.arrays[i].dtype) == (leaf.shape, leaf.dtype)]
                 if found:

@@ -62,7 +62,8 @@ class Program:
     static: bool = False
 
     def __post_init__(self) -> None:
-        a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
+        a = (self.schedule.stages, self.schedule.chunks)
+        b = (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(
                 f"the schedule has {a[0]} stages x {a[1]} chunks, but the layers are on {b[0]} x {b[1]}; make them "
@@ -79,7 +80,9 @@ class Program:
         """The stacks of layers in the order in which they run."""
         if not self.stages.stacks:
             return (Part(self.stages, self.forward, self.backward, self.slots),)
-        s, found, first = self.schedule, [], 0
+        s = self.schedule
+        found = []
+        first = 0
         for name, stages in self.stages.parts.items():
             chunks = range(first, first + stages.chunks)
             slots_MG = s.stash_slots(chunks)
@@ -87,7 +90,8 @@ class Program:
                 self._units(unit_TP, slots_MG, 0, chunks, stages.period) for unit_TP in (s.forward_TP, s.backward_TP)
             )
             enter, leave = (self._at_T(ticks_MG[:, first * s.stages]) for ticks_MG in (s.forward_MG, s.backward_MG))
-            slots, entry = int(slots_MG.max()) + 1, (enter, leave) if first else (None, None)
+            slots = int(slots_MG.max()) + 1
+            entry = (enter, leave) if first else (None, None)
             found.append(Part(stages, forward, backward, slots, f"_{name}", *entry))
             first = chunks.stop
         return tuple(found)
@@ -121,7 +125,9 @@ class Program:
             directions = [(f"forward{p.loop}", p.forward) for p in self.parts]
             directions += [(f"backward{p.loop}", p.backward) for p in self.parts]
             return {name: units.groups_TP for name, units in directions}
-        mixed, weight, shape = self.mixed_T[:, None], self.weight, self.schedule.forward_TP.shape
+        mixed = self.mixed_T[:, None]
+        weight = self.weight
+        shape = self.schedule.forward_TP.shape
         trips = {
             name: np.where(mixed, units.groups_TP, np.broadcast_to(trips_T[:, None], shape))
             for name, units, trips_T in (
@@ -159,7 +165,8 @@ class Program:
         chunks = chunks or range(self.schedule.chunks)
         chunk = np.where(unit_TP == IDLE, IDLE, unit_TP % self.schedule.chunks)
         active = (chunk >= chunks.start) & (chunk < chunks.stop)
-        microbatch, chunk = np.where(active, unit_TP // self.schedule.chunks, 0), np.where(active, chunk, chunks.start)
+        microbatch = np.where(active, unit_TP // self.schedule.chunks, 0)
+        chunk = np.where(active, chunk, chunks.start)
         model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
         slot = np.where(active, slots_MG[microbatch, model_chunk], idle_slot_TP)
         groups = np.where(active, -(-np.asarray(self.stages.layers)[model_chunk] // (period or self.stages.period)), 0)

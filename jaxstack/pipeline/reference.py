@@ -46,11 +46,13 @@ def forward(
     x = lax.map(lambda m: fns.embed(shared, inputs_of(m)), micros)
     if not fns.later:
         return _through(stages, fns.layer, axis, stacked, x, inputs_of, fns.kept)
-    penalties, auxes = [], []
+    penalties = []
+    auxes = []
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
         if isinstance(stack, StackFns):
-            before, enter = x, stack.enter
+            before = x
+            enter = stack.enter
             x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
         x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of, fns.kept)
         penalties.append(penalty)
@@ -69,7 +71,9 @@ def _through(
 ) -> tuple[PyTree, jax.Array, PyTree]:
     """Returns what `forward` does, of one stack of layers, from the inputs of its first layer [M, ...]."""
 
-    P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
+    P = stages.stages
+    V = stages.chunks
+    max_groups = stages.max_groups
     M = jax.tree.leaves(entered)[0].shape[0]
     stage = lax.axis_index(axis)
     group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), (axis,), 0)
@@ -79,9 +83,11 @@ def _through(
         # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
         since = now - stage
         group, rest = jnp.divmod(since, V * P)
-        chunk, m = rest // P, group * P + rest % P
+        chunk = rest // P
+        m = group * P + rest % P
         active = (since >= 0) & (m < M)
-        m, chunk = jnp.where(active, m, 0), jnp.where(active, chunk, 0)
+        m = jnp.where(active, m, 0)
+        chunk = jnp.where(active, chunk, 0)
         x = where((stage == 0) & (chunk == 0), index_leading(entered, m), x)
         inputs = inputs_of(m)
 

@@ -52,8 +52,10 @@ def resolve(
     """
     if stacks is not None and len(stacks) > 1:
         return _resolve_stacks(cfg, stages, sequences, stacks)
-    pipeline, period = cfg.pipeline, len(cfg.model.windows)
-    groups, model_chunks = cfg.model.layer_groups, stages * pipeline.chunks
+    pipeline = cfg.pipeline
+    period = len(cfg.model.windows)
+    groups = cfg.model.layer_groups
+    model_chunks = stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
@@ -81,7 +83,8 @@ def _layers(cfg: Config, groups_G: Sequence[int]) -> tuple[int, ...]:
 
 def _resolve_stacks(cfg: Config, stages: int, sequences: int, stacks: Mapping[str, tuple[int, int]]) -> Program:
     """Returns the program of a model with several stacks, see `resolve`. Each stack is cut evenly over all stages."""
-    pipeline, chunks = cfg.pipeline, cfg.pipeline.chunks
+    pipeline = cfg.pipeline
+    chunks = cfg.pipeline.chunks
     for key, works in (("schedule", WEIGHTLESS), ("partition", ("even",)), ("loops", ("auto", "dynamic"))):
         if getattr(pipeline, key) not in works:
             raise ScheduleError(
@@ -91,7 +94,8 @@ def _resolve_stacks(cfg: Config, stages: int, sequences: int, stacks: Mapping[st
             )
     layers: tuple[int, ...] = ()
     for name, (depth, period) in stacks.items():
-        groups, unit = depth // period, period * (cfg.model.moe.every if cfg.model.moe.num_experts else 1)
+        groups = depth // period
+        unit = period * (cfg.model.moe.every if cfg.model.moe.num_experts else 1)
         if stages * chunks > groups:
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "

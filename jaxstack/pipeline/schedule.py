@@ -161,7 +161,9 @@ class Schedule:
         table = np.full((3, 3, self.ticks, self.stages), IDLE, np.int32)
         for kind, ticks_MG in enumerate(self._ticks_of_kinds):
             for m, g in np.ndindex(ticks_MG.shape):
-                tick, stage, unit = ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages
+                tick = ticks_MG[m, g]
+                stage = g % self.stages
+                unit = m * self.chunks + g // self.stages
                 lane = self._lane_MG[m, g] if kind == WEIGHT else kind
                 there = table[:, lane, tick, stage]
                 if there.max() != IDLE:
@@ -217,7 +219,9 @@ class Schedule:
 
     def _backward_before(self, ticks_MG: np.ndarray) -> np.ndarray:
         """Returns how many backward units of the same stage run before each tick."""
-        M, V, P = self.microbatches, self.chunks, self.stages
+        M = self.microbatches
+        V = self.chunks
+        P = self.stages
         before = self.backward_MG.reshape(M, V, P) < ticks_MG.reshape(M, V, 1, 1, P)
         return before.sum((2, 3)).reshape(M, V * P)
 

@@ -68,7 +68,8 @@ class SplitVJP:
         dpenalty: jax.Array,
     ) -> tuple[PyTree, PyTree, Pairs]:
         """Returns the gradients of the weights without a site (None for the others) and of x, and the sites' pairs."""
-        arguments, rest = jax.tree.leaves((weights, group, inputs, self.sites.taps())), iter(residuals)
+        arguments = jax.tree.leaves((weights, group, inputs, self.sites.taps()))
+        rest = iter(residuals)
         leaves = [next(rest) if i is None else arguments[i] for i in self._argument_of_leaf]
         return jax.tree.unflatten(self._structure, leaves)((dy, dpenalty))
 

@@ -134,7 +134,8 @@ class _Pipeline:
 
         def local(shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
             # Parameters that vary along the batch axes get local gradients, which are reduced once after the pipeline.
-            shared, stacked = self.varying(shared), self.varying(stacked)
+            shared = self.varying(shared)
+            stacked = self.varying(stacked)
             microbatches = jax.tree.map(lambda a: a.reshape(self.schedule.microbatches, -1, *a.shape[1:]), batch)
             fns = replace(self.fns, split=self.check_functions(shared, stacked, microbatches))
             sums = execute(program, fns, self.axis, shared, stacked, microbatches)
@@ -142,7 +143,9 @@ class _Pipeline:
 
         if not stages.is_layer_order:
             stacked = jax.tree.map(lambda a: to_slots(stages, a), stacked)
-        staged, replicated, rows = PartitionSpec(self.axis), PartitionSpec(), PartitionSpec(self.batch_axes or None)
+        staged = PartitionSpec(self.axis)
+        replicated = PartitionSpec()
+        rows = PartitionSpec(self.batch_axes or None)
         run_local = jax.shard_map(
             local,
             mesh=mesh,

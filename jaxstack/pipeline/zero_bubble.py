@@ -35,13 +35,15 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
     Fewer than 2P - 1 microbatches leave fewer weight units that can wait for these lanes: M - P, or none.
     """
-    P, M = stages, microbatches
+    P = stages
+    M = microbatches
     fused = one_f_one_b(P, M)
     saved = min(max(M - P, 0), P - 1)
     pause = max(M, 2 * P - 1) - 1  # so that a unit waits when the first stage's forward lane is idle
     runs_T = np.arange(fused.ticks) >= 2 * (P - 1)  # whether the tick has a weight lane
     runs_T[pause : pause + saved] = False
-    weight_MG, lane_MG = np.zeros((M, P), int), np.zeros((M, P), int)
+    weight_MG = np.zeros((M, P), int)
+    lane_MG = np.zeros((M, P), int)
     idle = {FORWARD: fused.forward_TP == IDLE, BACKWARD: fused.backward_TP == IDLE}
     for stage in range(P):
         m = 0  # the next weight unit of the stage
@@ -49,7 +51,8 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
             # The forward lane ends with the last stage's last unit.
             free = runs_T[tick] if lane == WEIGHT else idle[lane][tick, stage] and not idle[lane][tick].all()
             if free and m < M and 3 * fused.backward_MG[m, stage] + BACKWARD < 3 * tick + lane:
-                weight_MG[m, stage], lane_MG[m, stage] = tick, lane
+                weight_MG[m, stage] = tick
+                lane_MG[m, stage] = lane
                 m += 1
         assert m == M, f"stage {stage} of {P} has {M - m} weight units left"
     return Schedule("zb_h1", P, 1, M, fused.forward_MG, fused.backward_MG, weight_MG, lane_MG)

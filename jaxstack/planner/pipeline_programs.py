@@ -20,7 +20,7 @@ from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
-from jaxstack.training.pipelined import pipeline_fns, split_matrices
+from jaxstack.training.features.pipelined import pipeline_fns, split_matrices
 
 PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
 """The parts of a model that are measured."""

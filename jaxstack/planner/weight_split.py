@@ -21,7 +21,7 @@ from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
 from jaxstack.planner import shards
 from jaxstack.planner.sizes import itemsize
-from jaxstack.training.pipelined import is_split
+from jaxstack.training.features.pipelined import is_split
 
 MORE = 0.1
 """The most memory that pairs may take, as a part of what the step needs without them."""

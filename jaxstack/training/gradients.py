@@ -16,9 +16,10 @@ from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
 from jaxstack.sharding import totals as sharded
-from jaxstack.training import comparison, losses, noise_scale
-from jaxstack.training.pipelined import pipelined_gradients
-from jaxstack.training.qat import round_params
+from jaxstack.training import losses
+from jaxstack.training.features import comparison, noise_scale
+from jaxstack.training.features.pipelined import pipelined_gradients
+from jaxstack.training.features.qat import round_params
 
 Metrics = dict[str, PyTree]
 """Sums over a step, or its metrics, by name: arrays, and what `debug.watch` names."""
@@ -33,7 +34,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     - `params`, `batch`: global arrays. `key` is for dropout; `None` disables it.
     - `loss`: the objective without the auxiliary losses of experts.
     - `gradients`: of the full objective, with respect to the trained parameters. Nothing is computed for frozen ones.
-      With `train.qat`, with respect to the rounded matrices, see `training.qat`.
+      With `train.qat`, with respect to the rounded matrices, see `training.features.qat`.
     - `sums`: the weighted `tokens` and the model's auxiliary values, summed over the step; among them is what
       `Context.watch` names. With several losses also those of `losses.term_metrics`; with a mixture of experts those of
       `losses.routing_totals`; with `train.noise_scale` those of `noise_scale.measure`.

@@ -16,8 +16,8 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Spec
 from jaxstack.pipeline import Stages
 from jaxstack.training import optimizer as optim
+from jaxstack.training.features.qat import round_arrays
 from jaxstack.training.optimizer import AverageState
-from jaxstack.training.qat import round_arrays
 
 
 @jax.tree_util.register_dataclass

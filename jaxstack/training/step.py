@@ -17,11 +17,12 @@ from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
-from jaxstack.training import losses, noise_scale
+from jaxstack.training import losses
 from jaxstack.training import optimizer as optim
+from jaxstack.training.features import noise_scale
+from jaxstack.training.features.watch import Watched
 from jaxstack.training.gradients import Metrics, make_gradients
 from jaxstack.training.state import TrainState, make_optimizer
-from jaxstack.training.watch import Watched
 
 
 def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.Array) -> jax.Array:

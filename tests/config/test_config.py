@@ -11,7 +11,8 @@ import yaml
 
 from jaxstack.cli import parser
 from jaxstack.common import errors
-from jaxstack.config import Config, ConfigError, flat, key_help, parse, resolve, suggestions
+from jaxstack.config import Config, ConfigError, flat, resolve
+from jaxstack.config.reading import key_help, parse, suggestions
 from jaxstack.models import decoder, family, params
 from jaxstack.models.batches import abstract_batch
 from jaxstack.models.context import Context

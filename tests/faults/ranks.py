@@ -76,7 +76,9 @@ def serve() -> None:
     from jaxstack.cli import train as command  # noqa: F401
     from jaxstack.generate import decode, pictures  # noqa: F401
     from jaxstack.planner import estimate, memory, pipeline_costs  # noqa: F401
-    from jaxstack.training import health, run, step, teacher  # noqa: F401
+    from jaxstack.training import step  # noqa: F401
+    from jaxstack.training.features import teacher  # noqa: F401
+    from jaxstack.training.services import health, run  # noqa: F401
 
     for line in sys.stdin:
         folder, argv, patches = json.loads(line)

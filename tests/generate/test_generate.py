@@ -46,7 +46,7 @@ from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.planner import generation_memory, memory
 from jaxstack.sharding import make_mesh
-from jaxstack.training import init_from
+from jaxstack.training.services import init_from
 from jaxstack.training.state import abstract_state, make_state
 
 MODELS = FAMILIES | EXPERTS

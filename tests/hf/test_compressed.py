@@ -20,7 +20,7 @@ from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize
 from jaxstack.compress.calibrate import Walk
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.hf import compressed, quantized_folders, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf.compressed import Scheme

@@ -15,7 +15,7 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, SampleConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.generate.translate import make_translate
 from jaxstack.hf import peft

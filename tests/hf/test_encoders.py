@@ -15,7 +15,7 @@ from jaxstack import hf
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import encoder
 from jaxstack.models.context import Context, implementations

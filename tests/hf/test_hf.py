@@ -30,15 +30,15 @@ from jaxstack.config import (
     MoEConfig,
     PipelineConfig,
     RunConfig,
-    parse,
 )
+from jaxstack.config.reading import parse
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, to_tokenizer_json
 from jaxstack.hf import originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import map_spec
-from jaxstack.training import init_from
+from jaxstack.training.services import init_from
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
 

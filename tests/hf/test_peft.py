@@ -20,7 +20,7 @@ from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.training import init_from
+from jaxstack.training.services import init_from
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
 

@@ -23,8 +23,8 @@ from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import make_mesh
 from jaxstack.sharding.collectives import varies_along, varying
 from jaxstack.training import losses
+from jaxstack.training.features.pipelined import pipeline_fns, with_frozen
 from jaxstack.training.gradients import make_gradients
-from jaxstack.training.pipelined import pipeline_fns, with_frozen
 from jaxstack.training.state import abstract_state
 
 

@@ -14,7 +14,7 @@ from families import DIFFUSION
 import jaxstack
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError, MoEConfig, SampleConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import images
 from jaxstack.data.captions import Given
 from jaxstack.generate import pictures

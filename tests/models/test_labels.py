@@ -14,7 +14,7 @@ from jaxstack import hf
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, MeshConfig, PipelineConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.kernels import context_order
 from jaxstack.models import encoder, params
 from jaxstack.models.context import Context

@@ -19,7 +19,8 @@ from test_train import ROOT, environment
 from jaxstack import data, hf, sharding
 from jaxstack.checkpoint import store
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig, parse
+from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig
+from jaxstack.config.reading import parse
 from jaxstack.models import decoder, encoder_decoder, lora, params
 from jaxstack.models import flops as plan
 from jaxstack.models.context import Context

@@ -17,7 +17,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.sharding import make_mesh
 from jaxstack.training import optimizer, step
-from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import abstract_state, make_state
 
 SLOW = pytest.mark.matrix

@@ -16,7 +16,7 @@ from test_diffusion import mlp, rms
 import jaxstack
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.generate import features
 from jaxstack.models import contrastive, params
 from jaxstack.models.context import Context

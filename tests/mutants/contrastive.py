@@ -15,7 +15,7 @@ mistakes(
     ("collectives.reduce_scatter(jnp.exp(columns - top), axes, 0)", "collectives.local_slice(jnp.exp(columns - top), axes, 0)"),
     ("jax.nn.logsumexp(rows, axis=0)", "rows.sum(0)"),
     ("(pairs.ids[:, None] == t.ids) & t.counts", "pairs.ids[:, None] == t.ids"),
-    ("image.astype(jnp.float32), pairs.ids", "image, pairs.ids"),
+    ("image = pairs.image.astype(jnp.float32)\n    ids", "image = pairs.image\n    ids"),
     ("lax.map(jax.checkpoint(f), texts)", "lax.map(f, texts)"),
     ("range(min(block, rows), 0, -1)", "range(rows, 0, -1)"),
     ("texts.ids[s.argmax(1)]", "texts.ids[s.argmin(1)]"),
@@ -37,7 +37,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "contrastive", "training/comparison.py", MESH,
+    "contrastive", "training/features/comparison.py", MESH,
     ("dropout_key=key)", "dropout_key=None)"),
     ("terms, grads = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), (sums, grads))",
      "terms = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), sums)"),

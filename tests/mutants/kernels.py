@@ -109,8 +109,8 @@ mistakes(
     "attention",
     "kernels/attention/__init__.py",
     KERNELS + " -k held",
-    ("visible &= distance < window", "visible &= distance <= window"),
-    ("visible, distance_to_first = distance > 0,", "visible, distance_to_first = distance >= 0,"),
+    ("visible &= distances < window", "visible &= distances <= window"),
+    ("visible = (distance > 0)[:, None]", "visible = (distance >= 0)[:, None]"),
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
 )
 
@@ -148,9 +148,9 @@ mistakes(
 mistakes(
     "attention", "kernels/attention/__init__.py", MASKS,
     ("jnp.where(kv_segment_ids == 0, -1, kv_segment_ids)", "kv_segment_ids"),
-    ("Tokens(positions=-distance_to_first)", "Tokens(positions=distance_to_first)"),
-    ("jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0)", "jax.nn.softmax(scores, axis=-1)"),
-    ("every._replace(mask=own_mask), q_BGSRK", "every._replace(mask=own_mask, buckets=None), q_BGSRK"),
+    ("Tokens(positions=-distance)", "Tokens(positions=distance)"),
+    ("jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0)", "jax.nn.softmax(scores, axis=-1)"),
+    ("o._replace(mask=new_mask), q_BGSRK", "o._replace(mask=new_mask, buckets=None), q_BGSRK"),
 )  # fmt: skip
 
 mistakes(

@@ -161,7 +161,7 @@ mistakes(
     ("new := (now & ~seen).any(1)", "new := (now & ~seen)[:, 0]"),
     ("if k < self._carried or k in bad]", "if k < self._carried]"),
     ("if i not in tried:", "if False:"),
-    ("        carry = results[: self._carried]\n", "        pass\n"),
+    ("new\n            carry = results[: self._carried]\n", "new\n            pass\n"),
     ("[devices.choose(runs, v, new, old) for v, new, old in arrays]", "results"),
     ("if kind:", "if not kind:", "debug/test_faults_on_meshes.py -m '' -k idle"),
 )  # fmt: skip
@@ -219,7 +219,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "training", "training/init_from.py", "training/test_keep_zeros.py",
+    "training", "training/services/init_from.py", "training/test_keep_zeros.py",
     ("(p.unpadded or p.shape)[p.stacked :]\n        return jnp.any", "p.shape[p.stacked :]\n        return jnp.any"),
     ("if spec[path].kind == \"matrix\"}", "if spec[path].kind}"),
 )  # fmt: skip

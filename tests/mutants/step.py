@@ -56,7 +56,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "step", "training/pipelined.py", STEP,
+    "step", "training/features/pipelined.py", STEP,
     ("_, scatter = jax.vjp(partial(gather, trained_spec), trained)", "_, scatter = jax.vjp(partial(gather, spec), trained)",
      PIPELINE, {"equivalent": "the tests of pipelines freeze nothing, and then both specs are one"}),
     ("inputs[0].of_stack(name, side)", "inputs[0].of_stack(name, jax.lax.stop_gradient(side))",
@@ -64,7 +64,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "training", "training/compile_ahead.py", "training/test_bucket_steps.py -k 'thread or cannot'",
+    "training", "training/services/compile_ahead.py", "training/test_bucket_steps.py -k 'thread or cannot'",
     ("if length not in programs:", "if True:"),
     ("if each.done():", "if False:"),
 )  # fmt: skip

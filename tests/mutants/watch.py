@@ -17,7 +17,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "watched", "training/watch.py", WATCH + " -k gradients_and",
+    "watched", "training/features/watch.py", WATCH + " -k gradients_and",
     ("sums[name] - padding for name", "sums[name] for name"),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
-`python tests/pipeline/test_pipeline.py` prints the table of docs/pipelines.md, and with `--measure` what each case
+`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what each case
 shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
 """
 
@@ -47,8 +47,8 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import losses, step
-from jaxstack.training.checkpoint_layout import checkpoint_layout
 from jaxstack.training.gradients import make_gradients
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import abstract_state, make_state
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]

@@ -26,7 +26,7 @@ from jaxstack.config import (
     TrainConfig,
     resolve,
 )
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.models.context import Context
 from jaxstack.moe.placement import Placement
 from jaxstack.planner import aot, estimate, generation_memory, memory

@@ -25,7 +25,7 @@ from jaxstack.config import (
     resolve,
     with_values,
 )
-from jaxstack.config.parse import given_keys, parse_config
+from jaxstack.config.reading.parse import given_keys, parse_config
 from jaxstack.models.context import Context
 from jaxstack.planner import auto_mesh, estimate, memory, mesh_plan, mesh_search
 from jaxstack.planner.memory import Room

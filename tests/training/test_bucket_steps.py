@@ -27,7 +27,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import memory, mesh_search
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
-from jaxstack.training.compile_ahead import CompileAhead
+from jaxstack.training.services.compile_ahead import CompileAhead
 
 SIZES = {8: (3, 8), 16: (9, 13), 32: (19, 32)}
 """Tokens of the documents in the rows of each length. Few are different, since each has a program of its own."""

@@ -12,7 +12,8 @@ from test_optim import SPEC, WIDE
 from test_step import TINY, build, config, random_batch, same
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import DataConfig, LoraConfig, MeshConfig, OptimConfig, RunConfig, TrainConfig, parse
+from jaxstack.config import DataConfig, LoraConfig, MeshConfig, OptimConfig, RunConfig, TrainConfig
+from jaxstack.config.reading import parse
 from jaxstack.debug.update import explain_update
 from jaxstack.models.context import Context
 from jaxstack.models.params import flat_spec, map_spec

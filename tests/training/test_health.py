@@ -12,7 +12,7 @@ from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, MeshConfig, RunConfig
 from jaxstack.runtime import launchers
-from jaxstack.training import health
+from jaxstack.training.services import health
 
 H100 = CHIPS["h100"].kinds[0]
 GOOD = health.Machine("node", 8, H100, {"jax": "0.10.2", "python": "3.11"}, 1000.0, 10**12, 300e9)

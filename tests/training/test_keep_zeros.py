@@ -10,7 +10,7 @@ import test_meshes as meshes
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
-from jaxstack.training.init_from import has_zeros
+from jaxstack.training.services.init_from import has_zeros
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -17,7 +17,8 @@ from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelCo
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.tracking.noise_scale import WINDOW, NoiseScale
-from jaxstack.training import noise_scale, step
+from jaxstack.training import step
+from jaxstack.training.features import noise_scale
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_state
 

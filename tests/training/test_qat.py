@@ -19,7 +19,7 @@ from jaxstack.models import lora
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate
 from jaxstack.sharding import make_mesh
-from jaxstack.training import qat
+from jaxstack.training.features import qat
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.optimizer import AverageState
 from jaxstack.training.state import TrainState, abstract_state, evaluated_params

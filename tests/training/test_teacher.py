@@ -12,13 +12,13 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, TrainConfig
-from jaxstack.config.distill import DistillConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.config.training import DistillConfig
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
-from jaxstack.training import teacher
+from jaxstack.training.features import teacher
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_state
 

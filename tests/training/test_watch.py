@@ -20,7 +20,7 @@ from jaxstack.models import watch as taps
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh, totals, transformer
 from jaxstack.tracking import watched
-from jaxstack.training import watch
+from jaxstack.training.features import watch
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, make_state
 from jaxstack.training.step import make_train_step

@@ -110,8 +110,10 @@ def attend(o: Options, q, k, v, mask: Mask, table=None):
     `table` has the biases [N, H] of the buckets in the options.
     """
     q_BGSRK = heads_first(q, k.shape[2])
-    k_BGTK, v_BGTK = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    q_index, k_index = add_offset(jnp.arange(q.shape[1]), mask.offset), jnp.arange(k.shape[1])
+    k_BGTK = k.swapaxes(1, 2)
+    v_BGTK = v.swapaxes(1, 2)
+    q_index = add_offset(jnp.arange(q.shape[1]), mask.offset)
+    k_index = jnp.arange(k.shape[1])
     scores = masked_scores(o, q_BGSRK, k_BGTK, q_index, k_index, mask, table)
     weights = jax.nn.softmax(scores, axis=-1)
     if has_empty_rows(o, mask):
@@ -171,7 +173,8 @@ def masked_scores(o: Options, q, k, q_index, k_index, mask: Mask, table=None):
 
 def same_prefix(mask: Mask) -> jax.Array:
     """Returns whether a query and a key belong to the same prefix [B, C, T]."""
-    own, other = mask.queries.prefix, mask.keys.prefix
+    own = mask.queries.prefix
+    other = mask.keys.prefix
     assert own is not None
     assert other is not None
     return (own[:, :, None] != 0) & (own[:, :, None] == other[:, None])
@@ -179,7 +182,8 @@ def same_prefix(mask: Mask) -> jax.Array:
 
 def bias_distances(q_index, k_index, mask: Mask) -> jax.Array:
     """Returns the distances [1 or B, C, T] of a relative bias; see `masked_scores`."""
-    own, other = mask.queries.positions, mask.keys.positions
+    own = mask.queries.positions
+    other = mask.keys.positions
     return distances(q_index, k_index) if own is None or other is None else distances(own, other)
 
 

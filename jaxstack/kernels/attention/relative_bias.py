@@ -154,7 +154,8 @@ def _sums_by_adding(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: j
     for low, n in _by_distance(buckets):
         bucket = jnp.where(distance_BCT >= low, n, bucket)
     sums = collectives.zeros((b, c, len(buckets), g, r), jnp.float32, d_scores_BGCRT)
-    rows, queries = np.arange(b)[:, None, None], np.arange(c)[:, None]
+    rows = np.arange(b)[:, None, None]
+    queries = np.arange(c)[:, None]
     sums = sums.at[rows, queries, bucket].add(d_scores_BGCRT.transpose(0, 2, 4, 1, 3))
     # XLA's sum over the first dimensions is slow on CPUs.
     total = jnp.matmul(jnp.ones(b * c), sums.reshape(b * c, -1), precision=lax.Precision.HIGHEST)

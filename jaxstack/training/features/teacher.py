@@ -16,7 +16,7 @@ from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, cast_matrices
 from jaxstack.sharding import collectives
-from jaxstack.training import init_from
+from jaxstack.training.services import init_from
 
 Teach = Callable[[Batch], Batch]
 """Adds `teacher_ids` and `teacher_log_probs` [B, S, K] to a global batch."""

@@ -38,12 +38,12 @@ from jaxstack.tracking.recompiles import MOST_REASONS, Recompiles
 from jaxstack.tracking.sinks import Sinks
 from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
-from jaxstack.training import init_from
-from jaxstack.training.checkpoint_layout import checkpoint_layout
-from jaxstack.training.compile_ahead import CompileAhead
 from jaxstack.training.losses import EvalSums
-from jaxstack.training.ngram_comparison import compare_with_ngrams
 from jaxstack.training.optimizer import schedule_warning
+from jaxstack.training.services import init_from
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
+from jaxstack.training.services.compile_ahead import CompileAhead
+from jaxstack.training.services.ngram_comparison import compare_with_ngrams
 from jaxstack.training.state import TrainState, evaluated_params, make_state
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, parse
+from jaxstack.config import Config, ConfigError, DataConfig
+from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.hf import peft
@@ -18,7 +19,7 @@ from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import encoder, family, lora, params, surgery
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
-from jaxstack.training.checkpoint_layout import checkpoint_layout
+from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import (
     TrainState,
     abstract_state,

@@ -14,8 +14,8 @@ from jaxstack.models import family
 from jaxstack.models.batches import abstract_batch, with_rows_of
 from jaxstack.models.context import Context
 from jaxstack.tracking.step_log import LoopState
+from jaxstack.training.features.teacher import Teach
 from jaxstack.training.state import TrainState, averaged_params
-from jaxstack.training.teacher import Teach
 
 Result = TypeVar("Result")
 Trained = TypeVar("Trained")
