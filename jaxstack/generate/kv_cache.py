@@ -85,7 +85,8 @@ class CachedDecoder:
         token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
-        given, params = params, cast_matrices(family.spec(cfg), params, ctx.dtype)
+        given = params
+        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
         if token_weights is None and ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
@@ -293,7 +294,8 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
       groups: in the dtype of the computation.
       stacked: the same as they were given, before a cast, with all groups on a leading axis.
     """
-    layer, scheme = unstack(family.spec(cfg)[family.only_stack(cfg)[0]]), ctx.ops.decode_weights
+    layer = unstack(family.spec(cfg)[family.only_stack(cfg)[0]])
+    scheme = ctx.ops.decode_weights
     assert scheme is not None
 
     def code(p: Param, value: jax.Array, exact: jax.Array) -> jax.Array | CodedWeight:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.generate import decode
+from jaxstack.generate.engine import dropless
 from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
@@ -67,7 +67,7 @@ class Scorer:
           ctx: the execution context.
           gate: domain of the texts, for a model with a hard gate.
         """
-        return cls(decode.dropless(cfg), params, ctx.whole_sequences(), gate)
+        return cls(dropless(cfg), params, ctx.whole_sequences(), gate)
 
     def scores(self, texts: Rows, rows: int = 8) -> Iterator[tuple[int, Scores]]:
         """Yields the index of each text and its scores; the longest texts come first.
@@ -199,8 +199,10 @@ class Scorer:
         memory.
         """
         assert vocabulary <= 2**24
-        cfg, ctx = self.cfg, self.ctx
-        axes, head = ctx.layout.axes("vocab"), decoder.head(cfg, values, ctx)  # [D, V/n]
+        cfg = self.cfg
+        ctx = self.ctx
+        axes = ctx.layout.axes("vocab")
+        head = decoder.head(cfg, values, ctx)  # [D, V/n]
         hidden, head = collectives.match_varying(hidden, head)
         V = head.shape[1]
         options = cfg.logit_softcap, axes, None if V * collectives.count(axes) == cfg.vocab else cfg.vocab
