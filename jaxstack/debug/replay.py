@@ -126,10 +126,7 @@ class Replay:
 def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
     """Runs a step of a run again on its mesh, and yields the lines that say what was found.
 
-    Args:
-      cfg: configuration of the run, with its present folder in `run.dir`.
-      step: number of the step, from 1 on.
-      out: folder to which the operation is saved, see `save`.
+    Steps count from 1. `cfg` has the run's present folder in `run.dir`. The operation is saved to `out`, see `save`.
     """
     again = Replay(cfg)
     state, batch, start = again.before(step)

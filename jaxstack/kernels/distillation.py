@@ -79,24 +79,24 @@ def _chunk(options, head, x, targets, weights, ids, log_p):
     t = mix.temperature
     w = mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
-    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
+    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))  # the next token's part
 
     logits_t = logits / t
     lowest = jnp.finfo(jnp.float32).min
     lse_t = log_sum_exp(logits_t, axes)
-    own = ids - collectives.index(axes) * V
-    is_local = (own >= 0) & (own < V)
-    at = jnp.where(is_local, own, V)  # V is outside, and dropped
+    local_ids = ids - collectives.index(axes) * V
+    is_local = (local_ids >= 0) & (local_ids < V)
+    at = jnp.where(is_local, local_ids, V)  # V is outside, and dropped
     rows = jnp.indices(ids.shape, sparse=True)[:2]
-    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")
-    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, own, 0), axis=-1)
+    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")  # the teacher's ids, [B, C, V/n]
+    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, local_ids, 0), axis=-1)
     log_q = lse_t.log_probs(collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes))
     p = jnp.exp(log_p)
-    kl = (p * (log_p - log_q)).sum(-1)
+    kl = (p * (log_p - log_q)).sum(-1)  # [B, C]
     taught = jnp.zeros_like(logits).at[(*rows, at)].set(p, mode="drop")
     q = jnp.exp(lse_t.log_probs(logits_t))
-    every = V * collectives.count(axes) if vocab_size is None else vocab_size
-    if ids.shape[-1] < every:  # the probability of all others
+    all_ids = V * collectives.count(axes) if vocab_size is None else vocab_size
+    if ids.shape[-1] < all_ids:  # the probability of all others
         p_rest = jnp.maximum(1 - p.sum(-1), 0.0)
         others = log_sum_exp(jnp.where(known, lowest, logits_t), axes)
         log_q_rest = (others.top - lse_t.top) + (others.log_total - lse_t.log_total)

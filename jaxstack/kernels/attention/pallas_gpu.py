@@ -310,7 +310,7 @@ def _forward_kernel(
         weights = _exp2(o, factor, scores, (factor * higher)[:, None])
         if masked:
             weights = jnp.where(visible, weights, 0.0)
-        rescale = jnp.exp2(factor * (top - higher))
+        rescale = jnp.exp2(factor * (top - higher))  # earlier sums are relative to the earlier maximum
         total = total * rescale + weights.sum(1)
         v = _load(static, v_ref, j * size, size)
         acc = acc * rescale[:, None] + _dot(weights.astype(v.dtype), v)
