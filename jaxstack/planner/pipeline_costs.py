@@ -101,7 +101,7 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     stages = Context.create(even, AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES))
     assert stages.pipeline is not None
     rows = sequences // stages.pipeline.schedule.microbatches
-    cfg, _ = estimate.resolve_split(Job(even, stages))
+    cfg = estimate.resolve_split(Job(even, stages))[0].cfg
     if stages.pipeline.weight is None:
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, split=None))
     small = _two_groups(cfg, mesh, rows)

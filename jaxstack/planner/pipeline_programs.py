@@ -217,9 +217,8 @@ def part_program(job: Job, name: str) -> Callable[[PyTree, Batch, int], jax.Arra
         return jnp.stack(firsts).sum()
 
     replicated = PartitionSpec()
-    return jax.jit(
-        job.ctx.local(local, (job.ctx.parameters(family.spec(job.model)), job.ctx.batch, replicated), replicated)
-    )
+    specs = (job.ctx.parameters(family.spec(job.model)), job.ctx.batch, replicated)
+    return jax.jit(job.ctx.local(local, specs, replicated))
 
 
 def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
