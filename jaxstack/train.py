@@ -192,7 +192,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
     warning = memory.check(Job(cfg, ctx), abstract)  # before minutes of compiling
-    resolved, split = estimate.resolve_split(Job(cfg, ctx))
+    job, split = estimate.resolve_split(Job(cfg, ctx))
+    resolved = job.cfg
     choose = make_choice(resolved, ctx, abstract)  # some steps measure what `debug.watch` names
     steps = make_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
     loader = DataLoader(

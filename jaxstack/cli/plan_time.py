@@ -9,7 +9,6 @@ from jsonargparse import Namespace
 from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens, budget_of
 from jaxstack.config.bounds import PositiveFraction
 from jaxstack.config.reading.parse import Parser
-from jaxstack.planner.job import Job
 
 
 def add_arguments(parser: Parser) -> None:
@@ -41,10 +40,10 @@ def main(args: Namespace) -> None:
     given = (args.matmul_efficiency, args.bandwidth_efficiency, args.link_efficiency)
     reached = [value or default for value, default in zip(given, CALIBRATED, strict=True)]
     plan = Plan(args, reached)
-    time, budget = step_time(Job(plan.cfg, plan.ctx), plan.limits), budget_of(plan.cfg, args.tokens)
+    time, budget = step_time(plan.job, plan.limits), budget_of(plan.job.cfg, args.tokens)
     parts, sent = (
-        time_figures(Job(plan.cfg, plan.ctx), plan.limits, time),
-        traffic_figures(Job(plan.cfg, plan.ctx), plan.limits),
+        time_figures(plan.job, plan.limits, time),
+        traffic_figures(plan.job, plan.limits),
     )
     plan.table(f"time of a step on {plan.devices} {plan.chip}", parts, "ms", 1e-3, total=True)
     if sent:
@@ -57,7 +56,7 @@ def main(args: Namespace) -> None:
         print(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
         print(f"  days = {budget:.6g} tokens / {time.tokens_per_s:.6g} tokens/s / 86400")
     print("reached: {:.1%} of the peak, {:.1%} of the memory's bandwidth, {:.1%} of the links'".format(*reached))
-    if warning := outside_validation(plan.cfg.model, plan.ctx, plan.chip):
+    if warning := outside_validation(plan.job.cfg.model, plan.job.ctx, plan.chip):
         print(warning)
     plan.write(seconds=time.total, tokens_per_s=time.tokens_per_s, mfu=mfu._asdict(), hfu=time.hfu, tokens=budget,
                days=days, bubble=time.bubble, validated=not warning)  # fmt: skip

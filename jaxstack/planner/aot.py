@@ -175,8 +175,8 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     """
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.layout.mesh is not None
-    cfg, _ = estimate.resolve_split(Job(cfg, ctx))
-    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    job, _ = estimate.resolve_split(Job(cfg, ctx))
+    jitted: Any = step.jit_train_step(job.cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     return CompiledStep(
@@ -184,9 +184,9 @@ def compile(cfg: Config, target: str) -> CompiledStep:
         device_kind=ctx.layout.mesh.devices.flat[0].device_kind,
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
-        memory=estimate.memory(Job(cfg, ctx), state, batch),
+        memory=estimate.memory(job, state, batch),
         collectives=_collectives(compiled.as_text(), ctx, target),
-        expected=estimate.traffic(Job(cfg, ctx)),
+        expected=estimate.traffic(job),
         trip_counts=ctx.layout.trip_counts,
         hbm=CHIPS[parse_target(target)[0]].hbm_bytes,
     )

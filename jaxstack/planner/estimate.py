@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, TrainConfig
+from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import batches, family
 from jaxstack.models.context import Context
@@ -79,7 +79,7 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
     if not has_formulas(job.model):
-        return _exact_parts(state, batch) | _traced_parts(Job(resolve_split(job)[0], job.ctx))
+        return _exact_parts(state, batch) | _traced_parts(resolve_split(job)[0])
     parts = _parts_without_pairs(job, state, batch, counter)
     if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.weight is None:
         return parts
@@ -102,12 +102,12 @@ def split_of(job: Job, parts: Mapping[str, float] | None = None) -> WeightSplit:
     if parts is None and has_formulas(job.model):
         parts = _parts_without_pairs(job, *abstract_inputs(job), COUNTER)
     elif parts is None:
-        parts = memory(Job(replace(job.cfg, pipeline=replace(job.pipeline, split=())), job.ctx), *abstract_inputs(job))
+        parts = memory(job.with_split(()), *abstract_inputs(job))
     return weight_split.choose(job, math.fsum(parts.values()))
 
 
-def resolve_split(job: Job) -> tuple[Config, str]:
-    """Returns the configuration with the weights that `pipeline.split=null` leaves to the planner, and one line why.
+def resolve_split(job: Job) -> tuple[Job, str]:
+    """Returns the job with the weights that `pipeline.split=null` leaves to the planner, and one line why.
 
     The line is empty if the schedule has no weight units.
 
@@ -119,11 +119,11 @@ def resolve_split(job: Job) -> tuple[Config, str]:
         or job.ctx.layout.pipeline.weight is None
         or (job.pipeline.split is not None and not has_formulas(job.model))
     ):
-        return job.cfg, ""
+        return job, ""
     split = split_of(job)
     line = f"{split}; bubble {weight_split.bubble(job.ctx.layout.pipeline, split.flops_share):.1%}"
     names = tuple(path for readers in split.split for path in readers.weights)
-    return replace(job.cfg, pipeline=replace(job.pipeline, split=names)), line
+    return job.with_split(names), line
 
 
 def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Counter) -> dict[str, float]:
@@ -182,11 +182,8 @@ def _traced_parts(job: Job) -> dict[str, float]:
     saved = sum(size for name, size in parts.items() if name.startswith("saved by"))
     if _pipelines_collectives(job.ctx) and job.train.grad_accum > 1:  # see `_copied_bytes`
         parts["copies of what the layers save"] = saved
-    trained = sum(
-        math.prod(shards.stored_shape(p, job.ctx))
-        for p in shards.flat_params(job.model, job.ctx).values()
-        if not p.frozen
-    )
+    spec = shards.flat_params(job.model, job.ctx)
+    trained = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in spec.values() if not p.frozen)
     update = _muon_bytes(job, trained)
     more = update - sum(parts.values())
     return {**parts, MUON_WORK: more} if more > 0 else parts
@@ -266,12 +263,10 @@ def kept_bytes(job: Job) -> float:
     weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
     until then.
     """
-    several = (
-        job.ctx.layout.pipeline is None
-        and job.ctx.ops.platform == "gpu"
-        and bool(select_options(job.ctx.ops.platform, job.ctx.layout.mesh).used)
-    )
-    if not several or job.ctx.ops.layers == "scan" or job.train.remat != "full":
+    on_gpu = job.ctx.layout.pipeline is None and job.ctx.ops.platform == "gpu"
+    if not on_gpu or not select_options(job.ctx.ops.platform, job.ctx.layout.mesh).used:
+        return 0
+    if job.ctx.ops.layers == "scan" or job.train.remat != "full":
         return 0
     return itemsize(job.train) * (4 if job.model.gated else 2) * count_activations(job).hidden * job.model.num_layers
 

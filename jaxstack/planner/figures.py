@@ -124,12 +124,8 @@ def memory_by_policy(job: Job, bytes_per_parameter: int | None = None) -> dict[s
         require_formulas(job.model, "--style=megatron-fp16")
     found: dict[str, list[Figure]] = {}
     for policy in POLICIES:
-        other = replace(job.cfg, train=replace(job.train, remat=policy))
-        found[policy] = (
-            megatron.memory(Job(other, job.ctx), bytes_per_parameter)
-            if bytes_per_parameter
-            else memory_figures(Job(other, job.ctx))
-        )
+        other = job.with_remat(policy)
+        found[policy] = megatron.memory(other, bytes_per_parameter) if bytes_per_parameter else memory_figures(other)
     return found
 
 
@@ -146,8 +142,8 @@ def saved_figures(job: Job, policies: Mapping[str, list[Figure]]) -> list[Figure
         if has_formulas(job.model):
             found += [replace(figure, name=f"remat {policy}") for figure in figures if is_saved(figure)]
             continue
-        other, _ = estimate.resolve_split(Job(replace(job.cfg, train=replace(job.train, remat=policy)), job.ctx))  # type: ignore[arg-type]
-        for label, arrays in traced.saved(Job(other, job.ctx)).items():
+        other, _ = estimate.resolve_split(job.with_remat(policy))
+        for label, arrays in traced.saved(other).items():
             layers = label.removeprefix("saved by ").partition(",")[0]
             formula = _traced_bytes(arrays)
             found.append(Figure(f"remat {policy}, {layers}", float(formula), formula.text))

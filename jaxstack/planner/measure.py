@@ -59,9 +59,8 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
     ops = one_layer(operations(job, "fused"))
     T = sizes["tensor"]
     rows, length = shards.microbatch_rows(job), job.data.seq_len // sizes["context"]
-    x = _random(
-        (rows, length // (T if job.ctx.layout.sequence_parallel_axes else 1), job.model.d_model), str(job.ctx.dtype), 0
-    )
+    tokens = length // (T if job.ctx.layout.sequence_parallel_axes else 1)
+    x = _random((rows, tokens, job.model.d_model), str(job.ctx.dtype), 0)
     with jax.default_device(device):
         found = {
             "matmul": _matmuls(ops, own),
@@ -80,12 +79,11 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
 
 def _cases(model: ModelConfig, ctx: Context) -> dict[str, implementation.OpCase]:
     """Returns the shapes by which kernels are selected, as for a run."""
-    m = model
-    width = {"dtype": ctx.dtype, "d_model": m.d_model}
+    width = {"dtype": ctx.dtype, "d_model": model.d_model}
     return {
-        "attention": {"dtype": ctx.dtype, "head_dim": m.head_width, "softcap": m.attention_softcap},
+        "attention": {"dtype": ctx.dtype, "head_dim": model.head_width, "softcap": model.attention_softcap},
         "norm": width,
-        "cross_entropy": width | {"vocab_size": m.classes, "softcap": m.logit_softcap},
+        "cross_entropy": width | {"vocab_size": model.classes, "softcap": model.logit_softcap},
         "moe": width,
     }
 
@@ -97,21 +95,19 @@ def _random(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
 
 def _heads(model: ModelConfig, dtype: str, rows: int, length: int, tensor: int) -> tuple[jax.Array, jax.Array]:
     """Returns random queries, and random keys or values, of the heads on one device."""
-    m = model
-    q = _random((rows, length, m.num_heads // tensor, m.head_width), dtype, 1)
-    return q, _random((rows, length, m.kv_heads // tensor, m.head_width), dtype, 2)
+    q = _random((rows, length, model.num_heads // tensor, model.head_width), dtype, 1)
+    return q, _random((rows, length, model.kv_heads // tensor, model.head_width), dtype, 2)
 
 
 def _attention(model: ModelConfig, ctx: Context, ops: list[Op], rows: int, length: int, tensor: int) -> float:
     """Returns the seconds of attention in one layer; where windows alternate, with the widest one."""
-    m = model
     q, kv = _heads(model, str(ctx.dtype), rows, length, tensor)
-    mask = kernels.AttentionMask(0 if 0 in m.windows else max(m.windows))
+    mask = kernels.AttentionMask(0 if 0 in model.windows else max(model.windows))
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        scale = m.head_width**-0.5
+        scale = model.head_width**-0.5
         return kernels.attention(
-            q, k, v, scale=scale, mask=mask, softcap=m.attention_softcap, implementation=ctx.ops.attention
+            q, k, v, scale=scale, mask=mask, softcap=model.attention_softcap, implementation=ctx.ops.attention
         )
 
     return _forward_and_backward(attention, (q, kv, kv), _runs(ops, "attention"))
@@ -119,13 +115,12 @@ def _attention(model: ModelConfig, ctx: Context, ops: list[Op], rows: int, lengt
 
 def _norms(model: ModelConfig, ctx: Context, ops: list[Op], x: jax.Array) -> float:
     """Returns the seconds of the norms of the residual stream in one layer."""
-    m = model
-    gain = {"scale": jnp.ones(m.d_model)} | ({"bias": jnp.zeros(m.d_model)} if m.bias else {})
+    gain = {"scale": jnp.ones(model.d_model)} | ({"bias": jnp.zeros(model.d_model)} if model.bias else {})
     norms = [op for op in ops if op.part == "normalisation" and not op.recomputes and "gradient" not in op.name]
     wide = [op for op in norms if "queries" not in op.name]
 
     def norm(x: jax.Array) -> jax.Array:
-        return layers.norm(m, gain, x, ctx)
+        return layers.norm(model, gain, x, ctx)
 
     return len(wide) * _forward_and_backward(norm, (x,), _runs(ops, wide[0].name))
 
@@ -134,19 +129,19 @@ def _pointwise(
     model: ModelConfig, ctx: Context, ops: list[Op], x: jax.Array, rows: int, length: int, tensor: int
 ) -> float:
     """Returns the seconds of activation and gate, residual sums and rotation in one layer."""
-    m, moe = model, model.moe
-    width = (moe.choices + moe.shared_experts) * m.expert_width if moe.num_experts else m.ff_width
+    moe = model.moe
+    width = (moe.choices + moe.shared_experts) * model.expert_width if moe.num_experts else model.ff_width
     up = _random((rows, length, width // tensor), str(ctx.dtype), 3)
 
     def activation(gate: jax.Array, up: jax.Array | float = 1.0) -> jax.Array:
-        activated = layers.activate(m.activation, gate, ctx)
-        return activated * up if m.gated else activated
+        activated = layers.activate(model.activation, gate, ctx)
+        return activated * up if model.gated else activated
 
-    name = "activation and gate" if m.gated else "activation"
-    seconds = _forward_and_backward(activation, (up, up) if m.gated else (up,), _runs(ops, name))
+    name = "activation and gate" if model.gated else "activation"
+    seconds = _forward_and_backward(activation, (up, up) if model.gated else (up,), _runs(ops, name))
     seconds += 2 * seconds_per_call(jax.jit(jnp.add), x, x)
-    if m.positions == "rope":
-        rope = layers.rope_tables(m, jnp.arange(length))
+    if model.positions == "rope":
+        rope = layers.rope_tables(model, jnp.arange(length))
 
         def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
             return layers.rotate(q, rope), layers.rotate(k, rope)

@@ -101,11 +101,10 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     sequences = cfg.microbatch_size // math.prod(mesh[axis] for axis in BATCH_AXES)
     even = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
     stages = make_context(even, AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES))
-    pipeline = stages.layout.pipeline
-    assert pipeline is not None
-    rows = sequences // pipeline.schedule.microbatches
-    cfg, _ = estimate.resolve_split(Job(even, stages))
-    if pipeline.weight is None:
+    assert stages.layout.pipeline is not None
+    rows = sequences // stages.layout.pipeline.schedule.microbatches
+    cfg = estimate.resolve_split(Job(even, stages))[0].cfg
+    if stages.layout.pipeline.weight is None:
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, split=None))
     small = _two_groups(cfg, mesh, rows)
     # A pipeline gathers weights before it starts, so they are not sharded over `expert` here either.
@@ -139,8 +138,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
             f"{cfg.train.dtype}, remat {cfg.train.remat}; one layer measured for all, {link}"
         ),
         memory_bytes=None if memory is None else max(memory - shared_bytes, 0.0),
-        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if pipeline.weight else None,
-        pair_bytes=(pair_bytes,) * groups if pipeline.weight else None,
+        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if stages.layout.pipeline.weight else None,
+        pair_bytes=(pair_bytes,) * groups if stages.layout.pipeline.weight else None,
     )
 
 

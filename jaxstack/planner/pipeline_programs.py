@@ -218,9 +218,8 @@ def part_program(job: Job, name: str) -> Callable[[PyTree, Batch, int], jax.Arra
         return jnp.stack(firsts).sum()
 
     replicated = PartitionSpec()
-    layout = job.ctx.layout
-    where = (layout.parameters(family.spec(job.model)), layout.batch, replicated)
-    return jax.jit(layout.local(local, where, replicated))
+    specs = (job.ctx.layout.parameters(family.spec(job.model)), job.ctx.layout.batch, replicated)
+    return jax.jit(job.ctx.layout.local(local, specs, replicated))
 
 
 def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:

@@ -48,9 +48,8 @@ def local_operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     build = OpBuilder(traffic, t.remat, str(job.ctx.dtype), job.ctx.dtype.itemsize, t.quant)
     passes = t.grad_accum * shards.microbatches(job.ctx)  # of embedding and head
     layers = job.model.num_layers / sizes["pipe"]  # of a mean stage
-    found = [
-        replace(op, times=op.times * passes * layers, of_layer=1) for op in _layer(build, shapes, job.model, job.ctx)
-    ]
+    layer = _layer(build, shapes, job.model, job.ctx)
+    found = [replace(op, times=op.times * passes * layers, of_layer=1) for op in layer]
     found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, job.model, job.ctx)]
     found += [replace(op, of_update=True) for op in _update(job)]
     return [op for op in found if op.times]

@@ -98,8 +98,9 @@ def require_formulas(model: ModelConfig, what: str) -> None:
 
 def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) -> Weights:
     """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit."""
-    m, spec = model, shards.flat_params(model, ctx)
-    stored, used = {}, {}
+    spec = shards.flat_params(model, ctx)
+    stored: dict[str, int] = {}
+    used: dict[str, int] = {}
     for path, p in spec.items():
         shape, gathered_shape = shards.stored_shape(p, ctx), shards.used_shape(p, ctx)
         stored[path] = used[path] = counter.shaped(path, shape, p.axes)
@@ -107,7 +108,7 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
             used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
     read = stored if ctx.layout.pipeline is None or ctx.layout.gather == "layer" else used
     gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path]]
-    named, layers = counter.named, counter.named("layers", m.num_layers)
+    named, layers = counter.named, counter.named("layers", model.num_layers)
     if ctx.layout.pipeline is not None:
         layers = named(
             "layer slots of a stage", ctx.layout.pipeline.stages.chunks * ctx.layout.pipeline.stages.max_layers

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxstack.config import Config
-from jaxstack.models.context import Context
 from jaxstack.moe import rounds
 from jaxstack.planner import shards
 from jaxstack.planner.job import Job
@@ -112,6 +110,6 @@ class CpuClock:
         work = sum(amount * each for amount, each in zip(cpu_work(job), self.constants, strict=True))
         return work * devices / min(devices, self.cores)
 
-    def bound(self, cfg: Config, ctx: Context) -> float:
+    def bound(self, job: Job) -> float:
         """Returns 0: a CPU has few devices, so that every mesh is visited."""
         return 0.0

@@ -98,7 +98,7 @@ def room(gib: float) -> Room:
 def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
     cfg = config()
     ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
-    run = cfg, ctx, abstract_state(cfg, ctx)
+    run = Job(cfg, ctx), abstract_state(cfg, ctx)
     found = memory.need(cfg, 1, "cpu")
     low, high = found.bounds
     assert found.state < low < found.formula < high

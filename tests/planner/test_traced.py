@@ -194,7 +194,7 @@ def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
     assert 0.2 < time.bubble / busy < 1.5
     one, alone = plan("t5", remat="full", accum=4)
     work = [
-        sum(op.times * op.flops for op in traced.operations(*each) if op.of_layer)
+        sum(op.times * op.flops for op in traced.operations(Job(*each)) if op.of_layer)
         for each in ((one, alone), (cfg, ctx))
     ]
     assert work[0] == pytest.approx(2 * work[1], rel=1e-9)  # two stages share it

@@ -103,7 +103,8 @@ def test_memory_is_at_most_a_tenth_above_1f1b():
     assert 1 <= totals[0] / totals[1] <= 1.1
     assert resolved.pipeline.split is not None
     assert "bubble" in line
-    assert estimate.resolve_split(Job(other, roofline.context(other))) == (other, "")
+    job = Job(other, roofline.context(other))
+    assert estimate.resolve_split(job) == (job, "")
 
 
 @pytest.mark.matrix
