@@ -328,7 +328,7 @@ def read_prompts(words: Sequence[str]) -> list[str]:
 
 
 def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a text: those of `--stop`, and the end of a document.
+    """Returns the ids of the tokens that end a text: the tokens of `--stop`, and the end of a document.
 
     Raises:
       ConfigError: a text is not exactly one token.

@@ -72,7 +72,7 @@ class Part(NamedTuple):
 class ContinuousBatch:
     """Rows that generate texts, and the prompts that wait for one.
 
-    The tokens of a text are those of `decode.generate`, whatever the other rows have, up to rounding.
+    `decode.generate` writes the same text, up to rounding, whatever the other rows contain.
 
     Attributes:
       waiting: the prompts that have no row yet, in their order.

@@ -11,7 +11,7 @@ from jaxstack.generate.prompts import BUCKET, check_prompts, row_seeds
 
 
 class Conversation:
-    """One text that the model continues several times. Its KV cache is kept, and only new tokens are read.
+    """One text that the model continues several times. Its KV cache stays, and only new tokens are read.
 
     Attributes:
       tokens: the tokens in the cache.
@@ -63,7 +63,8 @@ class Conversation:
             )
         replicas = engine.ctx.layout.replicas
         zeros = np.zeros(replicas, np.int32)
-        rows = zeros, np.repeat(row_seeds([tokens]), replicas, 0), zeros + np.int32(limit), np.uint32(self._seed)
+        marks = np.repeat(row_seeds([tokens]), replicas, 0)
+        rows = {"first": zeros, "marks": marks, "limit": zeros + np.int32(limit), "seed": np.uint32(self._seed)}
         cache = self._cache
         self._cache = None  # its memory is given to the next state
         read = self._common(tokens) if cache is not None else 0

@@ -160,7 +160,8 @@ def stream(
     tokens, first = align_rows(filled)
     programs = Programs(engine, tokens.shape[1] + sample.tokens, Sampling.of_all(sample, stop))
     limits = np.full(len(filled), sample.tokens, np.int32)
-    state, added = programs.start(tokens, (first, row_seeds(filled), limits, np.uint32(seed)))
+    rows = {"first": first, "marks": row_seeds(filled), "limit": limits, "seed": np.uint32(seed)}
+    state, added = programs.start(tokens, rows)
     for _, part in programs.extend_by_parts(state, added, sample.tokens if at_once else 1):
         if engine.cfg.moe.num_experts:
             engine.counted["load"] = engine.counted.get("load", 0) + part.load.astype(np.int64)

@@ -119,6 +119,12 @@ class RowSampler:
     model: CachedModel
     sampling: Sampling
 
+    @property
+    def decoder(self) -> CachedDecoder:
+        """The model, which is a decoder."""
+        assert isinstance(self.model, CachedDecoder)
+        return self.model
+
     def row(self, first: jax.Array, seed: jax.Array, marks: jax.Array, limit: jax.Array | int) -> dict[str, PyTree]:
         """Returns rows to which nothing was added.
 
@@ -175,13 +181,12 @@ class RowSampler:
 
         def put(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
             into = jnp.maximum(at[0], 0)
-            kept = jax.lax.dynamic_slice_in_dim(a, into, 1, axis)
-            return jax.lax.dynamic_update_slice_in_dim(a, jnp.where(at[0] >= 0, b, kept), into, axis)
+            old = jax.lax.dynamic_slice_in_dim(a, into, 1, axis)
+            return jax.lax.dynamic_update_slice_in_dim(a, jnp.where(at[0] >= 0, b, old), into, axis)
 
         row = rows | changed
         filled = state | jax.tree.map(partial(put, 0), {name: state[name] for name in row}, row)
-        assert isinstance(self.model, CachedDecoder)
-        moved = self.model.with_first(first).move_cache(cache, end[0], state["slot"])
+        moved = self.decoder.with_first(first).move_cache(cache, end[0], state["slot"])
         filled["cache"] = jax.tree.map(partial(put, -4), state["cache"], moved)
         tokens, scores = jax.tree.map(lambda a: a[:, None], new)
         added = Added(tokens, jnp.ones_like(end), changed["done"], scores)
@@ -462,28 +467,22 @@ class Programs:
     slots: int
     sampling: Sampling
 
-    def start(self, tokens: np.ndarray, rows: PyTree) -> tuple[PyTree, Added]:
-        """Reads prompts and adds the first token.
+    def start(self, tokens: np.ndarray, rows: dict[str, PyTree]) -> tuple[PyTree, Added]:
+        """Reads prompts that end in the last slot [B, S], and adds the first token; `RowSampler.row` has the rows."""
 
-        Args:
-          tokens: the prompts, which end in the last slot [B, S].
-          rows: the slot of each prompt's first token [B], what seeds each row [B, 2], the number of tokens to add to
-            each row [B], and the seed.
-        """
+        def work(at: Sampler, tokens: jax.Array, rows: dict[str, PyTree]) -> tuple[PyTree, Added]:
+            sampler = at(rows["first"])
+            return sampler.read(tokens, sampler.row(**rows))
 
-        def work(sampler: Sampler, tokens: jax.Array, rows: PyTree) -> tuple[PyTree, Added]:
-            first, marks, limit, seed = rows
-            own = sampler(first)
-            return own.read(tokens, own.row(first, seed, marks, limit))
+        return self._call("start", work, (self._rows, self._fresh), self._added, tokens, rows)
 
-        where = self._rows, (self._rows, self._rows, self._rows, PartitionSpec())
-        return self._call("start", work, where, self._added, tokens, rows)
-
-    def append(self, cache: PyTree, tokens: np.ndarray, used: np.ndarray, place: PyTree, rows: PyTree) -> PyTree:
+    def append(
+        self, cache: PyTree, tokens: np.ndarray, used: np.ndarray, place: PyTree, rows: dict[str, PyTree]
+    ) -> tuple[PyTree, Added]:
         """Reads what follows in texts that begin in slot 0, and adds one token.
 
         Args:
-          cache: of the tokens before.
+          cache: of the tokens before. Its memory is given to the new cache.
           tokens: the tokens [B, S], and padding after them.
           used: which tokens occur in each row, see `used_at_first`.
           place: the number of tokens without padding, and the slot of the first.
@@ -491,27 +490,22 @@ class Programs:
         """
 
         def work(
-            sampler: Sampler, cache: PyTree, tokens: jax.Array, used: jax.Array, place: PyTree, rows: PyTree
+            at: Sampler, cache: PyTree, tokens: jax.Array, used: jax.Array, place: PyTree, rows: dict[str, PyTree]
         ) -> tuple[PyTree, Added]:
-            first, marks, limit, seed = rows
+            sampler = at(rows["first"])
             count, slot = place
-            own = sampler(first)
-            assert isinstance(own.model, CachedDecoder)
-            logits, cache = own.model.append_tokens(tokens, count, slot, cache)
-            row = own.row(first, seed, marks, limit) | {"used": used, "done": first > 0}
-            return own.begin(logits, cache, slot + count, row, own.model.no_load())
+            logits, cache = sampler.decoder.append_tokens(tokens, count, slot, cache)
+            row = sampler.row(**rows) | {"used": used, "done": rows["first"] > 0}
+            return sampler.begin(logits, cache, slot + count, row, sampler.model.no_load())
 
-        one = PartitionSpec()
-        where = CARRIED, self._rows, self._rows, one, (self._rows, self._rows, self._rows, one)
+        where = CARRIED, self._rows, self._rows, PartitionSpec(), self._fresh
         return self._call("append", work, where, self._added, cache, tokens, used, place, rows, donated=0)
 
     def empty(self, rows: int) -> PyTree:
         """Returns the state of some rows of each replica without a text."""
         sampling = self.sampling
 
-        def work(sampler: Sampler, first: jax.Array) -> tuple[PyTree, tuple[()]]:
-            model = sampler(first).model
-            assert isinstance(model, CachedDecoder)
+        def work(at: Sampler, first: jax.Array) -> tuple[PyTree, tuple[()]]:
             nothing = collectives.zeros(first.shape, jnp.int32, first)
             none = collectives.zeros(first.shape, jnp.float32, first)
             key = jax.random.key_data(row_keys(jnp.uint32(0), jnp.stack([nothing, nothing], 1)))
@@ -521,7 +515,7 @@ class Programs:
                 "sample": RowSample(none, nothing, none, none) if sampling.sample is None else (),
                 "done": nothing == 0,
                 "used": collectives.zeros((*first.shape, used), bool, first),
-                "cache": model.empty_cache(),
+                "cache": at(first).decoder.empty_cache(),
                 "slot": jnp.int32(0),
             }, ()
 
@@ -538,10 +532,10 @@ class Programs:
         The next slot is then `slots`, so that the counter of a batch that runs for days stays small.
         """
 
-        def work(sampler: Sampler, state: PyTree) -> tuple[PyTree, tuple[()]]:
+        def work(at: Sampler, state: PyTree) -> tuple[PyTree, tuple[()]]:
             slot = state["slot"]
             to = jnp.int32(self.slots)
-            cache = decoder_of(sampler(state["first"])).move_cache(state["cache"], slot, to)
+            cache = at(state["first"]).decoder.move_cache(state["cache"], slot, to)
             moved = state | {"cache": cache, "first": state["first"] + (to - slot), "slot": to}
             return collectives.match_varying_tree(moved, state), ()
 
@@ -557,8 +551,8 @@ class Programs:
           first: slot of each prompt's first token [R].
         """
 
-        def work(sampler: Sampler, tokens: jax.Array, first: jax.Array) -> tuple[PyTree, tuple[()]]:
-            model = decoder_of(sampler(first))
+        def work(at: Sampler, tokens: jax.Array, first: jax.Array) -> tuple[PyTree, tuple[()]]:
+            model = at(first).decoder
             end = jnp.int32(tokens.shape[1])
             logits, cache = model.prefill(tokens)
             return (logits, model.move_cache(cache, end, end - first[0])), ()
@@ -574,9 +568,9 @@ class Programs:
           place: how many are not padding, and the number of tokens before them.
         """
 
-        def work(sampler: Sampler, prefix: PyTree, tokens: jax.Array, place: PyTree) -> tuple[PyTree, tuple[()]]:
+        def work(at: Sampler, prefix: PyTree, tokens: jax.Array, place: PyTree) -> tuple[PyTree, tuple[()]]:
             count, slot = place
-            model = decoder_of(sampler(jnp.zeros_like(tokens[:, 0])))
+            model = at(jnp.zeros_like(tokens[:, 0])).decoder
             return model.append_tokens(tokens, count, slot, model.move_cache(prefix, slot, slot)), ()
 
         return self._call("read_on", work, (CARRIED, self._rows, PartitionSpec()), (), prefix, tokens, place)[0]
@@ -593,13 +587,13 @@ class Programs:
         """
 
         def work(
-            sampler: Sampler, state: PyTree, read: PyTree, rows: dict[str, PyTree], place: PyTree
+            at: Sampler, state: PyTree, read: PyTree, rows: dict[str, PyTree], place: PyTree
         ) -> tuple[PyTree, Added]:
             logits, cache = read
             end, at = place
             key = jax.random.key_data(row_keys(rows["seed"], rows["marks"]))
             row = {name: rows[name] for name in ("sample", "index", "limit", "used")} | {"key": key}
-            return sampler(end).fill(state, logits, cache, end, row, at)
+            return at(end).fill(state, logits, cache, end, row, at)
 
         where = CARRIED, CARRIED, self._rows, self._rows
         return self._call("admit", work, where, self._added, state, read, rows, place, donated=0)
@@ -617,9 +611,9 @@ class Programs:
           scored: whether log-probabilities are wanted.
         """
 
-        def work(sampler: Sampler, state: PyTree, alive: jax.Array, how: PyTree) -> tuple[PyTree, Added]:
+        def work(at: Sampler, state: PyTree, alive: jax.Array, how: PyTree) -> tuple[PyTree, Added]:
             state = state | {"done": state["done"] | ~alive}
-            return sampler(state["first"]).extend(state, *how)
+            return at(state["first"]).extend(state, *how)
 
         where = CARRIED, self._rows, PartitionSpec()
         how = np.int32(count), np.bool_(wait), np.bool_(scored)
@@ -648,10 +642,15 @@ class Programs:
         return self.engine.specs.rows
 
     @property
+    def _fresh(self) -> dict[str, PartitionSpec]:
+        """How the arguments of `RowSampler.row` are sharded."""
+        return {"first": self._rows, "marks": self._rows, "limit": self._rows, "seed": PartitionSpec()}
+
+    @property
     def _added(self) -> Added:
         """How the results of a call are sharded."""
         rows = self._rows
-        return Added(rows, rows, rows, rows, PartitionSpec())  # type: ignore[arg-type]  # a spec stands for its tree
+        return Added(rows, rows, rows, Logprobs(rows, rows, rows), PartitionSpec())
 
     def _call(
         self,
@@ -662,13 +661,13 @@ class Programs:
         *arguments: PyTree,
         donated: int | None = None,
     ) -> tuple[PyTree, PyTree]:
-        """Runs `work(sampler, *arguments)`, compiled, where `sampler(first)` is the `RowSampler` of rows."""
+        """Runs `work(at, *arguments)`, compiled; `at(first)` is the sampler of rows that begin in these slots [B]."""
 
         def run(params: Params, copies: PyTree, *arguments: PyTree) -> tuple[PyTree, PyTree]:
-            def sampler(first: jax.Array) -> RowSampler:
+            def at(first: jax.Array) -> RowSampler:
                 return RowSampler(self.engine.decoder(params, copies, first, self.slots), self.sampling)
 
-            return work(sampler, *arguments)
+            return work(at, *arguments)
 
         key = (name, self.slots, self.sampling)
         return self.engine.call(key, run, where, results, *arguments, donated=donated)
@@ -676,12 +675,6 @@ class Programs:
 
 Sampler = Callable[[jax.Array], RowSampler]
 """Returns the sampler of rows, given the slot of the first token of each [B]."""
-
-
-def decoder_of(sampler: RowSampler) -> CachedDecoder:
-    """Returns the model of a sampler, which is a decoder."""
-    assert isinstance(sampler.model, CachedDecoder)
-    return sampler.model
 
 
 def next_count(count: int, took: float) -> int:

@@ -1,6 +1,6 @@
-"""Texts whose tokens and log-probabilities are those of the training forward pass, bit for bit.
+"""Texts whose tokens and log-probabilities equal the training forward pass, bit for bit.
 
-A token's logits from a KV cache differ from those of training in the last bits, since other shapes sum in other orders.
+A token's logits from a KV cache differ from the logits of training in the last bits: other shapes sum in other orders.
 So the cache only drafts: a forward pass over the complete text then chooses every token again, with the same random
 numbers. The first token that differs replaces its draft, and the text is continued from there. The result is the text
 that this forward pass alone would write, at the cost of about one pass for each text.

@@ -45,7 +45,7 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
 
     Args:
       model: a decoder on a pipeline.
-      state: a dict. `cache` has the cache of all tokens but the newest, `load` that of `CachedDecoder`, `last` the
+      state: a dict. `cache` has the cache of all tokens but the newest, `load` the load of `CachedDecoder`, `last` the
         newest tokens [B], `done` the rows that are not counted any more [B]. `add` may read and change what else it
         has.
       slot: slot of the newest tokens.
@@ -75,7 +75,7 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
 class _Turns:
     """What `rotate` runs, and its arguments.
 
-    Attributes (beyond those of `decode_in_turn`):
+    Attributes (beyond the arguments of `decode_in_turn`):
       stack: the layers.
       weights: of this stage, for each block of a step [R/P/period, ...].
       group_of_slot: the step in each slot of this stage [R/P/period].

@@ -29,7 +29,7 @@ from jaxstack.models.params import Params
 
 ROWS = 1000
 """Pictures that are drawn at a time, at most."""
-_STREAM = 3  # keeps the noise of pictures apart from that of training
+_STREAM = 3  # gives pictures other noise than training
 _SCREEN_PIXELS = 48  # least height of a picture in a grid
 
 Draw: TypeAlias = Callable[[PyTree, Given, int], np.ndarray]

@@ -93,7 +93,7 @@ class Scorer:
     ) -> Iterator[tuple[int, Logprobs]]:
         """Yields the index of each text, and what `scores` says of its tokens with the likeliest tokens beside each.
 
-        The log-probabilities are those of `scores`. The arrays of a text of n tokens have n - 1 rows.
+        `scores` gives the same log-probabilities. The arrays of a text of n tokens have n - 1 rows.
 
         Args:
           texts: see `scores`.
@@ -179,7 +179,7 @@ class Scorer:
         return self._compiled(work, 2, self.ctx.layout.batch if self.ctx.layout.mesh else None)
 
     def _program_with(self, alternatives: int, vocabulary: int) -> Callable[..., PyTree]:
-        """Returns the program of `logprobs`, whose result [B, S, 1 + 2K] is that of `_with_likeliest`."""
+        """Returns the program of `logprobs`, with the result of `_with_likeliest` [B, S, 1 + 2K]."""
         key = alternatives, vocabulary
         if key not in self.programs_with_alternatives:
 
@@ -193,7 +193,7 @@ class Scorer:
     def _with_likeliest(
         self, values: Params, hidden: jax.Array, targets: jax.Array, alternatives: int, vocabulary: int
     ) -> jax.Array:
-        """Returns for every target its log-probability, then those of the K likeliest ids, then these ids.
+        """Returns the log-probability of every target, the log-probabilities of the K likeliest ids, and these ids.
 
         All are float32 [B, S, 1 + 2K], which represents ids up to 2^24. Only the logits of one chunk of tokens are in
         memory.

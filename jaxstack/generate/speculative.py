@@ -97,7 +97,7 @@ class Speculation:
         Args:
           prompt: its token ids.
           sample: how tokens are chosen; without beams and repetition penalty.
-          mark: what seeds its samples, from `prompts.row_seeds`. `None` means that of the prompt alone.
+          mark: what seeds its samples, from `prompts.row_seeds`. `None` means the seed of the prompt alone.
           stop: tokens that end the text.
           seed: of sampling.
           at_once: whether all tokens come at once.

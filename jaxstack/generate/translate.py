@@ -79,7 +79,7 @@ def special_ids(cfg: DataConfig, tokenizer: Tokenizer) -> SpecialIds:
     """Returns the special ids of the data of an encoder-decoder.
 
     Raises:
-      ConfigError: the run's data are not those of an encoder-decoder.
+      ConfigError: the run's data are not for an encoder-decoder.
     """
     special = ids_of(cfg, tokenizer)
     if special is None:

@@ -89,7 +89,7 @@ def open_run(
       tokenizer: its tokenizer.
       mesh: sizes of the mesh axes.
       step: step of the checkpoint. `None` means the newest valid one.
-      rows: number of texts that are processed at once, by which an open axis is chosen. `None` means those of a
+      rows: number of texts that are processed at once, by which an open axis is chosen. `None` means the rows of a
         microbatch of the run.
       check: receives the configuration on the mesh and the placement once JAX has its devices, before anything is
         read.

@@ -121,7 +121,7 @@ class TrainedRun:
 
     @property
     def model(self) -> ModelConfig:
-        """The model of `params`: that of the run, without adapters."""
+        """The model of `params`: the model of the run without adapters."""
         return self.config.model.base
 
     def draw(self, classes: Sequence[str], *, seed: int | None = None, **sample: float) -> np.ndarray:

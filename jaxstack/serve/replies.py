@@ -19,7 +19,7 @@ class Piece(NamedTuple):
       tokens: ids of the new tokens.
       logprobs: of the new tokens, if they are wanted.
       finish_reason: why the text ends with this piece: `stop`, `length`, or empty if it does not end.
-      of_prompt: whether the tokens are those of the prompt. Its first token has no log-probability.
+      of_prompt: whether the tokens belong to the prompt. Its first token has no log-probability.
     """
 
     place: int

@@ -1,6 +1,6 @@
 """Reads the bodies of requests: every parameter has an effect or is refused by name, never ignored.
 
-Values that ask for nothing are accepted: null, and those of `ASKS_NOTHING`.
+Values that ask for nothing are accepted: null, and the values in `ASKS_NOTHING`.
 """
 
 import json

@@ -17,7 +17,7 @@ class AnswerText:
     string. The text does not depend on how its tokens are divided into calls.
 
     Attributes:
-      tokens: number of tokens of the text, including those of what ended it.
+      tokens: number of tokens of the text, including the tokens that ended it.
       finish_reason: `stop` if a stop string or a token has ended it, else empty.
     """
 

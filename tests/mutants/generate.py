@@ -100,7 +100,7 @@ mistakes(
     "generate",
     "generate/engine.py",
     "generate/test_continuous.py -k 'one_batch and llama3 or free_takes or room or own_sampling'",
-    ("jnp.where(at[0] >= 0, b, kept)", "jnp.where(at[0] >= 0, kept, b)"),
+    ("jnp.where(at[0] >= 0, b, old)", "jnp.where(at[0] >= 0, old, b)"),
     ("& ~(wait & (ending > 0))", ""),
     (
         'rows["done"] | is_stop(new, self.sampling.stop) | (index >= rows["limit"])',
