@@ -29,6 +29,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
+from jaxstack.planner.job import Job
 from jaxstack.training.features import teacher
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.services import init_from
@@ -60,7 +61,7 @@ class Replay:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
         self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
-        self.cfg, _ = estimate.resolve_split(run, self.context)
+        self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg
         self._dataset = data.load_for(self.cfg)
         self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
         self._teach = teacher.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
