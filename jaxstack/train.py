@@ -132,7 +132,8 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
         from jaxstack.debug import replay
 
         with run.recompiles.expected():
-            for line in replay.explain_step(cfg, step, Path(cfg.run.dir) / "debug" / f"step_{step}"):
+            folder = Path(cfg.run.dir) / "debug" / f"step_{step}"
+            for line in replay.explain_step(replay.Replay(cfg), step, folder):
                 run.console.print(line)
     return spike
 
