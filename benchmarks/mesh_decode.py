@@ -36,11 +36,11 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     import numpy as np
 
     from jaxstack.config import Config, MeshConfig, ModelConfig, SampleConfig
+    from jaxstack.families.context import make_context
     from jaxstack.generate import decode
     from jaxstack.generate.engine import jit_on_mesh
     from jaxstack.generate.kv_cache import CachedDecoder
     from jaxstack.generate.prompts import align_rows, row_seeds
-    from jaxstack.models.context import Context
     from jaxstack.pipeline import Rotation
     from jaxstack.sharding import make_mesh
     from jaxstack.training.state import abstract_state, make_state
@@ -48,7 +48,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     model = ModelConfig(num_layers=8, d_model=256, num_heads=4, d_ff=688, vocab_size=256)
     cfg = Config(model=model, mesh=MeshConfig(data=1, pipe=stages))
     cfg = replace(cfg, data=replace(cfg.data, batch_size=ROWS))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
+    ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
     params = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
     prompts = np.random.default_rng(0).integers(0, 256, (ROWS, PROMPT)).tolist()
 

@@ -59,7 +59,7 @@ def train(path: Path, words: list[str]) -> float:
 def remove_thirds(run: TrainedRun, sequences: int) -> list[dict[str, Any]]:
     """Returns the held-out loss after each way to remove a third of the parameters, before any training."""
     batches, rows = calibration(run, sequences), []
-    assert run.context.mesh is not None
+    assert run.context.layout.mesh is not None
     found = measure(Walk.of(run.model, run.context), run.params, batches)
     search = prune.LayerSearch(run.config, run.context, run.params, batches)
     for given in THIRDS:

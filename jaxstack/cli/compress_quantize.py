@@ -101,7 +101,8 @@ def main(args: Namespace) -> None:
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
     if opened.model.moe.num_experts:
         check_experts(how.scheme, f"{run} has model.moe.num_experts={opened.model.moe.num_experts}")
-    rounding = replace(opened.context, quant=quant)  # the layers after a layer read what its rounded inputs make
+    # The layers after a layer read what its rounded inputs make.
+    rounding = replace(opened.context, ops=replace(opened.context.ops, quant=quant))
     walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
         folding.shared_inputs(walk.cfg)
@@ -181,7 +182,7 @@ def calibration(run: "TrainedRun", sequences: int) -> list["Batch"]:
     if not sequences:
         return []
     cfg = run.config
-    loader = DataLoader(cfg, data.load(cfg.data), run.context.sharding(run.context.batch))
+    loader = DataLoader(cfg, data.load(cfg.data), run.context.layout.sharding(run.context.layout.batch))
     return [loader.to_devices(batch) for batch in loader.iterate(0, -(-sequences // cfg.data.batch_size))]
 
 

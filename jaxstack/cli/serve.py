@@ -176,7 +176,7 @@ def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int
 
     engine = run.engine(run.config.sample.domain)
     size = args.prompt_cache
-    if engine.ctx.replicas > 1:
+    if engine.ctx.layout.replicas > 1:
         if size:
             raise ConfigError(
                 f"--prompt_cache={size} needs a mesh without data, fsdp and expert, whose replicas have prompts of "

@@ -100,7 +100,7 @@ class ContinuousBatch:
           alternatives: number of tokens with log-probabilities beside the chosen one, see `Sampling`.
           cache: where prompts are kept, so that others with the same beginning read less. It needs a single replica.
         """
-        replicas = engine.ctx.replicas
+        replicas = engine.ctx.layout.replicas
         assert cache is None or replicas == 1
         each = rows_of_replica(rows, engine.ctx)
         self.waiting: deque[Prompt] = deque()

@@ -61,7 +61,7 @@ class Conversation:
                 f"the text has {len(tokens)} tokens and the context has {self.context}. Shorten the text, or use a "
                 f"larger context."
             )
-        replicas = engine.ctx.replicas
+        replicas = engine.ctx.layout.replicas
         zeros = np.zeros(replicas, np.int32)
         marks = np.repeat(row_seeds([tokens]), replicas, 0)
         rows = {"first": zeros, "marks": marks, "limit": zeros + np.int32(limit), "seed": np.uint32(self._seed)}
@@ -100,7 +100,7 @@ class Conversation:
     def _used(self, tokens: list[int]) -> np.ndarray:
         """Returns which tokens a text contains, as `engine.used_at_first` does."""
         engine = self._programs.engine
-        used = np.zeros((engine.ctx.replicas, engine.cfg.vocab), bool)
+        used = np.zeros((engine.ctx.layout.replicas, engine.cfg.vocab), bool)
         if self._programs.sampling.repetition_penalty == 1:
             return used[:, :0]
         used[:, tokens] = True

@@ -190,7 +190,7 @@ def generate_uncached(
     ctx = (options.get("ctx") or Context()).whole_sequences()
     ids = options.get("vocabulary") or cfg.vocab
     check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
-    filled = pad_rows(prompts, ctx.replicas)
+    filled = pad_rows(prompts, ctx.layout.replicas)
     ends = np.asarray([len(prompt) for prompt in filled], np.int32)
     size = max(int(ends.max()) + sample.tokens, window)
     buffer = np.stack([np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))) for prompt in filled])
@@ -208,7 +208,7 @@ def generate_uncached(
             x, _ = decoder.hidden_states(cfg, params, batch, ctx)
             last = x[index, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
-            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.axes("vocab"), 1), ids)
+            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 1), ids)
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[index[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)

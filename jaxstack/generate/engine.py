@@ -204,7 +204,7 @@ class RowSampler:
           scored: whether log-probabilities are wanted.
         """
         model = self.model
-        if isinstance(model, CachedDecoder) and model.ctx.pipeline is not None:
+        if isinstance(model, CachedDecoder) and model.ctx.layout.pipeline is not None:
             return self._extend_in_turn(model, state, count, wait, scored)
         begun = state["index"]
 
@@ -240,7 +240,7 @@ class RowSampler:
         When a text ends and another one waits, all groups get the token that any of them has begun.
         """
         begun = state["index"]
-        axes = model.ctx.axes("batch")
+        axes = model.ctx.layout.axes("batch")
         names = ("index", "limit", "done", "used", "key", "sample", "added")
 
         def add(state: PyTree, logits: jax.Array, visit: Visit, passes: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -318,11 +318,11 @@ class RowSampler:
     def _count(self, *conditions: jax.Array) -> jax.Array:
         """Returns the number of rows of all devices for which each condition holds."""
         numbers = jnp.stack([condition.sum() for condition in conditions])
-        return collectives.all_reduce(numbers, self.model.ctx.axes("batch"))
+        return collectives.all_reduce(numbers, self.model.ctx.layout.axes("batch"))
 
     def _load(self, load: PyTree) -> PyTree:
         """Returns the load of all rows of all devices."""
-        return jax.tree.map(lambda a: collectives.all_reduce(a, self.model.ctx.axes("batch")), load)
+        return jax.tree.map(lambda a: collectives.all_reduce(a, self.model.ctx.layout.axes("batch")), load)
 
 
 def _put(added: PyTree, new: PyTree, i: jax.Array) -> PyTree:
@@ -397,7 +397,7 @@ class Engine:
         cfg = dropless(cfg)
         ctx = (options.get("ctx") or Context()).whole_sequences()
         engine = cls(cfg, ctx, options.get("gate"), options.get("vocabulary") or cfg.vocab, params)
-        if ctx.dtype == jnp.float32 and (ctx.decode == "scan" or ctx.pipeline is not None):
+        if ctx.dtype == jnp.float32 and (ctx.ops.decode == "scan" or ctx.layout.pipeline is not None):
             return engine  # the parameters are used as they are
 
         def prepare(params: Params, first: jax.Array) -> tuple[PyTree, PyTree]:
@@ -405,15 +405,15 @@ class Engine:
             return model.token_weights, model.params
 
         program = compile_program(ctx, prepare, (engine.specs.params, engine.specs.rows), engine.specs.params)
-        copies, cast = program(params, np.zeros(ctx.replicas, np.int32))
+        copies, cast = program(params, np.zeros(ctx.layout.replicas, np.int32))
         return replace(engine, params=cast, token_weights=copies)
 
     @property
     def specs(self) -> Specs:
         """How the parameters and the rows of a batch are sharded."""
-        if self.ctx.mesh is None:
+        if self.ctx.layout.mesh is None:
             return Specs(PartitionSpec(), PartitionSpec())
-        return Specs(self.ctx.parameters(family.spec(self.cfg)), self.ctx.batch)
+        return Specs(self.ctx.layout.parameters(family.spec(self.cfg)), self.ctx.layout.batch)
 
     def decoder(
         self, params: Params, copies: PyTree, first: jax.Array, num_slots: int, spare: int = 0
@@ -519,11 +519,11 @@ class Programs:
                 "slot": jnp.int32(0),
             }, ()
 
-        zeros = np.zeros(self.engine.ctx.replicas * rows, np.int32)
+        zeros = np.zeros(self.engine.ctx.layout.replicas * rows, np.int32)
         state = self._call("empty", work, (self._rows,), (), zeros)[0]
-        mesh = self.engine.ctx.mesh
+        mesh = self.engine.ctx.layout.mesh
         if isinstance(mesh, jax.sharding.Mesh) and mesh.size == 1:  # so that no program is compiled twice
-            state = jax.device_put(state, self.engine.ctx.sharding(PartitionSpec()))
+            state = jax.device_put(state, self.engine.ctx.layout.sharding(PartitionSpec()))
         return state
 
     def resize(self, state: PyTree) -> PyTree:
@@ -698,7 +698,7 @@ def pad_rows(prompts: Rows, replicas: int) -> Rows:
 
 def fill_rows(prompts: Rows, ctx: Context) -> Rows:
     """Returns the prompts and as many empty ones as give every replica the rows of `rows_of_replica`."""
-    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.replicas - len(prompts)))]
+    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.layout.replicas - len(prompts)))]
 
 
 def rows_of_replica(rows: int, ctx: Context) -> int:
@@ -706,8 +706,8 @@ def rows_of_replica(rows: int, ctx: Context) -> int:
 
     There are as many groups as stages, or a group for each of fewer rows.
     """
-    each = -(-rows // ctx.replicas)
-    groups = 1 if ctx.pipeline is None else min(ctx.pipeline.stages.stages, each)
+    each = -(-rows // ctx.layout.replicas)
+    groups = 1 if ctx.layout.pipeline is None else min(ctx.layout.pipeline.stages.stages, each)
     return -(-each // groups) * groups
 
 
@@ -722,12 +722,12 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
       ctx: the execution context.
       parts: number of arrays in `rows`; the devices share their rows.
     """
-    options = select_decode_options(ctx.platform or jax.default_backend())
-    if ctx.mesh is None:
+    options = select_decode_options(ctx.ops.platform or jax.default_backend())
+    if ctx.layout.mesh is None:
         return jax.jit(work, compiler_options=options)
-    where = (ctx.parameters(family.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
-    shardings = ctx.sharding(PartitionSpec())
-    return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=shardings, compiler_options=options)
+    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
+    shardings = ctx.layout.sharding(PartitionSpec())
+    return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
 
 
 class _Carried:
@@ -756,10 +756,10 @@ def compile_program(
       donated: index of the argument whose memory the state may take.
     """
     donate = () if donated is None else (donated,)
-    options = select_decode_options(ctx.platform or jax.default_backend())
-    if ctx.mesh is None or ctx.mesh.size == 1:
+    options = select_decode_options(ctx.ops.platform or jax.default_backend())
+    if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
         return jax.jit(work, donate_argnums=donate, compiler_options=options)
-    mesh = ctx.mesh
+    mesh = ctx.layout.mesh
     compiled: list[Program] = []
 
     def local(*arguments: PyTree) -> tuple[PyTree, PyTree]:
@@ -788,8 +788,8 @@ def compile_program(
             jax.tree.map(lambda a: a.sharding.spec, x) if spec is CARRIED else spec
             for x, spec in zip(arguments, in_specs, strict=True)
         )
-        jax.eval_shape(ctx.local(probe, where, results), *arguments)
-        whole = ctx.local(pack, where, (states[0], results))
+        jax.eval_shape(ctx.layout.local(probe, where, results), *arguments)
+        whole = ctx.layout.local(pack, where, (states[0], results))
         return jax.jit(whole, donate_argnums=donate, compiler_options=options)
 
     def run(*arguments: PyTree) -> tuple[PyTree, PyTree]:

@@ -104,7 +104,7 @@ class Exact:
         self, prompts: Rows, added: Rows, marks: np.ndarray, some: list[int], seed: int
     ) -> list[tuple[int, list[int]]]:
         """Returns what the forward pass chooses in place of each added token of some texts."""
-        size = -(-self.rows // self.scorer.ctx.replicas) * self.scorer.ctx.replicas
+        size = -(-self.rows // self.scorer.ctx.layout.replicas) * self.scorer.ctx.layout.replicas
         found = []
         for slots in sorted({self._slots(prompts[i]) for i in some}):
             own = [i for i in some if self._slots(prompts[i]) == slots]
@@ -137,7 +137,7 @@ class Exact:
         def work(values: Params, tokens: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
             hidden = scorer.hidden_states(values, tokens)
             B, S = tokens.shape
-            size = max(1, min(S, ctx.loss_chunk // B))
+            size = max(1, min(S, ctx.ops.loss_chunk // B))
             index = jnp.maximum(jnp.arange(S) + 1 - ends[:, None], 0)  # of the token after each slot in its text
             keys = jax.vmap(lambda key, own: jax.vmap(lambda i: jax.random.fold_in(key, i))(own))(
                 row_keys(seed, marks), index
@@ -146,7 +146,7 @@ class Exact:
             def choose(part: tuple[jax.Array, jax.Array]) -> jax.Array:
                 x, own = part
                 local = decoder.logits(scorer.cfg, values, x, ctx)
-                every = collectives.all_gather_invariant(local, ctx.axes("vocab"), 2)
+                every = collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 2)
                 logits = known_logits(scorer.cfg, every, vocabulary).reshape(B * size, -1)
                 used = jnp.zeros_like(logits[:, :0], bool)
                 return sampling.sample_tokens(logits, used, own.reshape(-1), self.sample).reshape(B, size)
@@ -160,7 +160,7 @@ class Exact:
             found = jax.lax.map(lambda part: choose((part[0], jax.random.wrap_key_data(part[1]))), parts)
             return found.swapaxes(0, 1).reshape(B, -1)[:, :S]
 
-        if ctx.mesh is None or ctx.mesh.size == 1:
+        if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
             return jax.jit(work)
-        where = (ctx.parameters(family.spec(scorer.cfg)), *[ctx.batch] * 3, PartitionSpec())
-        return jax.jit(ctx.local(work, where, ctx.batch))
+        where = (ctx.layout.parameters(family.spec(scorer.cfg)), *[ctx.layout.batch] * 3, PartitionSpec())
+        return jax.jit(ctx.layout.local(work, where, ctx.layout.batch))

@@ -62,7 +62,7 @@ def _features(
     """Returns the features of one tower; what the other one would read is zeros, and nothing of it is computed."""
     ctx = ctx.whole_sequences()
     count = len(next(iter(rows.values())))
-    padded = count + -count % ctx.replicas
+    padded = count + -count % ctx.layout.replicas
     size = cfg.contrastive
     arrays = {
         "patches": np.zeros((padded, size.num_patches, size.patch_values), np.float32),

@@ -114,7 +114,7 @@ class Scorer:
 
     def _calls(self, texts: Rows, rows: int) -> Iterator[tuple[np.ndarray, list[int]]]:
         """Yields the tokens of each call with their padding [B, S + 1], and the indices of its texts."""
-        size = -(-rows // self.ctx.replicas) * self.ctx.replicas
+        size = -(-rows // self.ctx.layout.replicas) * self.ctx.layout.replicas
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
         for slots, group in itertools.groupby(order, lambda i: self.slots(len(texts[i]) - 1)):
             own = [*group]
@@ -154,7 +154,7 @@ class Scorer:
         slots = -(-length // BUCKET) * BUCKET
         if self.cfg.positions == "learned":
             slots = min(slots, self.cfg.max_positions or slots)
-        padded = np.pad(tokens, ((0, -count % self.ctx.replicas), (0, slots - length))).astype(np.int32)
+        padded = np.pad(tokens, ((0, -count % self.ctx.layout.replicas), (0, slots - length))).astype(np.int32)
         found = np.asarray(jax.device_get(self._logits(self.params, padded)))[:count, :length]
         return found[..., : self.cfg.vocab]  # without padding
 
@@ -176,7 +176,7 @@ class Scorer:
             hidden = self.hidden_states(values, tokens)
             return decoder.log_probs(self.cfg, values, hidden, targets, self.ctx)
 
-        return self._compiled(work, 2, self.ctx.batch if self.ctx.mesh else None)
+        return self._compiled(work, 2, self.ctx.layout.batch if self.ctx.layout.mesh else None)
 
     def _program_with(self, alternatives: int, vocabulary: int) -> Callable[..., PyTree]:
         """Returns the program of `logprobs`, with the result of `_with_likeliest` [B, S, 1 + 2K]."""
@@ -186,7 +186,7 @@ class Scorer:
             def work(values: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
                 return self._with_likeliest(values, self.hidden_states(values, tokens), targets, *key)
 
-            results = self.ctx.batch if self.ctx.mesh else None
+            results = self.ctx.layout.batch if self.ctx.layout.mesh else None
             self.programs_with_alternatives[key] = self._compiled(work, 2, results)
         return self.programs_with_alternatives[key]
 
@@ -201,7 +201,7 @@ class Scorer:
         assert vocabulary <= 2**24
         cfg = self.cfg
         ctx = self.ctx
-        axes = ctx.axes("vocab")
+        axes = ctx.layout.axes("vocab")
         head = decoder.head(cfg, values, ctx)  # [D, V/n]
         hidden, head = collectives.match_varying(hidden, head)
         V = head.shape[1]
@@ -219,7 +219,7 @@ class Scorer:
             log_probs = lse.log_probs(values)
             return jnp.float32(0), jnp.concatenate([-nll[..., None], log_probs, likeliest.astype(jnp.float32)], 2)
 
-        return scan_chunks(ctx.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]
+        return scan_chunks(ctx.ops.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]
 
     @cached_property
     def _logits(self) -> Callable[..., PyTree]:
@@ -228,14 +228,18 @@ class Scorer:
         def work(values: Params, tokens: jax.Array) -> jax.Array:
             return decoder.logits(self.cfg, values, self.hidden_states(values, tokens), ctx)
 
-        return self._compiled(work, 1, PartitionSpec(*ctx.batch, None, ctx.axes("vocab") or None) if ctx.mesh else None)
+        return self._compiled(
+            work,
+            1,
+            PartitionSpec(*ctx.layout.batch, None, ctx.layout.axes("vocab") or None) if ctx.layout.mesh else None,
+        )
 
     def _compiled(
         self, work: Callable[..., PyTree], arrays: int, results: PartitionSpec | None
     ) -> Callable[..., PyTree]:
         """Compiles `work(params, *arrays)`, the work of one device on its rows."""
         ctx = self.ctx
-        if ctx.mesh is None or ctx.mesh.size == 1:
+        if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
             return jax.jit(work)
-        where = ctx.parameters(family.spec(self.cfg)), *[ctx.batch] * arrays
-        return jax.jit(ctx.local(work, where, results))
+        where = ctx.layout.parameters(family.spec(self.cfg)), *[ctx.layout.batch] * arrays
+        return jax.jit(ctx.layout.local(work, where, results))

@@ -110,7 +110,7 @@ class Speculation:
             check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
         if not sample.tokens:
             return
-        replicas = self.engine.ctx.replicas
+        replicas = self.engine.ctx.layout.replicas
         tokens, first = (np.repeat(a, replicas, 0) for a in align_rows([prompt]))
         marks = row_seeds([prompt]) if mark is None else mark[None]
         rows = first, np.repeat(marks, replicas, 0), np.uint32(seed)
@@ -193,7 +193,7 @@ class Speculation:
             }
             return collectives.match_varying_tree(next_state, state)
 
-        axes = model.ctx.axes("batch")
+        axes = model.ctx.layout.axes("batch")
 
         def more(state: PyTree) -> jax.Array:
             return collectives.all_reduce((~state["done"] & (state["rounds"] < until)).sum(), axes) > 0
@@ -218,10 +218,11 @@ class Speculation:
                 draft.decoder(draft_params, draft_copies, first, size, spare=self.tokens),
             ]
             state = work(models, how, row_keys(seed, marks)[0], *others)
-            axes = engine.ctx.axes("batch")
+            axes = engine.ctx.layout.axes("batch")
             going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
             counts = [
-                collectives.all_reduce(state[name], axes) // engine.ctx.replicas for name in ("rounds", "accepted")
+                collectives.all_reduce(state[name], axes) // engine.ctx.layout.replicas
+                for name in ("rounds", "accepted")
             ]
             return state, Found(state["added"], state["count"], going, *counts)
 

@@ -67,7 +67,7 @@ def make_translate(
         check_rows(inputs, ids)
         if not sample.tokens:
             return [[] for _ in inputs]
-        filled = pad_rows(inputs, ctx.replicas)
+        filled = pad_rows(inputs, ctx.layout.replicas)
         tokens, first = align_rows(filled)
         added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
         return [row[:length].tolist() for _, row, length in zip(inputs, added, lengths, strict=False)]

@@ -18,6 +18,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Sample
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
+from jaxstack.families.context import make_context
 from jaxstack.generate import decode, features, pictures, translate
 from jaxstack.generate.engine import Engine, GenerateOptions
 from jaxstack.generate.exact import Exact, Rollout
@@ -80,7 +81,7 @@ class TrainedRun:
     step: int | None = None
 
     def __repr__(self) -> str:
-        devices = 1 if self.context.mesh is None else self.context.mesh.size
+        devices = 1 if self.context.layout.mesh is None else self.context.layout.mesh.size
         count = params.count(family.spec(self.model))
         return f"TrainedRun({self.config.run.dir}: {count:,} parameters on {devices} x {jax.devices()[0].device_kind})"
 
@@ -107,7 +108,7 @@ class TrainedRun:
                     f"{shown} needs {needed} devices, but JAX has {len(devices)}. Use a smaller mesh; on a CPU, load "
                     f"the run before JAX is used, or set JAX_NUM_CPU_DEVICES={needed} before Python starts."
                 )
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         source = init_from.find_source(str(path), "RUN")
         if isinstance(source, hf.PretrainedFolder):
             with source:
@@ -410,7 +411,7 @@ class TrainedRun:
                 f"the data was read with the tokenizer {dataset.tokenizer.name}, which has other ids than that of the "
                 f"run. Use data.tokenizer={self.tokenizer.name}."
             )
-        loader = DataLoader(cfg, dataset, self.context.sharding(self.context.batch))
+        loader = DataLoader(cfg, dataset, self.context.layout.sharding(self.context.layout.batch))
         losses = {
             one.name: mean_losses(
                 self.model.objective.terms,

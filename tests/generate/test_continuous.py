@@ -20,6 +20,7 @@ from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.sampling import RowSample
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 STOP = (9, 11, 12, 13)
 
@@ -57,7 +58,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: in
 )
 def test_texts_are_those_of_one_batch(name, form, dtype, rng):
     cfg = MODELS[name]
-    options = {"gate": gate_of(cfg), "ctx": Context(decode=form, dtype=dtype)}
+    options = {"gate": gate_of(cfg), "ctx": Context(ops=Ops(decode=form), dtype=dtype)}
     prompts = prompts_for(cfg, rng)
     for sample, rows in ((SAMPLED, 3), (replace(GREEDY, tokens=20), 2)):
         assert_same_texts(cfg, values_of(cfg), prompts, sample, rows, **options)
@@ -87,7 +88,7 @@ def test_texts_on_a_mesh_are_those_of_one_batch(name, mesh, rng):
 
 def batch_of(rows: int, slots: int = 300, stop: tuple[int, ...] = ()) -> tuple[Any, ContinuousBatch]:
     cfg = MODELS["llama3"]
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
     return engine, ContinuousBatch(engine, rows=rows, slots=slots, stop=stop)
 
 
@@ -218,7 +219,7 @@ def test_rows_are_sampled_as_each_would_be_alone(penalty, rng):
 @pytest.mark.random
 def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
     cfg = MODELS["llama3"]
-    values, ctx = values_of(cfg), Context(decode="unrolled")
+    values, ctx = values_of(cfg), Context(ops=Ops(decode="unrolled"))
     engine = Engine.create(cfg, values, ctx=ctx)
     batch = ContinuousBatch(engine, rows=2, slots=64, alternatives=5)
     prompts = prompts_for(cfg, rng)[:3]
