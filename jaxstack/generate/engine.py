@@ -251,9 +251,9 @@ class RowSampler:
             old = {name: state[name] for name in changed}
             state = state | in_turn.put_rows(old, changed, visit.group)
             begins = visit.turn + 1 + (visit.group > 0)
-            (ending,) = self._count(changed["done"] & ~rows["done"])
+            going, ending = self._count(~state["done"], changed["done"] & ~rows["done"])
             passes = jnp.where(wait & (ending > 0), jnp.minimum(passes, begins), passes)
-            return state, jnp.where(self._count(~state["done"])[0] > 0, passes, 0)
+            return state, jnp.where(going > 0, passes, 0)
 
         passes = jnp.where(self._count(~state["done"])[0] > 0, count, 0)
         start = state | {"added": self._nothing_added(state), "load": model.no_load()}
@@ -590,10 +590,10 @@ class Programs:
             at: Sampler, state: PyTree, read: PyTree, rows: dict[str, PyTree], place: PyTree
         ) -> tuple[PyTree, Added]:
             logits, cache = read
-            end, at = place
+            end, index = place
             key = jax.random.key_data(row_keys(rows["seed"], rows["marks"]))
             row = {name: rows[name] for name in ("sample", "index", "limit", "used")} | {"key": key}
-            return at(end).fill(state, logits, cache, end, row, at)
+            return at(end).fill(state, logits, cache, end, row, index)
 
         where = CARRIED, CARRIED, self._rows, self._rows
         return self._call("admit", work, where, self._added, state, read, rows, place, donated=0)
