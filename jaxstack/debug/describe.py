@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.files import short_path
 from jaxstack.config import Config
 from jaxstack.debug.guide import Place, RunGuide, is_stack, layers_of
 from jaxstack.debug.search import Finding
 from jaxstack.debug.statistics import statistics
 from jaxstack.debug.way import Loop, Seen
-from jaxstack.models import family
 from jaxstack.pipeline.operations import TICKS
 
 LAYERS_SHOWN = 4
@@ -100,7 +100,7 @@ def _unit(cfg: Config, found: Finding, unit: Place, guide: RunGuide) -> str:
 
 
 def _layer(cfg: Config, found: Finding, loop: Loop) -> str:
-    names = [name for name in family.of(cfg.model).stacks(cfg.model) if f"stack_{name}" in loop.scopes]
+    names = [name for name in families.of(cfg.model).stacks(cfg.model) if f"stack_{name}" in loop.scopes]
     return _layer_name(cfg, found, names[-1] if names else None, loop.step)
 
 
@@ -108,7 +108,7 @@ def _layer_name(cfg: Config, found: Finding, stack: str | None, group: int) -> s
     name, depth = layers_of(cfg, stack)
     inner, size = _layers_of_step(found)
     number = group * size + inner
-    of = f" of {name}" if len(family.of(cfg.model).stacks(cfg.model)) > 1 else ""
+    of = f" of {name}" if len(families.of(cfg.model).stacks(cfg.model)) > 1 else ""
     return f"layer {number}{of} ({number + 1} of {depth})"
 
 

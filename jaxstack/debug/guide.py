@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxstack import families
 from jaxstack.config import Config
 from jaxstack.debug.search import Finding
 from jaxstack.debug.statistics import is_float
 from jaxstack.debug.way import Guide, Loop
-from jaxstack.models import family
 from jaxstack.pipeline import Program
 from jaxstack.pipeline.operations import LOOP, TICKS
 from jaxstack.pipeline.phases import Units
@@ -163,7 +163,7 @@ def is_stack(loop: Loop) -> bool:
 
 def layers_of(cfg: Config, stack: str | None) -> tuple[str, int]:
     """Returns the name of a stack, or of the first one, and how many layers it has."""
-    stacks = family.of(cfg.model).stacks(cfg.model)
+    stacks = families.of(cfg.model).stacks(cfg.model)
     name = stack or next(iter(stacks))
     return name, stacks[name].depth
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
@@ -26,7 +27,7 @@ from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
 from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.generate.row_sampler import RowSampler
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.runtime.xla_options import select_decode_options
 from jaxstack.sharding import collectives
@@ -156,7 +157,7 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
     options = select_decode_options(ctx.ops.platform or jax.default_backend())
     if ctx.layout.mesh is None:
         return jax.jit(work, compiler_options=options)
-    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
+    where = (ctx.layout.parameters(families.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
     shardings = ctx.layout.sharding(PartitionSpec())
     return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
 
@@ -194,7 +195,7 @@ def generate_uncached(
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
             batch = {"tokens": seen} if gate is None else {"tokens": seen, "gate_ids": jnp.full_like(seen, gate)}
             # Attention is causal, so the tokens after a row's end do not change its logits.
-            x, _ = decoder.hidden_states(cfg, params, batch, ctx)
+            x, _ = decoder.FAMILY.hidden_states(cfg, params, batch, ctx)
             last = x[own, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
             logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 1), ids)

@@ -14,8 +14,8 @@ from jaxstack.data.captions import encode_texts
 from jaxstack.data.images import to_patches
 from jaxstack.data.seq2seq import special_ids
 from jaxstack.data.tokenizers import Tokenizer
+from jaxstack.families import contrastive
 from jaxstack.generate.decode import jit_on_mesh
-from jaxstack.models import contrastive
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 
@@ -75,7 +75,7 @@ def _features(cfg: Config, params: Params, rows: dict[str, np.ndarray], ctx: Con
 
     def work(params: Params, patches: jax.Array, tokens: jax.Array, pair_weights: jax.Array, _: jax.Array) -> jax.Array:
         batch: Batch = {"patches": patches, "tokens": tokens, "pair_weights": pair_weights}
-        hidden = contrastive.hidden_states(model, params, batch, own)[0]
+        hidden = contrastive.FAMILY.hidden_states(model, params, batch, own)[0]
         return contrastive.features(model, params, hidden, batch, own)[which]
 
     made = jit_on_mesh(work, model, own, parts=3)(params, *arrays.values(), np.int32(0))

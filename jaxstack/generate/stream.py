@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import decode
@@ -20,7 +21,6 @@ from jaxstack.generate.decode import GenerateOptions
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.generate.row_sampler import RowSampler
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.runtime.xla_options import select_decode_options
@@ -101,7 +101,7 @@ class Engine:
         """How the parameters and the rows of a batch are sharded."""
         if self.ctx.layout.mesh is None:
             return Specs(PartitionSpec(), PartitionSpec())
-        return Specs(self.ctx.layout.parameters(family.spec(self.cfg)), self.ctx.layout.batch)
+        return Specs(self.ctx.layout.parameters(families.spec(self.cfg)), self.ctx.layout.batch)
 
     def stream(
         self, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int] = (), seed: int = 0, at_once: bool = False

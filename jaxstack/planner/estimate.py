@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
-from jaxstack.models import batches, family
+from jaxstack.models import batches
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
@@ -47,7 +48,7 @@ def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
 
 def abstract_batch(cfg: Config, ctx: Context) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
-    return batches.abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    return batches.abstract_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
 
 
 def exact_bytes(parts: Mapping[str, float]) -> float:

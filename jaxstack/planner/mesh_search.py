@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, get_args, get_type_hints
 
+from jaxstack import families
 from jaxstack.config import Config, ConfigError, PipelineConfig, resolve, with_values
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
@@ -123,7 +123,7 @@ def candidates(cfg: Config, devices: int, platform: str, given: Collection[str] 
 def _divides(cfg: Config, ctx: Context) -> bool:
     """Returns whether the mesh divides every parameter."""
     try:
-        ctx.layout.parameters(family.spec(cfg.model))
+        ctx.layout.parameters(families.spec(cfg.model))
     except ConfigError:
         return False
     return True

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
-from jaxstack.models import batches, family, params
+from jaxstack.models import batches, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.pipeline.operations import add_trees, add_where, barrier, index_leading, read_at, write_at
@@ -36,7 +36,7 @@ Loops = dict[str, tuple[Body, Callable[[], PyTree]]]
 def initial_values(cfg: Config, ctx: Context) -> PyTree:
     """Returns initial parameters in the compute dtype."""
     assert ctx.layout.mesh is not None
-    spec = family.spec(cfg.model)
+    spec = families.spec(cfg.model)
     shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
 
     def make() -> PyTree:
@@ -49,7 +49,7 @@ def initial_values(cfg: Config, ctx: Context) -> PyTree:
 
 def random_batch(cfg: Config, ctx: Context) -> Batch:
     """Returns a made-up batch; with packing, each row is one document."""
-    return batches.random_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    return batches.random_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,20 @@ class _Stage:
     @classmethod
     def create(cls, cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> "_Stage":
         """Builds the stage on a device's shards of parameters and batch."""
-        values, batch = ctx.layout.defer_grad_sync(family.spec(cfg.model), values), ctx.layout.shard_sequence(batch)
+        values, batch = ctx.layout.defer_grad_sync(families.spec(cfg.model), values), ctx.layout.shard_sequence(batch)
         terms = cfg.model.objective.terms
         rows, length = batch[terms[0].weights].shape
         if cfg.model.dropout:
             batch = batch | {"rows": ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
-        name, stack = family.only_stack(cfg.model)
+        name, stack = families.only_stack(cfg.model)
         counted = {name: float(rows * length)}, {name: float(rows)}
         fns = pipeline_fns(cfg, ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, *counted))
-        shared, stacks = family.split_stacks(cfg.model, values)
+        shared, stacks = families.split_stacks(cfg.model, values)
         stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
         if cfg.pipeline.split:
-            split, i = [split_matrices(cfg, family.spec(cfg.model)[name])] * stack.period, jnp.int32(0)
+            split, i = [split_matrices(cfg, families.spec(cfg.model)[name])] * stack.period, jnp.int32(0)
             stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
         return stage
 
@@ -218,7 +218,7 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
     replicated = PartitionSpec()
     return jax.jit(
         ctx.layout.local(
-            local, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch, replicated), replicated
+            local, (ctx.layout.parameters(families.spec(cfg.model)), ctx.layout.batch, replicated), replicated
         )
     )
 
@@ -240,7 +240,7 @@ def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) ->
         return jax.tree.map(lambda a: a[None], (x, residuals, stage.layer.sites.taps()))
 
     sharded = PartitionSpec(ctx.layout.mesh.axis_names)
-    run = ctx.layout.local(local, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch), sharded)
+    run = ctx.layout.local(local, (ctx.layout.parameters(families.spec(cfg.model)), ctx.layout.batch), sharded)
     x, residuals, pairs = jax.eval_shape(run, values, batch)
     stream, stash, waiting = (bytes_of_arrays(jax.tree.leaves(some)) for some in (x, residuals, pairs))
     return stream / ctx.layout.mesh.size, stash / ctx.layout.mesh.size, waiting / ctx.layout.mesh.size

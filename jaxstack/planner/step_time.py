@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxstack.config import Config
-from jaxstack.models import flops
+from jaxstack.families import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.estimate import split_of

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxstack import families
 from jaxstack.config import Config, ConfigError
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
@@ -124,11 +125,11 @@ def find_readers(cfg: Config, ctx: Context, wanted: Callable[[str], bool] = lamb
       wanted: whether to return the weight of a path.
     """
     assert ctx.layout.pipeline is not None
-    name, _ = family.only_stack(cfg.model)
+    name, _ = families.only_stack(cfg.model)
     layers = ctx.layout.pipeline.pair_slots * ctx.layout.pipeline.stages.max_layers
     in_rounds = shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"])
     by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
-    for path, p in params.flat_spec(params.unstack(family.spec(cfg.model).get(name, {}))).items():
+    for path, p in params.flat_spec(params.unstack(families.spec(cfg.model).get(name, {}))).items():
         if p.kind == "matrix" and not p.frozen and not (in_rounds and "experts" in p.axes) and wanted(path):
             group, _, weight = path.rpartition("/")
             inputs = p.axes[p.batch_axes : p.batch_axes + p.in_axes]
