@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_buckets, with_values
+from jaxstack.planner.job import Job
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -131,7 +132,7 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
         from jaxstack.debug import replay
 
         with run.recompiles.expected():
-            for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
+            for line in replay.explain_step(cfg, step, Path(cfg.run.dir) / "debug" / f"step_{step}"):
                 run.console.print(line)
     return spike
 
@@ -190,8 +191,9 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
     ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
-    warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
-    resolved, split = estimate.resolve_split(cfg, ctx)
+    warning = memory.check(Job(cfg, ctx), abstract)  # before minutes of compiling
+    job, split = estimate.resolve_split(Job(cfg, ctx))
+    resolved = job.cfg
     choose = make_choice(resolved, ctx, abstract)  # some steps measure what `debug.watch` names
     steps = make_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
     loader = DataLoader(

@@ -451,6 +451,22 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
         )
 
 
+def test_the_code_of_the_readme_runs():
+    """Its first block has assertions."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert 15 <= len(block.splitlines()) <= 20
+    exec(block, {})
+
+
+def test_the_readme_counts_the_lines_of_the_core():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (most,) = re.findall(r"are the core, with fewer than ([\d,]+) lines", text)
+    core = re.findall(r"^\| \[jaxstack/\S+\]\((\S+\.py)\)", text, re.M)
+    assert f"The {['no', 'one', 'two', 'three', 'four', 'five', 'six'][len(core)]} files" in text
+    lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in core)
+    assert lines < int(most.replace(",", ""))
+
+
 def test_tables_and_counts_of_what_is_tested_are_those_of_the_tests():
     """A new case changes the number wherever a page names it. `python tests/test_meshes.py` prints its page's table."""
     import test_meshes

@@ -436,12 +436,12 @@ def check(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     assert replay.bad_inputs(values, batch) == []
     found = replay.explain(cfg, ctx, values, batch)
     assert found is not None
-    guide = RunGuide(cfg, ctx.layout.pipeline)
-    lines = describe(cfg, found, guide)
+    guide = RunGuide(cfg.model, cfg.train.grad_accum, ctx.layout.pipeline)
+    lines = describe(found, guide)
     text = "\n".join(lines)
     assert found.frames[0][:2] == line_of(fault.line), text
     assert fault.backward in (None, bool(found.result)), text
-    where = place(cfg, found, guide)
+    where = place(found, guide)
     assert (f"layer {fault.layer} " in where) if fault.layer >= 0 else ("layer" not in where), text
     assert fault.where in where, text
     assert fault.on in device(found), text

@@ -21,6 +21,7 @@ from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.debug import describe, replay, rules, search
+from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import Statistics, is_bad, statistics
 from jaxstack.debug.way import Guide
 from jaxstack.families import encoder_decoder
@@ -146,7 +147,7 @@ def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
     assert found is not None
     assert found.frames[0][:2] == (HERE, line_of(text))
     assert backward in (None, bool(found.result))
-    where = describe.place(cfg, found)
+    where = describe.place(found, RunGuide(cfg.model, cfg.train.grad_accum))
     of = {"switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
     assert f"layer 1{of} (2 of" in where
     assert not any(map(is_bad, found.inputs))
@@ -348,8 +349,9 @@ def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     found = replay.explain(cfg, dataclasses.replace(ctx, dtype=jnp.bfloat16), large, one)
     assert found is not None
     assert found.result == 0
-    assert describe.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
-    reads = [line for line in describe.describe(cfg, found) if line.startswith("layer ")]
+    guide = RunGuide(cfg.model, cfg.train.grad_accum)
+    assert describe.place(found, guide) == "microbatch 1 of 2, layer 0 (1 of 2)"
+    reads = [line for line in describe.describe(found, guide) if line.startswith("layer ")]
     assert [line.partition(":")[0] for line in reads] == [
         f"layer {i}  {what}" for what in ("what it reads", "gradient of what it returns") for i in (0, 1)
     ]
@@ -435,4 +437,4 @@ def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_re
 
 def test_a_layer_behind_the_loop_over_layers_has_its_number():
     found = SimpleNamespace(loops=(), scopes="stack_layers/after_1_steps/layer_1_of_3", device={})
-    assert describe.place(meshes.config("modernbert_cut", {}), found) == "layer 4 (5 of 5)"
+    assert describe.place(found, RunGuide(meshes.config("modernbert_cut", {}).model)) == "layer 4 (5 of 5)"

@@ -1,7 +1,7 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
-`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what each case
-shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
+`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what each
+case shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
 """
 
 import os
@@ -45,6 +45,7 @@ from jaxstack.pipeline import (
 )
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import losses, step
 from jaxstack.training.gradients import make_gradients
@@ -463,8 +464,8 @@ def test_everything_that_stages_exchange_in_the_loop(case):
 @traffic_cases(0, 5)
 def test_bytes_along_each_axis_are_what_the_formula_says(case):
     cfg, ctx, found = moved(name_of(case))
-    measured, predicted = hlo.sent(found), hlo.sent(estimate.traffic(cfg, ctx))
-    print(hlo.format_traffic(found, estimate.traffic(cfg, ctx)))
+    measured, predicted = hlo.sent(found), hlo.sent(estimate.traffic(Job(cfg, ctx)))
+    print(hlo.format_traffic(found, estimate.traffic(Job(cfg, ctx))))
     whole = sum(measured.values())
     assert {kind for kind, sent in measured.items() if sent > 0.01 * whole} <= set(predicted)
     for kind, sent in predicted.items():
@@ -535,7 +536,7 @@ def test_idle_stages_write_where_nobody_waits(schedule):
 
         take_pairs(FORWARD)  # before the backward unit of the tick stores its pairs
         if backward.active_TP[tick, stage] or (backward.groups_T[tick] and not runs_alone):
-            place = stage, int(program.pair_slot_TP[tick, stage])
+            place = stage, int(program.schedule.pair_slot_TP[tick, stage])
             assert pairs.get(place) is None
             assert place[1] < program.pair_slots
             if backward.active_TP[tick, stage]:

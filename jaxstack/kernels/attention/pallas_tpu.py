@@ -79,7 +79,8 @@ class _Static(NamedTuple):
 def _block_of(q) -> int:
     """Returns the block size for queries [B, S, H, K].
 
-    This is the largest one, up to that of the chip, that pads a sequence to at most 9/8 of its length in the smallest.
+    It is the largest block, up to the chip's block size, that pads a sequence little: to at most 9/8 of the length to
+    which the smallest block pads it.
     """
     largest = find_tile("attention", dtype_class(q.dtype), "tpu")[0]
     least = _padded(q.shape[1], _BLOCKS[-1])
@@ -304,7 +305,7 @@ def _forward_kernel(
         total_ref[...] = jnp.zeros_like(total_ref)
 
     def step(visible):
-        scores, _ = _scores(static.o, _dot(k_ref[...], q_ref[...], (1, 1)))
+        scores, _ = _scores(static.o, _dot(k_ref[...], q_ref[...], (1, 1)))  # [T, C]
         if visible is not None:
             scores = jnp.where(visible, scores, MASKED)
         top = top_ref[...]
@@ -312,7 +313,7 @@ def _forward_kernel(
         weights = jnp.exp2(scores - higher)
         if visible is not None:
             weights = jnp.where(visible, weights, 0.0)
-        rescale = jnp.exp2(top - higher)
+        rescale = jnp.exp2(top - higher)  # earlier sums are relative to the earlier maximum
         top_ref[...] = higher
         total_ref[...] = total_ref[...] * rescale + weights.sum(0, keepdims=True)
         acc_ref[...] = acc_ref[...] * rescale + _dot(v_ref[...], weights.astype(v_ref.dtype))
