@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.prune import Losses
     from jaxstack.compress.sparsify import Settings
     from jaxstack.compress.unfinished import Unfinished
+    from jaxstack.families.surgery import Kept
     from jaxstack.loaded.trained_run import TrainedRun
-    from jaxstack.models.surgery import Kept
 
 SIZES = {
     "layers": "layers that stay",
@@ -80,8 +80,9 @@ def main(args: Namespace) -> None:
     opened = open_run(args)
     out = Path(args.out)
 
+    from jaxstack import families
     from jaxstack.compress import unfinished
-    from jaxstack.models import family, params
+    from jaxstack.models import params
 
     needed = bool(_given(args)) or args.method != "magnitude"
     batches = calibration(opened, args.sequences if needed else 0)
@@ -98,7 +99,7 @@ def main(args: Namespace) -> None:
     else:
         write(Path(args.run), new, report, out, keep_zeros=False)
     if report is not None:
-        before, after = (params.count(family.spec(one.model)) for one in (opened, new))
+        before, after = (params.count(families.spec(one.model)) for one in (opened, new))
         print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
     print_losses(opened.evaluate(), new.evaluate())
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")

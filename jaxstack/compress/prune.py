@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.compress.importance import Importance
 from jaxstack.config import Config, ConfigError, ModelConfig
-from jaxstack.models import family, surgery
+from jaxstack.families import surgery
+from jaxstack.families.surgery import Kept
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, flat_spec
-from jaxstack.models.surgery import Kept
 from jaxstack.training.step import make_eval_step
 
 
@@ -181,7 +182,7 @@ class LayerSearch:
     def _programs(self, depth: int) -> Callable[[Params, jax.Array, Batch], tuple[jax.Array, jax.Array]]:
         """Returns the program of models with this number of layers, which it receives by their indices."""
         if depth not in self._compiled:
-            name, _ = family.only_stack(self.cfg.model)
+            name, _ = families.only_stack(self.cfg.model)
             step = make_eval_step(replace(self.cfg, model=replace(self.cfg.model, num_layers=depth)), self.ctx)
 
             def work(values: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -238,7 +239,7 @@ def largest(importance: np.ndarray, count: int) -> np.ndarray:
 
 def keep(cfg: ModelConfig, ctx: Context, values: Params, kept: Kept) -> Params:
     """Returns the parameters of the parts that stay, sharded over the mesh."""
-    spec = family.spec(smaller_model(cfg, sizes_of_kept(kept)))
+    spec = families.spec(smaller_model(cfg, sizes_of_kept(kept)))
     shardings = None if ctx.layout.mesh is None else jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
     new: Params = jax.jit(lambda values: surgery.keep(cfg, values, kept), out_shardings=shardings)(values)
     assert all(leaf.shape == p.shape for leaf, p in zip(flatten(new).values(), flat_spec(spec).values(), strict=True))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.common.tree import Batch
 from jaxstack.compress.awq import awq_scales
 from jaxstack.compress.calibrate import Measure, Statistics, Walk
@@ -18,7 +18,6 @@ from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import weights
 from jaxstack.kernels.rounding import output_error, round_to_nearest
-from jaxstack.models import family
 from jaxstack.models.folding import divide_outputs, shared_inputs
 from jaxstack.models.params import Param, Params
 
@@ -189,7 +188,7 @@ def _scale_inputs(
 
 def join(cfg: ModelConfig, values: Params, layers: Sequence[QuantizedLayer]) -> Params:
     """Returns the parameters of a model with its layers replaced, sharded as before."""
-    name, _ = family.only_stack(cfg)
+    name, _ = families.only_stack(cfg)
     stacked = jax.tree.map(lambda *each: np.stack(each), *(layer.params for layer in layers))
 
     def place(new: np.ndarray, old: jax.Array) -> jax.Array:
@@ -205,9 +204,9 @@ def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
       ConfigError: a family whose tensors join matrices or are transposed.
     """
     name = hf.family_of(replace(cfg, pad_vocab_to=None))
-    (group, _) = family.only_stack(cfg)
+    (group, _) = families.only_stack(cfg)
     found: Codes = {}
-    for tensor, held in weights.hf_tensors(name, family.spec(replace(cfg, pad_vocab_to=None))).items():
+    for tensor, held in weights.hf_tensors(name, families.spec(replace(cfg, pad_vocab_to=None))).items():
         path, layout, at = held.sources[0]
         stack, _, own = path.partition("/")
         if stack == group and own in layers[at[0]].codes:

@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
-from jaxstack.models import batches, family
+from jaxstack.models import batches
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
@@ -49,7 +50,7 @@ def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
 def abstract_batch(job: Job) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
     return batches.abstract_batch(
-        family.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
+        families.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
     )
 
 

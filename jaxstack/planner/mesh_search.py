@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, get_args, get_type_hints
 
+from jaxstack import families
 from jaxstack.config import Config, ConfigError, DataConfig, PipelineConfig, resolve, with_values
-from jaxstack.models import family
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
@@ -213,7 +213,7 @@ class Space:
 def _divides(job: Job) -> bool:
     """Returns whether the mesh divides every parameter."""
     try:
-        job.ctx.layout.parameters(family.spec(job.model))
+        job.ctx.layout.parameters(families.spec(job.model))
     except ConfigError:
         return False
     return True

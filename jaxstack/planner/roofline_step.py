@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.config import ModelConfig
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards, traced
@@ -199,7 +199,7 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 
 def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
-    e, spec = build.itemsize, pad_to_slots(family.spec(model), ctx.layout.stages)
+    e, spec = build.itemsize, pad_to_slots(families.spec(model), ctx.layout.stages)
     (_, embedding), (_, weight) = find_role(spec, "token_table"), find_role(spec, "head")
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack import kernels
+from jaxstack import families, kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
-from jaxstack.models import family, params, shape_errors
+from jaxstack.models import params, shape_errors
 from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -42,7 +42,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     Raises:
       ConfigError: `train.noise_scale` with a single gradient.
     """
-    spec = family.spec(cfg.model)
+    spec = families.spec(cfg.model)
     trained_spec, _ = params.partition(spec, spec)
     accum = cfg.train.grad_accum
     ctx = within_step(ctx)
@@ -83,7 +83,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
         else:
             values = ctx.layout.defer_grad_sync(spec, values)
             compared = None
-            if family.comparing(cfg.model):
+            if families.of(cfg.model).compare:
                 batch, compared = comparison.compare_rows(cfg, ctx, values, batch, key, totals)
             micros = split_microbatches(batch, accum)
             shapes = jax.eval_shape(small_batch, values, jax.tree.map(lambda x: x[0], micros))

@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxstack import moe
+from jaxstack import families, moe
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.config.objective import Term
-from jaxstack.models import decoder, family, watch
+from jaxstack.models import decoder, watch
 from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -42,7 +42,7 @@ def loss_sums(
     Returns:
       The sums, and the model's auxiliary values, which are sums, too.
     """
-    hidden, aux = family.of(cfg).hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
+    hidden, aux = families.of(cfg).hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
     return term_sums(cfg, params, hidden, batch, ctx), aux
 
 
@@ -61,7 +61,7 @@ def sequence_log_probs(cfg: ModelConfig, params: Params, batch: Batch, ctx: Cont
     """
 
     def work(params: Params, batch: Batch) -> jax.Array:
-        hidden, _ = decoder.hidden_states(cfg, params, batch, ctx)
+        hidden, _ = decoder.FAMILY.hidden_states(cfg, params, batch, ctx)
         return decoder.log_probs(cfg, params, hidden, batch["targets"], ctx)[0]
 
     return jax.checkpoint(work, policy=jax.checkpoint_policies.nothing_saveable)(params, batch)
@@ -73,8 +73,9 @@ def term_sums(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ct
     A batch with `feature_grads` is one of several microbatches whose rows were compared before, see `comparison`. Then
     the sum of the term that compares rows has the right gradients, but not its value.
     """
-    sums, model = family.of(cfg).loss(cfg, params, hidden, batch, ctx), family.comparing(cfg)
-    if model is None:
+    model = families.of(cfg)
+    sums = model.loss(cfg, params, hidden, batch, ctx)
+    if model.compare is None or model.features is None:
         return sums
     features = model.features(cfg, params, hidden, batch, ctx)
     if "feature_grads" not in batch:
@@ -143,13 +144,13 @@ def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, micro
       microbatches: parts of the batch that run one after the other, since all of it at once may need more memory than
         the training step. A family that compares rows still compares those of the whole batch.
     """
-    model, comparing = family.of(cfg), family.comparing(cfg)
-    counted = getattr(model, "count_right", count_right) if cfg.objective.accuracy and comparing is None else None
+    model = families.of(cfg)
+    counted = (model.count_right or count_right) if cfg.objective.accuracy and model.compare is None else None
 
     def work(micro: Batch) -> tuple[Sums, jax.Array | None, PyTree]:
         hidden, _ = model.hidden_states(cfg, params, micro, ctx)
         right = counted(cfg, params, hidden, micro, ctx) if counted else None
-        features = comparing.features(cfg, params, hidden, micro, ctx) if comparing else None
+        features = model.features(cfg, params, hidden, micro, ctx) if model.features else None
         return model.loss(cfg, params, hidden, micro, ctx), right, features
 
     if microbatches == 1:
@@ -158,9 +159,10 @@ def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, micro
         sums, right, features = jax.lax.map(work, split_microbatches(batch, microbatches))
         sums, right = jax.tree.map(jnp.sum, (sums, right))
         features = merge_microbatches(features)
-    if comparing is not None:
-        right = comparing.count_right(cfg, params, features, batch, ctx)
-        sums |= comparing.compare(cfg, params, features, batch, ctx)
+    if model.compare is not None:
+        assert model.count_right is not None
+        right = model.count_right(cfg, params, features, batch, ctx)
+        sums |= model.compare(cfg, params, features, batch, ctx)
     return EvalSums(sums, {term.name: batch[term.weights].sum() for term in cfg.objective.terms}, right)
 
 
@@ -184,7 +186,7 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
 
         def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             x, target, weight = row
-            logits = family.of(cfg).logits(cfg, params, x[None], ctx)[0]
+            logits = families.of(cfg).logits(cfg, params, x[None], ctx)[0]
             ids = collectives.index(axes) * logits.shape[1] + jnp.arange(logits.shape[1])
             own = collectives.all_reduce(jnp.where(ids == target[:, None], logits, 0.0).sum(1), axes)[:, None]
             better = (logits > own) | ((logits == own) & (ids < target[:, None]))
@@ -194,7 +196,7 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
 
     rows = ("batch", "sequence")
     arguments = params, hidden, batch["targets"], batch["loss_weights"]
-    return ctx.region(work, arguments, (family.spec(cfg), rows, rows, rows), ())[1]
+    return ctx.region(work, arguments, (families.spec(cfg), rows, rows, rows), ())[1]
 
 
 class BatchTotals(NamedTuple):
@@ -229,7 +231,7 @@ def batch_totals(cfg: ModelConfig, batch: Batch, ctx: Context) -> BatchTotals:
         tokens = collectives.all_reduce(each.sum(), ctx.layout.token_axes)
         return tokens, collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.layout.axes("batch"))
 
-    stacks = family.of(cfg).stacks(cfg) if cfg.moe.num_experts else {}
+    stacks = families.of(cfg).stacks(cfg) if cfg.moe.num_experts else {}
     counted = {name: count(stack.counts or terms[0].weights) for name, stack in stacks.items()}
     return BatchTotals(weights, *({name: pair[i] for name, pair in counted.items()} for i in (0, 1)))
 
@@ -263,9 +265,9 @@ def auxiliary(cfg: ModelConfig, aux: Aux, totals: BatchTotals, stack: str | None
 
 def _depths(cfg: ModelConfig) -> dict[str, int]:
     """Returns the number of layers of each stack that has experts."""
-    spec = family.spec(cfg)
+    spec = families.spec(cfg)
     routed = {name for name in spec if any("moe" in path.split("/") for path in flat_spec(spec[name]))}
-    return {name: stack.depth for name, stack in family.of(cfg).stacks(cfg).items() if name in routed}
+    return {name: stack.depth for name, stack in families.of(cfg).stacks(cfg).items() if name in routed}
 
 
 def _by_stack(cfg: ModelConfig, aux: Aux) -> dict[str, Aux]:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, path_of
 from jaxstack.config import Config, ModelConfig, OptimConfig
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Spec
 from jaxstack.pipeline import Stages
@@ -45,7 +46,7 @@ class TrainState:
 
 def make_optimizer(cfg: Config, ctx: Context | None = None) -> optax.GradientTransformation:
     """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state."""
-    spec, shardings = family.spec(cfg.model), None
+    spec, shardings = families.spec(cfg.model), None
     if ctx is not None and ctx.layout.mesh is not None:
         shardings = params.partition(spec, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec)))[0]
     return optim.optimizer(cfg.optim, cfg.train.steps, params.partition(spec, spec)[0], shardings)
@@ -57,7 +58,7 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     Only the order in which the stages of a pipeline store their layers is read from the context.
     """
     ctx = ctx or Context()
-    spec = params.pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
+    spec = params.pad_to_slots(families.spec(cfg.model), ctx.layout.stages)
     values = params.init(jax.random.key(cfg.run.seed), spec, ctx.layout.stages)
     return _first_state(spec, values, make_optimizer(cfg), cfg.train.spike.window)
 
@@ -79,7 +80,7 @@ def _state_shapes(
       window: losses that the state keeps.
       stages: slots of the stacked arrays, with the padding for the stages of a pipeline; `None` means none.
     """
-    plain = family.spec(model)
+    plain = families.spec(model)
     spec = params.pad_to_slots(plain, stages)
     transform = optim.optimizer(optimizer, steps, params.partition(plain, plain)[0])
     return jax.eval_shape(lambda: _first_state(spec, params.init(jax.random.key(0), spec), transform, window))
@@ -89,7 +90,7 @@ def averaged_params(cfg: Config, state: TrainState) -> PyTree:
     """Returns with `optim.ema` the averages of the parameters, else those of the step."""
     if not isinstance(state.opt_state, AverageState):
         return state.params
-    _, frozen = params.partition(family.spec(cfg.model), state.params)
+    _, frozen = params.partition(families.spec(cfg.model), state.params)
     return params.combine(state.opt_state.average, frozen)
 
 
@@ -108,7 +109,7 @@ def only_averaged_params(cfg: Config, abstract: TrainState) -> TrainState:
     opt_state = abstract.opt_state
     if not isinstance(opt_state, AverageState):
         return replace(abstract, opt_state=unread(opt_state))
-    trained, frozen = params.partition(family.spec(cfg.model), abstract.params)
+    trained, frozen = params.partition(families.spec(cfg.model), abstract.params)
     return replace(
         abstract,
         params=params.combine(unread(trained), frozen),
@@ -120,7 +121,7 @@ def start_from(cfg: Config, state: TrainState, values: PyTree) -> TrainState:
     """Returns an initial state with other parameters, where their averages begin, too."""
     opt_state = state.opt_state
     if isinstance(opt_state, AverageState):
-        trained, _ = params.partition(family.spec(cfg.model), values)
+        trained, _ = params.partition(families.spec(cfg.model), values)
         opt_state = opt_state._replace(average=jax.tree.map(jnp.copy, trained))
     return replace(state, params=values, opt_state=opt_state)
 
@@ -140,7 +141,7 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     The optimizer's arrays for a parameter are sharded like it. Means over the inputs or outputs of its matrices are
     sharded like it in the remaining dimensions.
     """
-    spec = params.pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
+    spec = params.pad_to_slots(families.spec(cfg.model), ctx.layout.stages)
     found = {}
     for (path, p), where in zip(
         params.flat_spec(spec).items(), jax.tree.leaves(ctx.layout.parameters(spec)), strict=True

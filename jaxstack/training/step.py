@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, SpikeConfig
-from jaxstack.models import family, params, shape_errors
+from jaxstack.models import params, shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
@@ -91,7 +92,7 @@ def make_train_step(
     `skipped_in_a_row`, `spike` (0 or 1), with several losses those of `losses.term_metrics`, with experts those of
     `losses.routing_metrics`, with `train.noise_scale` those of `noise_scale.estimate`. `watch` is what is `watched`.
     """
-    optimizer, spec = make_optimizer(cfg, ctx), family.spec(cfg.model)
+    optimizer, spec = make_optimizer(cfg, ctx), families.spec(cfg.model)
     gradients = make_gradients(cfg, ctx if watched is None else replace(ctx, watch=watched.taps))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -107,7 +108,7 @@ def make_train_step(
         def update(values: Params, opt_state: PyTree) -> tuple[Params, PyTree, PyTree]:
             changes, opt_state = optimizer.update(grads, opt_state, values)
             new = optax.apply_updates(values, changes)
-            moved = family.of(cfg.model).update_router_bias(cfg.model, new, sums, ctx)
+            moved = families.of(cfg.model).after_update(cfg.model, new, sums, ctx)
             return moved, opt_state, watched and watched.updates(ctx, values, changes, (new, moved))
 
         def keep(values: Params, opt_state: PyTree) -> tuple[Params, PyTree, PyTree]:
@@ -186,4 +187,4 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], losse
 
     if ctx.layout.mesh is None:
         return work
-    return ctx.layout.local(work, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch), PartitionSpec())
+    return ctx.layout.local(work, (ctx.layout.parameters(families.spec(cfg.model)), ctx.layout.batch), PartitionSpec())

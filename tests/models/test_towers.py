@@ -17,9 +17,10 @@ import jaxstack
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import contrastive
 from jaxstack.families.context import make_context
 from jaxstack.generate import features
-from jaxstack.models import contrastive, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
@@ -151,7 +152,7 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     cfg, values = model
     batch = meshes.random_captions(rng, cfg, 6)
     ctx = Context()
-    hidden, _ = contrastive.hidden_states(cfg, values, batch, ctx)
+    hidden, _ = contrastive.FAMILY.hidden_states(cfg, values, batch, ctx)
     image, text = rows = contrastive.features(cfg, values, hidden, batch, ctx)
     weights, ids = batch["pair_weights"].sum(1), batch["pair_ids"][:, 0]
     s = np.where(weights != 0, np.asarray(image @ text.T), -2)
@@ -160,7 +161,7 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     np.testing.assert_allclose(np.square(image).sum(1), 1, rtol=1e-5)
     other = batch | {"patches": batch["patches"][::-1]}
     again, swapped = contrastive.features(
-        cfg, values, contrastive.hidden_states(cfg, values, other, ctx)[0], batch, ctx
+        cfg, values, contrastive.FAMILY.hidden_states(cfg, values, other, ctx)[0], batch, ctx
     )
     np.testing.assert_allclose(swapped, text, atol=1e-5)
     np.testing.assert_allclose(again, image[::-1], atol=1e-5)

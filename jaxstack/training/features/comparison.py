@@ -16,9 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -51,18 +52,20 @@ def compare_rows(
       key: for dropout. `None` disables it.
       totals: of the global batch, from `losses.batch_totals`.
     """
-    model = family.comparing(cfg.model)
-    assert model is not None
+    model = families.of(cfg.model)
+    features_of, compare_all = model.features, model.compare
+    assert features_of is not None
+    assert compare_all is not None
 
     def features(micro: Batch) -> PyTree:
         hidden, _ = model.hidden_states(cfg.model, values, micro, ctx, dropout_key=key)
-        return model.features(cfg.model, values, hidden, micro, ctx)
+        return features_of(cfg.model, values, hidden, micro, ctx)
 
     def compare(trained: Params, rows: PyTree) -> losses.Sums:
-        return model.compare(cfg.model, params.combine(trained, frozen), rows, batch, ctx)
+        return compare_all(cfg.model, params.combine(trained, frozen), rows, batch, ctx)
 
     rows = merge_microbatches(jax.lax.map(features, split_microbatches(batch, cfg.train.grad_accum)))
-    trained, frozen = params.partition(family.spec(cfg.model), values)
+    trained, frozen = params.partition(families.spec(cfg.model), values)
     sums, pull = jax.vjp(compare, trained, rows)
     ((name, total),) = sums.items()
     one = collectives.varying(jnp.ones_like(total), collectives.varies_along(total))

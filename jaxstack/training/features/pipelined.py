@@ -8,10 +8,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.blocks import Stack, group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order
@@ -30,9 +30,9 @@ def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> Pipel
       ctx: execution context of the parameters as they are stored.
       totals: of the global batch, from `losses.batch_totals`.
     """
-    model = family.of(cfg.model)
+    model = families.of(cfg.model)
     stacks, ctx = model.stacks(cfg.model), ctx.within_stage
-    trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
+    trained, _ = params.partition(families.spec(cfg.model), families.spec(cfg.model))
 
     def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
         return model.make_layer_inputs(cfg.model, micro, ctx), micro
@@ -132,13 +132,13 @@ def pipelined_gradients(
         raise ConfigError(
             "pipeline.split=null is chosen where a run starts or is planned. Here, name the weights, such as ['.*']."
         )
-    stacks, spec = family.of(cfg.model).stacks(cfg.model), family.spec(cfg.model)
+    stacks, spec = families.of(cfg.model).stacks(cfg.model), families.spec(cfg.model)
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
     def gather(spec: Spec, values: Params) -> tuple[Params, PyTree]:
         if ctx.layout.gather == "once":
             values = ctx.layout.gather_params(spec, values)
-        shared, own = family.split_stacks(cfg.model, values)
+        shared, own = families.split_stacks(cfg.model, values)
         groups = tuple(group_layers(stack.period, own.get(name, {})) for name, stack in stacks.items())
         return shared, groups if len(groups) > 1 else groups[0]
 

@@ -9,10 +9,10 @@ from functools import partial
 
 import jax
 
+from jaxstack import families
 from jaxstack.config import Config, ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.kernels.rounding import round_matrix
-from jaxstack.models import family
 from jaxstack.models.params import Param, Params, is_compressed, map_spec
 
 
@@ -38,9 +38,9 @@ def _round(model: ModelConfig, scheme: Scheme, values: Params) -> Params:
     def one(p: Param, value: jax.Array) -> jax.Array:
         return round_matrix(value, p.batch_axes, p.in_axes, scheme) if is_compressed(p) else value
 
-    name, _ = family.only_stack(model)
+    name, _ = families.only_stack(model)
     with jax.named_scope("round"):
-        return {**values, name: map_spec(one, family.spec(model)[name], values[name])}
+        return {**values, name: map_spec(one, families.spec(model)[name], values[name])}
 
 
 _round_compiled = partial(jax.jit, static_argnums=(0, 1))(_round)

@@ -14,9 +14,10 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import Config, ConfigError
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models import watch as taps
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -95,7 +96,7 @@ class Watched:
 
 def trained(cfg: Config) -> dict[str, Param]:
     """Returns the declarations of the trained parameters by path."""
-    spec = family.spec(cfg.model)
+    spec = families.spec(cfg.model)
     return params.flat_spec(params.partition(spec, spec)[0])
 
 
@@ -117,9 +118,9 @@ def all_names(cfg: Config) -> dict[str, str]:
     Those of activations are what one abstract forward pass returns on one device. Nothing is computed.
     """
     ctx = Context(dtype=jnp.dtype(cfg.train.dtype), watch=frozenset(taps.TAPS))
-    model = family.of(cfg.model)
+    model = families.of(cfg.model)
     batch = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in model.batch_spec(cfg).items()}
-    values = params.abstract(family.spec(cfg.model))
+    values = params.abstract(families.spec(cfg.model))
     _, aux = jax.eval_shape(lambda values, batch: model.hidden_states(cfg.model, values, batch, ctx), values, batch)
     depths = {name: jax.tree.leaves(measured)[0].shape[0] for name, measured in taps.only(aux).items()}
     for path, p in trained(cfg).items():

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import path_of
 from jaxstack.config import Config
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.pipeline import Stages
 from jaxstack.pipeline.operations import to_slots
@@ -47,7 +48,7 @@ def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout
     is_padded, sizes = cfg.model.padded_vocab > cfg.model.vocab, ctx.layout.mesh.shape
     if stages is None and not is_padded:
         return Layout(abstract, lambda state: state, lambda state: state)
-    stacked = [path for path, p in params.flat_spec(family.spec(cfg.model)).items() if p.stacked]
+    stacked = [path for path, p in params.flat_spec(families.spec(cfg.model)).items() if p.stacked]
     small = padded = _leaves(abstract)
     if is_padded:
         bare = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))

@@ -7,10 +7,10 @@ from typing import TypeAlias, TypeVar
 
 import jax
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config
 from jaxstack.data.loader import DataLoader
-from jaxstack.models import family
 from jaxstack.models.batches import abstract_batch, with_rows_of
 from jaxstack.models.context import Context
 from jaxstack.tracking.step_log import LoopState
@@ -110,7 +110,7 @@ class CompileAhead:
 
     def _abstract_batch(self, length: int, teach: Teach | None) -> Batch:
         """Returns shapes, dtypes and shardings of a batch whose rows have this length."""
-        spec = family.of(self._cfg.model).batch_spec(self._cfg)
+        spec = families.of(self._cfg.model).batch_spec(self._cfg)
         batch = abstract_batch(with_rows_of(spec, length, self._data.seq_len), self._where)
         if teach is None:
             return batch

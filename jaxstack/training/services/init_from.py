@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
 from jaxstack.common.tree import flatten
@@ -14,9 +14,10 @@ from jaxstack.config import Config, ConfigError, DataConfig
 from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
+from jaxstack.families import encoder, surgery
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
-from jaxstack.models import encoder, family, lora, params, surgery
+from jaxstack.models import lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
@@ -97,12 +98,14 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     values = evaluated_params(run, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
         return values
-    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(run.model.base)))
+    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(run.model.base)))
 
     def merge(adapters: Params, base: Params) -> Params:
         return lora.merge_adapters(run.model.lora, params.combine(adapters, base))
 
-    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(family.spec(run.model), values))
+    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(
+        *params.partition(families.spec(run.model), values)
+    )
 
 
 def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: DataConfig, tokenizer: Tokenizer) -> None:
@@ -186,7 +189,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         values = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(here)))
+        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(here)))
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
     if cfg.optim.keep_zeros and not has_zeros(cfg, ctx, values):
@@ -197,7 +200,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     state = make_state(cfg, ctx, abstract)
     if there != source.model.base:
         values = encoder.with_other_head(source.model, values, cfg.model, state.params)
-    adapters = params.partition(family.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
+    adapters = params.partition(families.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
     if cfg.run.init_adapter is not None:
         adapters = _read_adapters(cfg, source, ctx)
     return start_from(cfg, state, params.combine(adapters, values))
@@ -211,7 +214,7 @@ def has_zeros(cfg: Config, ctx: Context, values: Params) -> bool:
       ctx: its execution context.
       values: its parameters.
     """
-    spec = params.flat_spec(family.spec(cfg.model.base))
+    spec = params.flat_spec(families.spec(cfg.model.base))
 
     def zeros(path: str, array: jax.Array) -> jax.Array:
         p = spec[path]
@@ -234,7 +237,7 @@ def _read_adapters(cfg: Config, source: Config | PretrainedFolder, ctx: Context)
             f"`jaxstack export`, and name the folder."
         )
     found = peft.read_adapters(Path(str(cfg.run.init_adapter)), source.family, source.model)
-    here = params.flat_spec(params.partition(family.spec(cfg.model), family.spec(cfg.model))[0])
+    here = params.flat_spec(params.partition(families.spec(cfg.model), families.spec(cfg.model))[0])
     own = cfg.model.lora
     if found.values.keys() != here.keys() or (found.lora.rank, found.lora.alpha) != (own.rank, own.alpha):
         raise ConfigError(

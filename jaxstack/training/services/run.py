@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 
 import jax
 
-from jaxstack import sharding
+from jaxstack import families, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.checkpoint.verify import CheckpointScan
@@ -23,7 +23,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, DistributedConfig
 from jaxstack.data import Dataset
 from jaxstack.data.loader import DataLoader
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.runtime import compile_cache, distributed, preemption, xla_options
 from jaxstack.runtime.host_reads import HostReads
@@ -153,7 +153,7 @@ class Run:
         cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
         processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         console.print(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
-        spec = family.spec(cfg.model)
+        spec = families.spec(cfg.model)
         console.print(f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layers")
         if cfg.model.lora.rank:
             trained = params.count(params.partition(spec, spec)[0])
