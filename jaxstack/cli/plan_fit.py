@@ -74,7 +74,8 @@ def point(run: runs.LoggedRun) -> tuple[float, float, float]:
     """
     steps, losses = run.series("eval_loss")
     counts = run.series("parameters")[1]
-    batch, length = run.config.get("data.batch_size"), run.config.get("data.seq_len")
+    batch = run.config.get("data.batch_size")
+    length = run.config.get("data.seq_len")
     if not losses.size or not counts.size or not batch or not length:
         raise ConfigError(
             f"{run.path} has no held-out loss or no config.yaml. Train it with train.eval_every, and name it again."

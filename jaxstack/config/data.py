@@ -300,7 +300,8 @@ def _check_denoisers(data: DataConfig) -> None:
       ConfigError: they do not fit each other.
     """
     names = [one.source for one in data.mixture or (data,)]
-    shown, texts_only = list(data.denoisers), not {"pairs", *PICTURES} & {*names}
+    shown = list(data.denoisers)
+    texts_only = not {"pairs", *PICTURES} & {*names}
     require(
         not texts_only or not data.languages,
         f"data.languages={list(data.languages)} is for translations and for names of pictures, but data.source="

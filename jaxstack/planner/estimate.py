@@ -83,7 +83,8 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     parts = _parts_without_pairs(job, state, batch, counter)
     if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.weight is None:
         return parts
-    units, layers = job.ctx.layout.pipeline.pair_slots, job.ctx.layout.pipeline.stages.max_layers
+    units = job.ctx.layout.pipeline.pair_slots
+    layers = job.ctx.layout.pipeline.stages.max_layers
     pairs = (
         counter.shaped(f"pairs of {', '.join(one.weights)}", (one.tokens, one.width), ("tokens", "widths"))
         for one in split_of(job, parts).split
@@ -130,7 +131,8 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
     """Returns what `memory` does, without what waits for weight units."""
     t = job.train
     e = itemsize(job.train)
-    weights, acts = count_weights(job.model, job.ctx, counter), count_activations(job, counter)
+    weights = count_weights(job.model, job.ctx, counter)
+    acts = count_activations(job, counter)
     gradients = _gradient_bytes(job.train, job.ctx, weights)
     saved = _saved_bytes(job, acts, t.remat) + _copied_bytes(job, acts)
     layers = counter.named("layers", job.model.num_layers)
@@ -140,7 +142,8 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
         waiting = 0 if job.ctx.layout.pipeline.loss_follows_forward else job.ctx.layout.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
-    in_head, in_layer = _head_bytes(job, weights, acts), _layer_bytes(job, weights, acts)
+    in_head = _head_bytes(job, weights, acts)
+    in_layer = _layer_bytes(job, weights, acts)
     if _pipelines_collectives(job.ctx):
         in_head, in_layer = _peeled_bytes(job, weights, acts)
     elif job.ctx.ops.platform == "tpu":
@@ -215,7 +218,9 @@ def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
     With `none` and `dots` XLA decides which intermediate values of attention and norms become arrays, so these two are
     estimates.
     """
-    e, stream, between = itemsize(job.train), acts.stream, acts.between
+    e = itemsize(job.train)
+    stream = acts.stream
+    between = acts.between
     if remat == "full":
         return e * stream // between
     in_mlp = (2 if job.model.gated else 1) * acts.saved_hidden + acts.saved_sent
@@ -277,7 +282,8 @@ def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float,
     They include the float32 gradients of head and token table, which are scattered over devices after all layers. The
     zeros that gradients start from are made before the head.
     """
-    e, T = itemsize(job.train), shards.mesh_sizes(job.ctx)["tensor"]
+    e = itemsize(job.train)
+    T = shards.mesh_sizes(job.ctx)["tensor"]
     remat = "selective" if job.train.remat == "full" else job.train.remat
     sums = 4 * (weights.head + weights.table)
     if shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"]):
@@ -302,7 +308,9 @@ def _attention_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     gradient (`kernels.attention.chunked`). XLA:TPU makes these slices before the first group runs, so that all groups'
     slices are alive: on average half of the queries.
     """
-    e, m, T = itemsize(job.train), job.model, shards.mesh_sizes(job.ctx)["tensor"]
+    e = itemsize(job.train)
+    m = job.model
+    T = shards.mesh_sizes(job.ctx)["tensor"]
     slices = 0.0
     if job.ctx.ops.attention == "chunked":
         length = job.data.seq_len // shards.mesh_sizes(job.ctx)["context"]
@@ -349,7 +357,9 @@ def _layer_bytes(job: Job, weights: Weights, acts: Activations) -> float:
 
 def _logits(job: Job, acts: Activations) -> int:
     """Counts the logits that are stored at once."""
-    e, vocab, rows = itemsize(job.train), acts.vocab, shards.microbatch_rows(job)
+    e = itemsize(job.train)
+    vocab = acts.vocab
+    rows = shards.microbatch_rows(job)
     if job.ctx.ops.cross_entropy == "chunked":
         return min(acts.tokens, rows * max(1, job.ctx.ops.loss_chunk // rows)) * vocab
     if job.ctx.ops.cross_entropy.startswith("pallas_"):
@@ -363,7 +373,8 @@ def _head_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     These are the logits that are stored at once, and either the float32 gradient of the head or that of the residual
     stream.
     """
-    e, gradient = itemsize(job.train), 0
+    e = itemsize(job.train)
+    gradient = 0
     if job.ctx.ops.cross_entropy == "chunked":
         gradient = 4 * weights.head // shards.mesh_sizes(job.ctx)["pipe"]
     elif job.ctx.ops.cross_entropy.startswith("pallas_"):

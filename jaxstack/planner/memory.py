@@ -150,8 +150,10 @@ def plan(cfg: Config, target: str) -> str:
       ConfigError: the target is unknown, or the configuration does not fit it.
     """
     name, topology = aot.parse_target(target)
-    chip, count = CHIPS[name], math.prod(topology) * CHIPS[name].devices
-    found, ctx = need(cfg, count, chip.platform), context(cfg, count, chip.platform)
+    chip = CHIPS[name]
+    count = math.prod(topology) * CHIPS[name].devices
+    found = need(cfg, count, chip.platform)
+    ctx = context(cfg, count, chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -162,7 +164,8 @@ def plan(cfg: Config, target: str) -> str:
         f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",
     ]
     if chip.platform == "gpu":
-        size, more = 0.75 * chip.hbm_bytes / GIB, "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
+        size = 0.75 * chip.hbm_bytes / GIB
+        more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
         lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
     if cfg.train.dtype not in chip.flops and cfg.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
@@ -226,7 +229,8 @@ def explained(describe: Callable[[], ConfigError]) -> Iterator[None]:
 def step_error(cfg: Config) -> ConfigError:
     """Returns an error: what the step of a configuration needs on this machine's devices, and what would need less."""
     devices = jax.devices()
-    room, platform = room_of(jax.local_devices()), platform_of(devices[0])
+    room = room_of(jax.local_devices())
+    platform = platform_of(devices[0])
     found = need(cfg, len(devices), platform)
     low, high = (bound * room.sharing for bound in found.bounds)
     reason = (
@@ -238,7 +242,9 @@ def step_error(cfg: Config) -> ConfigError:
 
 def _subject(cfg: Config, found: Need, room: Room) -> str:
     """Returns the keys with the largest part in the memory."""
-    model, data, train = cfg.model, cfg.data, cfg.train
+    model = cfg.model
+    data = cfg.data
+    train = cfg.train
     if found.state * room.sharing > room.bytes:
         return f"the state of model.num_layers={model.num_layers}, model.d_model={model.d_model} alone"
     if max(found.parts, key=lambda part: found.parts[part]) == estimate.MUON_WORK:
@@ -286,7 +292,8 @@ def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[
     Of each key the mildest value that fits is taken, or the strongest that is valid. Only what passes all checks of a
     configuration counts.
     """
-    before, found = need(cfg, devices, platform), []
+    before = need(cfg, devices, platform)
+    found = []
     for options in _options(cfg, devices, platform):
         best: tuple[Flags, Need] | None = None
         for flags in options:
@@ -308,7 +315,9 @@ def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[
 def _options(cfg: Config, devices: int, platform: str) -> list[list[Flags]]:
     """Returns for each key that may help its other values, mildest first."""
     sizes = cfg.mesh.resolved_sizes(devices)
-    batch, accum, shards = cfg.data.batch_size, cfg.train.grad_accum, sizes["data"] * sizes["fsdp"]
+    batch = cfg.data.batch_size
+    accum = cfg.train.grad_accum
+    shards = sizes["data"] * sizes["fsdp"]
     remat = {"none": ("selective", "full"), "selective": ("full",), "dots": ("full",)}.get(cfg.train.remat, ())
     splits = [n for n in estimate.divisors(batch) if n > accum]
     smaller = [n for n in reversed(estimate.divisors(batch)) if n < batch and n % accum == 0]

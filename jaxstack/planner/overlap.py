@@ -120,15 +120,20 @@ class _Timeline:
         chip: Chip,
         trip_counts: Mapping[str, float],
     ) -> None:
-        self.computations, self.work, self.mesh = computations, work, mesh
-        self.chip, self.trip_counts = chip, trip_counts
+        self.computations = computations
+        self.work = work
+        self.mesh = mesh
+        self.chip = chip
+        self.trip_counts = trip_counts
         self.windows: list[tuple[str, Window]] = []
 
     def run(self, name: str, in_loop: bool = False) -> tuple[_Work, float]:
         """Returns the work of a computation, and the seconds that it waits for collectives; adds its windows."""
         instructions = self.computations[name]
         later = _results(instructions) if in_loop else set()
-        done, waited, free = _NONE, 0.0, 0.0
+        done = _NONE
+        waited = 0.0
+        free = 0.0
         started: dict[str, tuple[list[Collective], _Work, float]] = {}  # with the work before it, and its end
         for i in instructions:
             if found := collectives_of(i, instructions, self.mesh):
@@ -136,7 +141,8 @@ class _Timeline:
                 started[i.name] = found, done, free
             elif i.op in ("while", "call", "conditional"):
                 inner, inner_wait = self._called(i)
-                done, waited = done.plus(inner), waited + inner_wait
+                done = done.plus(inner)
+                waited = waited + inner_wait
             else:
                 done = done.plus(self.work.get(i.name, _NONE))
             # A collective that XLA does not split is its own done.

@@ -98,7 +98,8 @@ class _Reader:
     """Reads the computations of a program from its entry."""
 
     def __init__(self, computations: Computations, trip_counts: Mapping[str, float]) -> None:
-        self.computations, self.trip_counts = computations, trip_counts
+        self.computations = computations
+        self.trip_counts = trip_counts
 
     def run(self, name: str, times: float, in_loop: bool) -> tuple[list[Operation], list[Loop]]:
         """Returns the operations and loops of a computation that runs `times` in a step."""

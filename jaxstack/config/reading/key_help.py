@@ -147,7 +147,8 @@ def _others(common: dict[str, list[Key]]) -> Iterator[str]:
 
 def _described(groups: Sequence[Group], width: int) -> Iterator[str]:
     """Yields a line for each group and for each of its most used keys."""
-    common, texts = _common(groups), {group.name: group.text for group in groups}
+    common = _common(groups)
+    texts = {group.name: group.text for group in groups}
     column = 34
     for name, keys in common.items():
         if keys:
