@@ -36,7 +36,7 @@ def main(args: Namespace) -> None:
 
     time = step_time(plan.job, plan.limits)
     budget = budget_of(plan.job.cfg, args.tokens)
-    *found, days = flops_figures(plan.job.cfg, time, budget, args.style == "megatron-fp16")
+    *found, days = flops_figures(plan.job, time, budget, args.style == "megatron-fp16")
     plan.table(f"FLOPs of a step of {time.tokens:,} tokens", found, "TFLOP", 1e12)
     print(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")
     whole = f"{days.value * plan.devices:,.6g} device-days"

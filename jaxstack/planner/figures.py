@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, generation_memory, megatron, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
@@ -181,7 +181,7 @@ def generation_figures(job: Job) -> list[Figure]:
     ]
 
 
-def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = False) -> list[Figure]:
+def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False) -> list[Figure]:
     """Returns the FLOPs of a step by every convention, and the days for a budget of tokens at the chips' peak.
 
     Args:
@@ -193,10 +193,10 @@ def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = Fa
       ConfigError: `classic` with a family that Megatron-LM's count does not know.
     """
     if classic:
-        require_formulas(cfg.model, "--style=megatron-fp16")
+        require_formulas(job.model, "--style=megatron-fp16")
     per_step = time.model_flops
     tokens = time.tokens
-    again = megatron.hardware_flops(cfg) - per_step.full if classic else time.recomputed_flops
+    again = megatron.hardware_flops(job) - per_step.full if classic else time.recomputed_flops
     hardware = per_step.full + again
     per_token = "{each:.8g} FLOPs a token x {tokens} tokens"
     days = Figure(

@@ -10,7 +10,6 @@ devices, p pipeline stages, v model chunks of a stage.
 
 import math
 
-from jaxstack.config import Config
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
@@ -100,14 +99,14 @@ def _held(ctx: Context) -> float:
     return float(min(count, p * (1 + (p - 1) / (p * v)) if v > 1 else p))
 
 
-def hardware_flops(cfg: Config) -> float:
+def hardware_flops(job: Job) -> float:
     """Returns the FLOPs of a step with full recomputation of the layers, by the convention of full attention.
 
     For a classic GPT it is 96 B s L h^2 (1 + s / 6h + V / 16 L h) with B sequences a step (Narayanan et al. 2021,
     section 5.1). The last matmul of each layer counts as repeated, which `train.remat=full` leaves out.
     """
-    m = cfg.model
-    tokens = cfg.data.batch_size * cfg.data.seq_len
+    m = job.model
+    tokens = job.data.batch_size * job.data.seq_len
     head = m.d_model * m.vocab
-    layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * m.num_layers
-    return tokens * (flops.flops_per_token(m, cfg.data.seq_len, cfg.data.target_length).full + layers)
+    layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * job.data.seq_len * m.num_layers
+    return tokens * (flops.flops_per_token(m, job.data.seq_len, job.data.target_length).full + layers)
