@@ -86,7 +86,7 @@ def point(run: runs.LoggedRun) -> tuple[float, float, float]:
 
 
 def constants(fitted: scaling_law.Fit) -> Table:
-    """Returns the table of constants, with those of Besiroglu et al. beside them."""
+    """Returns the table of constants, beside the constants of Besiroglu et al."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("L = E + A / N^alpha + B / D^beta", "fitted", "95% interval", "Besiroglu et al. 2024"):
         table.add_column(heading, justify="left" if heading.startswith("L") else "right")

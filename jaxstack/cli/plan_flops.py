@@ -1,6 +1,6 @@
 """Prints the FLOPs of a training step by every convention, with recomputation, and the days at the chips' peak.
 
-The configuration is that of `jaxstack train`.
+It takes the configuration of `jaxstack train`.
 """
 
 from typing import Literal

@@ -200,7 +200,7 @@ def energy(found: "RunPlan") -> float | None:
 
 
 def cost(found: "RunPlan") -> float | None:
-    """Returns the price of the run, if that of a device for an hour is known."""
+    """Returns the price of the run, if the price of a device for an hour is known."""
     if found.machine is None or found.machine.price is None or found.seconds is None:
         return None
     return found.seconds / 3600 * found.machine.devices * found.machine.price
@@ -215,7 +215,7 @@ def plan_table(found: "RunPlan") -> Table:
 
 
 def served_line(found: "RunPlan", served: float) -> str:
-    """Returns how the FLOPs of training and use compare with those of a model that is best for training alone."""
+    """Returns how the FLOPs of training and use compare with the FLOPs of a model that is best for training alone."""
     total = found.flops + 2 * found.parameters * served
     n, d = BESIROGLU.optimum(BESIROGLU.training_flops(BESIROGLU.loss(found.parameters, found.tokens)))
     plain = 6 * n * d + 2 * n * served

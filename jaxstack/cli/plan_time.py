@@ -1,7 +1,7 @@
 """Predicts the time of a training step by part: operations, recomputation, exposed communication, pipeline bubble.
 
-By default programs reach the fractions of the data sheet that Megatron-LM reached on A100s. The configuration is that
-of `jaxstack train`.
+By default programs reach the fractions of the data sheet that Megatron-LM reached on A100s. It takes the
+configuration of `jaxstack train`.
 """
 
 from jsonargparse import Namespace

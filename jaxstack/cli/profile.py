@@ -1,6 +1,6 @@
 """Measures what one microbatch of a run costs on the devices of this machine, for `--pipeline.partition=FILE`.
 
-The configuration is that of `jaxstack train`. If the run has more devices than this machine, give
+It takes the configuration of `jaxstack train`. If the run has more devices than this machine, give
 all sizes of its mesh.
 """
 

@@ -34,7 +34,7 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
-      image: height, width and channels of the pictures of the data. Empty: those of the model, which are then set.
+      image: height, width and channels of the pictures of the data. Empty means the size that the model names.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
@@ -113,11 +113,12 @@ def _with_image(cfg: Config, size: PictureConfig, image: tuple[int, ...]) -> Con
 
     Args:
       cfg: the configuration as the user gave it.
-      size: that of its model's pictures.
-      image: height, width and channels. Empty: those of the model.
+      size: the size of its model's pictures.
+      image: height, width and channels. Empty means the size that the model names.
 
     Raises:
-      ConfigError: the size is not known or not that of the model, or `data.seq_len` is not the number of patches.
+      ConfigError: the size is unknown or differs from the model's size, or `data.seq_len` is not the number of
+        patches.
     """
     group = f"model.{size.family}"
     require(

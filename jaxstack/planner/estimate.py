@@ -193,7 +193,7 @@ def _traced_parts(job: Job) -> dict[str, float]:
 
 
 def _gradient_bytes(train: TrainConfig, ctx: Context, weights: Weights) -> float:
-    """Returns the bytes of gradients; accumulated ones are float32 sums beside those of one microbatch.
+    """Returns the bytes of gradients; accumulated ones are float32 sums beside the gradients of one microbatch.
 
     A pipeline sums the gradients of the weights that its units read in float32.
     """
@@ -262,7 +262,7 @@ def _copied_bytes(job: Job, acts: Activations) -> float:
 
 
 def kept_bytes(job: Job) -> float:
-    """Returns the bytes of recomputed arrays that several GPUs keep beside those of `memory`, if they have room.
+    """Returns the bytes of recomputed arrays that several GPUs keep beside the arrays of `memory`, if they have room.
 
     This is where no loop runs the layers and `train.remat` is `full`. The scheduler computes the gradients of the MLP's
     weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
@@ -370,7 +370,7 @@ def _logits(job: Job, acts: Activations) -> int:
 def _head_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays of the head and the loss.
 
-    These are the logits that are stored at once, and either the float32 gradient of the head or that of the residual
+    These are the logits that are stored at once, and either the float32 gradient of the head or of the residual
     stream.
     """
     e = itemsize(job.train)

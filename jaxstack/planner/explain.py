@@ -121,7 +121,7 @@ class Recorder(Counter):
     """Counts elements in `Recorded` numbers, which are used as if they were integers."""
 
     def named(self, name: str, value: int) -> int:
-        """Returns a recorded number. If the value is recorded, its formula becomes that of the name."""
+        """Returns a recorded number. If the value is recorded, the name becomes its formula."""
         if not value:
             return value
         where = dict(value.where) | {name: value.text} if isinstance(value, Recorded) else None

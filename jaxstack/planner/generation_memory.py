@@ -36,7 +36,7 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
 
 
 def check_generation(cfg: Config, slots: int, placement: Placement | None = None) -> None:
-    """Compares the least memory of generation with that of the devices, before anything is read.
+    """Compares the least memory of generation with the memory of the devices, before anything is read.
 
     Args:
       slots: tokens of the longest prompt with its continuation.

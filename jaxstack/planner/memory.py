@@ -29,8 +29,8 @@ GIB = 2**30
 
 RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.75, 1.2), "tpu": (0.8, 1.25)}
 """Least and largest ratio of what a compiled step needs beside its arguments to the formula, by platform. The CPU's are
-from benchmarks/results/step_memory_cpu.json, and those of GPU and TPU from predicted_memory.json and train_gpu_aot.json
-there, with room for the cases that `estimate.memory` describes as inexact."""
+from benchmarks/results/step_memory_cpu.json, and the ratios of GPU and TPU from predicted_memory.json and
+train_gpu_aot.json there, with room for the cases that `estimate.memory` describes as inexact."""
 
 TRACED_RATIOS = {"cpu": (0.8, 1.7), "gpu": (0.7, 2.2), "tpu": (0.7, 2.2)}
 """The same for families without formulas, whose memory follows from their trace (`traced`). The CPU's are from the

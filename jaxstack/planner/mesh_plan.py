@@ -54,7 +54,7 @@ def of_target(target: str, gigabytes: float | None = None) -> Devices:
 
     Args:
       target: chip and topology.
-      gigabytes: GiB of memory of a device to use; None means those of the chip, or what JAX reserves of a GPU's.
+      gigabytes: GiB of memory of a device to use; None means all of the chip, or what JAX reserves of a GPU's.
 
     Raises:
       ConfigError: the target is unknown.

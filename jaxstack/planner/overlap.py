@@ -2,8 +2,8 @@
 
 XLA splits a collective into a start and a done, and its schedule decides which operations run between them. The work
 between them hides the collective; the rest of its time is exposed. Both times follow from the chip's data sheet: an
-operation takes the time of its FLOPs or of its bytes, whichever is longer, and a collective that of the bytes a device
-sends. Real rates are lower on both sides. Collectives run one after another, beside the operations.
+operation takes the time of its FLOPs or of its bytes, whichever is longer, and a collective the time of the bytes that
+a device sends. Real rates are lower on both sides. Collectives run one after another, beside the operations.
 """
 
 import math

@@ -6,7 +6,7 @@ adds gradients to float32 sums. Embedding and head are measured with the whole v
 its share. Parameters are initial values and tokens are random, which a router distributes more evenly than after
 training.
 
-One replica of one stage is measured: the mesh axes `context`, `tensor` and `expert` are those of the run; `pipe`,
+One replica of one stage is measured: the mesh axes `context`, `tensor` and `expert` have the sizes of the run; `pipe`,
 `data` and `fsdp` are 1. More replicas take no more time, and a pipeline gathers FSDP's shards before it starts. With
 `pipeline.gather=layer` it gathers in every unit, which is not measured.
 """

@@ -36,7 +36,7 @@ def parameters_of(model: ModelConfig) -> int:
 def batch_tokens(tokens: float) -> int:
     """Returns the tokens of a batch for a run: a power of two near 2^19 (tokens / 1.156e9)^0.383, nanochat's rule.
 
-    The exponent is that of Bergsma et al. 2025 (arXiv:2505.13738).
+    The exponent is from Bergsma et al. 2025 (arXiv:2505.13738).
     """
     return 2 ** max(0, round(math.log2(REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.383)))
 
@@ -78,7 +78,7 @@ def _head_counts() -> Iterator[int]:
 
 
 def shapes(base: ModelConfig) -> Iterator[ModelConfig]:
-    """Yields models of a family with other widths, and for each the depths about that of the family's proportions.
+    """Yields models of a family with other widths, and for each the depths around the family's proportions.
 
     The width of a head, the query heads for each key head, the number of experts, and the ratios of heads and of the
     widths of MLP and experts to the model's stay. Depth is proportional to width, and may differ by a quarter.

@@ -178,7 +178,7 @@ class OpBuilder:
 
     @property
     def fused(self) -> bool:
-        """Whether memory traffic is that of fused kernels."""
+        """Whether memory traffic is counted for fused kernels."""
         return self.traffic == "fused"
 
     def recomputed(self, ops: Iterable[Op], condition: bool = True) -> list[Op]:
@@ -194,7 +194,7 @@ class OpBuilder:
     def elementwise_pair(
         self, name: str, elements: float, arrays: tuple[int, int], recomputed: bool = False, flops: float = 1
     ) -> list[Op]:
-        """Returns a pass of the forward and one of the backward pass; `arrays` are those of each."""
+        """Returns a pass of the forward and one of the backward pass; each moves `arrays`."""
         forward = self.elementwise(name, elements, arrays[0], flops)
         backward = self.elementwise(f"{name}, gradient", elements, arrays[1], flops)
         return [forward, backward, *self.recomputed([forward], recomputed)]

@@ -1,4 +1,4 @@
-"""The operations that one device runs in a training step: those of the layers, of both ends, and of the update."""
+"""The operations that one device runs in a training step: layers, both ends, and the update."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
 def local_operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     """Returns what one device does in a training step without communication.
 
-    With a pipeline, the operations are those of a mean stage; its idle time is not an operation.
+    With a pipeline, these are the operations of a mean stage; its idle time is not an operation.
 
     Args:
       traffic: how operations read and write memory, see `roofline_ops`. Families without formulas are `fused`.

@@ -21,7 +21,7 @@ class Weights:
       table: of the token table as it is used; 0 if it is the output matrix.
       experts_layer: of the experts of one layer, as they are used.
       trained: of trained parameters as they are stored.
-      summed: of the gradients that the units of a pipeline sum, which are those of the parameters that they read.
+      summed: of the gradients that the units of a pipeline sum, which they have of the parameters that they read.
       rounded: matrices that `train.qat` rounds, as they are stored.
     """
 

@@ -19,7 +19,7 @@ PARTS = {
     "attention": "attention kernels, or their products and softmax",
     "kernel": "other kernels of our own (Pallas)",
     "pointwise": "elementwise operations, norms, reductions, gathers and scatters",
-    "stacks": "writes into stacked arrays, such as a layer's residuals into those of all layers",
+    "stacks": "writes into stacked arrays, such as a layer's residuals into the residuals of all layers",
     "fills": "arrays that are filled with a constant",
     "slices": "parts that are copied out of larger arrays",
     "optimizer": "the update, with the gradient norm",

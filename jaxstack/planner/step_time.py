@@ -237,7 +237,7 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
 def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
     """Returns what `_bubble` does from the times of the loops over layers, of which each stack has its own.
 
-    The names of traced operations begin with that of their loop.
+    The names of traced operations begin with the name of their loop.
     """
     if ctx.layout.pipeline is None:
         return 0.0

@@ -349,7 +349,7 @@ def walk(
     """Returns what a program needs.
 
     Args:
-      jaxpr: the program. Arrays within a `shard_map` are those of one device.
+      jaxpr: the program. Arrays within a `shard_map` are the shards of one device.
       arguments: label of each argument, see `PARAMETERS`.
       labels: label of the arrays that are made in a named scope and wait for the backward pass, by a part of its name.
       trips: mean trip counts of `while` loops by the name of their scope.

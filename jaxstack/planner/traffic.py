@@ -136,7 +136,7 @@ def parameter_traffic(job: Job) -> list[Collective]:
 
 
 def _is_of_activations(c: Collective) -> bool:
-    """Returns whether a traced collective sends activations: those of parameters are sums and gathers over replicas."""
+    """Returns whether a traced collective sends activations. Parameters are summed and gathered over replicas."""
     return c.kind in ("all-to-all", "collective-permute") or not set(c.axes) & {"data", "fsdp", "expert"}
 
 

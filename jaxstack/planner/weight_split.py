@@ -69,7 +69,7 @@ class WeightSplit:
 
     @property
     def flops_share(self) -> float:
-        """FLOPs of the gradients that wait, divided by those of the gradients of all matrices that may wait."""
+        """FLOPs of the gradients that wait, divided by the FLOPs of all gradients that may wait."""
         waiting, others = (sum(readers.flops for readers in some) for some in (self.split, self.fused))
         return waiting / (waiting + others) if waiting else 0.0
 

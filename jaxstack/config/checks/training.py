@@ -74,7 +74,7 @@ def _check_adapters(cfg: Groups) -> None:
 def _check_lengths(cfg: Groups) -> None:
     sample = cfg.sample
     seq_len = cfg.data.seq_len
-    prompts = ("?",) if sample.prompts is None else sample.prompts  # those of the held-out text are cut to fit
+    prompts = ("?",) if sample.prompts is None else sample.prompts  # prompts from the held-out text are cut to fit
     longest = max((len(prompt.encode()) for prompt in prompts), default=0)
     require(
         sample.beams == 1 or not longest or longest + sample.tokens <= seq_len,

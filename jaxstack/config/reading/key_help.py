@@ -89,7 +89,7 @@ class Group(NamedTuple):
     text: str
     """What it configures."""
     keys: list[Key]
-    """Its keys, without those of the groups in it."""
+    """Its keys, without the keys of groups in it."""
 
 
 def shown(value: object) -> str:

@@ -355,7 +355,7 @@ def without_auto_mesh(argv: Sequence[str]) -> list[str]:
 
 
 def given_keys(words: Sequence[str], keys: Collection[str]) -> set[str]:
-    """Returns those of the keys that flags set, alone or in a group such as `--mesh='{tensor: 2}'`."""
+    """Returns which of the keys flags set, alone or in a group such as `--mesh='{tensor: 2}'`."""
     found = set()
     for word, following in itertools.pairwise([*words, ""]):
         key, equals, value = word.removeprefix("--").partition("=")
