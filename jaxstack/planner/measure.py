@@ -58,7 +58,8 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
     own = Context(ops=Ops(quant=job.train.quant, **chosen), dtype=job.ctx.dtype, remat=job.ctx.remat)
     ops = one_layer(operations(job, "fused"))
     T = sizes["tensor"]
-    rows, length = shards.microbatch_rows(job), job.data.seq_len // sizes["context"]
+    rows = shards.microbatch_rows(job)
+    length = job.data.seq_len // sizes["context"]
     tokens = length // (T if job.ctx.layout.sequence_parallel_axes else 1)
     x = _random((rows, tokens, job.model.d_model), str(job.ctx.dtype), 0)
     with jax.default_device(device):
@@ -191,7 +192,8 @@ def _matmuls(ops: list[Op], ctx: Context) -> float:
 def _matmul(matrix: tuple[int, int, int, int], dtype: str, form: str, experts: str) -> float:
     """Returns the seconds of one matmul: `forward`, `gradient of input` or `gradient` of the weight."""
     tokens, inputs, outputs, matrices = matrix
-    x, dy = _random((tokens, inputs), dtype, 4), _random((tokens, outputs), dtype, 5)
+    x = _random((tokens, inputs), dtype, 4)
+    dy = _random((tokens, outputs), dtype, 5)
     w = _random((matrices, inputs, outputs), dtype, 6)
     sizes = jnp.full((matrices,), tokens // matrices, jnp.int32)
 
@@ -238,7 +240,8 @@ def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     abstract = abstract_state(cfg, ctx)
     state = make_state(cfg, ctx, abstract)
     batch = random_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
-    train_step, optimizer = step.jit_train_step(cfg, ctx, abstract), make_optimizer(cfg)
+    train_step = step.jit_train_step(cfg, ctx, abstract)
+    optimizer = make_optimizer(cfg)
 
     def run_steps(count: int) -> TrainState:
         nonlocal state

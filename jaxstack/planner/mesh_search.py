@@ -276,8 +276,8 @@ class Search:
     def can_fit(self, sizes: Flags) -> bool:
         """Returns whether any candidate of a mesh may fit: one of those that need the least memory does.
 
-        The least memory is that of the most recomputation and microbatches. For a model with few activations it is
-        that of no accumulation, whose sums of gradients are arrays of their own.
+        The most recomputation and microbatches need the least memory. A model with few activations needs less without
+        accumulation, because accumulated gradients are arrays of their own.
         """
         accums = self.space.accums
         for ordered in (accums, accums[::-1]):

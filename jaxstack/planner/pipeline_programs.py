@@ -90,7 +90,8 @@ class _Stage:
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
         if job.pipeline.split:
-            split, i = [split_matrices(job.cfg, families.spec(job.model)[name])] * stack.period, jnp.int32(0)
+            split = [split_matrices(job.cfg, families.spec(job.model)[name])] * stack.period
+            i = jnp.int32(0)
             stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
         return stage
 
@@ -139,7 +140,8 @@ def _layer_loops(stage: _Stage, embedded: PyTree, x: PyTree) -> Loops:
         return y, [write_at(s, r, i) for s, r in zip(stash, residuals, strict=True)]
 
     def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
-        (dx, sums, stash, waiting), weights = carry, index_leading(stage.stacked, i)
+        (dx, sums, stash, waiting) = carry
+        weights = index_leading(stage.stacked, i)
         residuals = [read_at(s, i) for s in stash]
         dweights, dx, pairs = stage.layer.backward(residuals, weights, i, stage.inputs(i), dx, _ones(penalty))
         waiting = jax.tree.map(lambda s, a: write_at(s, a, i), waiting, pairs)
@@ -236,7 +238,8 @@ def activation_bytes(job: Job, values: PyTree, batch: Batch) -> tuple[float, flo
     assert job.ctx.layout.mesh is not None
 
     def local(values: PyTree, batch: Batch) -> tuple[PyTree, list[jax.Array], PyTree]:
-        stage, start = _Stage.create(job, values, batch), jnp.int32(0)
+        stage = _Stage.create(job, values, batch)
+        start = jnp.int32(0)
         x, *_, residuals = stage.forward(stage.embed(start), start)
         return jax.tree.map(lambda a: a[None], (x, residuals, stage.layer.sites.taps()))
 

@@ -70,7 +70,7 @@ class WeightSplit:
 
     @property
     def flops_share(self) -> float:
-        """FLOPs of the gradients that wait, divided by those of the gradients of all matrices that may wait."""
+        """FLOPs of the gradients that wait, divided by the FLOPs of all gradients that may wait."""
         waiting, others = (sum(readers.flops for readers in some) for some in (self.split, self.fused))
         return waiting / (waiting + others) if waiting else 0.0
 
@@ -133,7 +133,8 @@ def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) ->
     found = []
     for weights in by_input.values():
         shapes = [shards.used_shape(p, job.ctx)[p.batch_axes :] for _, p in weights]
-        first, rows = weights[0][1], _rows(job, weights[0][1])
+        first = weights[0][1]
+        rows = _rows(job, weights[0][1])
         width_in = math.prod(shapes[0][: first.in_axes])
         widths_out = sum(math.prod(shape[p.in_axes :]) for shape, (_, p) in zip(shapes, weights, strict=True))
         found.append(
@@ -172,7 +173,8 @@ def bubble(program: Program, share: float) -> float:
 
 def _rows(job: Job, p: Param) -> int:
     """Returns the rows of a weight's input: tokens of a microbatch on a device, or those that its experts get."""
-    rows, sizes = shards.microbatch_rows(job), shards.mesh_sizes(job.ctx)
+    rows = shards.microbatch_rows(job)
+    sizes = shards.mesh_sizes(job.ctx)
     length = job.data.seq_len // sizes["context"]
     return shards.pair_capacity(job.model.moe, rows, length, sizes["expert"]) if "experts" in p.axes else rows * length
 
