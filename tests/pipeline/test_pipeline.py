@@ -1,7 +1,8 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
-`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what each case
-shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
+`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what
+each case shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their
+own.
 """
 
 import os
