@@ -69,11 +69,16 @@ class Decoding:
 
     def start(self, weights: Any, tokens: Any) -> Any:
         """Reads prompts [B, S] and returns the state after the first new token."""
-        return self._sampler(*weights).read(tokens)
+        import jax.numpy as jnp
 
-    def extend(self, weights: Any, state: Any, until: Any) -> Any:
-        """Returns the state with tokens added until there are `until`."""
-        return self._sampler(*weights).extend(state, self.length.prompt, until)
+        sampler = self._sampler(*weights)
+        marks = jnp.zeros((self.batch, 2), jnp.uint32)
+        rows = sampler.row(sampler.model.first, jnp.uint32(0), marks, self.length.long)
+        return sampler.read(tokens, rows)[0]
+
+    def extend(self, weights: Any, state: Any, count: Any) -> Any:
+        """Returns the state with more tokens, and what was added."""
+        return self._sampler(*weights).extend(state, count)
 
     def _model(self, params: Any, copies: Any) -> Any:
         import jax.numpy as jnp
@@ -86,21 +91,18 @@ class Decoding:
         )  # fmt: skip
 
     def _sampler(self, params: Any, copies: Any) -> Any:
-        import jax.numpy as jnp
-
         from jaxstack.config import SampleConfig
-        from jaxstack.generate import decode
+        from jaxstack.generate.engine import RowSampler, Sampling
 
         sample = SampleConfig(tokens=self.length.long, temperature=0)
-        keys = decode.row_keys(jnp.uint32(0), jnp.zeros((self.batch, 2), jnp.uint32))
-        return decode.RowSampler(self._model(params, copies), sample, (), keys)
+        return RowSampler(self._model(params, copies), Sampling.of_all(sample, ()))
 
 
 def context(cfg: Any, dtype: str, kernels: dict[str, Any], device: Any) -> Any:
     """Returns how a model is computed on a device."""
     from jaxstack import sharding
     from jaxstack.config import Config, DataConfig, KernelsConfig, MeshConfig, TrainConfig
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
 
     run = Config(
         model=cfg,
@@ -109,7 +111,7 @@ def context(cfg: Any, dtype: str, kernels: dict[str, Any], device: Any) -> Any:
         mesh=MeshConfig(data=1),
         kernels=KernelsConfig(**kernels),  # type: ignore[arg-type]
     )
-    return Context.create(run, sharding.make_mesh(run.mesh, 1, [device])).whole_sequences()
+    return make_context(run, sharding.make_mesh(run.mesh, 1, [device])).whole_sequences()
 
 
 def bytes_of_token(cfg: Any, batch: int, seen: float, size: int) -> dict[str, float]:
@@ -154,9 +156,9 @@ def measure(work: Decoding, weights: Any, tokens: Any, rounds: int) -> Iterator[
     def seconds(until: int) -> float:
         state = jax.block_until_ready(start(weights, tokens))
         begin = time.perf_counter()
-        lengths = np.asarray(extend(weights, state, np.int32(until))["lengths"])  # waits for the result
+        lengths = np.asarray(extend(weights, state, np.int32(until - 1))[1].lengths)  # waits for the result
         taken = time.perf_counter() - begin
-        assert (lengths == until).all()
+        assert (lengths == until - 1).all()
         return taken
 
     seconds(length.short)  # compiles
@@ -185,7 +187,7 @@ def run(name: str, sizes: dict[str, int], given: argparse.Namespace, device: Any
         "bandwidth": CHIPS[chip].hbm_bandwidth if chip else None,
         "model": sizes,
         "dtype": dtype,
-        "kernels": ctx.kernels,
+        "kernels": ctx.ops.by_name,
         "length": asdict(length),
         "cases": [],
     }
@@ -228,9 +230,9 @@ def ahead_of_time(target: str, given: argparse.Namespace) -> None:
         cfg = ModelConfig(**MODELS[name])  # type: ignore[arg-type]
         for batch in given.batches:
             ctx = context(cfg, "bfloat16", given.kernels, aot.devices(f"{target}:1x1x1")[0])
-            scheme = ctx.decode_weights
-            weights, codes = ("bfloat16", None) if scheme is None else (str(scheme), ctx.codes)
-            row = {"model": name, "batch": batch, "target": target, "decode": ctx.decode}
+            scheme = ctx.ops.decode_weights
+            weights, codes = ("bfloat16", None) if scheme is None else (str(scheme), ctx.ops.codes)
+            row = {"model": name, "batch": batch, "target": target, "decode": ctx.ops.decode}
             row |= {"weights": weights, "codes": codes}
             measured.append(row | program_of_token(Decoding(cfg, ctx, batch, Length())))
             print(json.dumps(measured[-1]), flush=True)
@@ -251,7 +253,7 @@ def program_of_token(work: Decoding) -> dict[str, Any]:
     from jaxstack.models import family, params
     from jaxstack.planner import step_bytes
 
-    where, spec = work.ctx.sharding(PartitionSpec()), family.spec(work.cfg)
+    where, spec = work.ctx.layout.sharding(PartitionSpec()), family.spec(work.cfg)
 
     def shapes(f: Any, *args: Any) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), jax.eval_shape(f, *args))

@@ -36,9 +36,11 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     import numpy as np
 
     from jaxstack.config import Config, MeshConfig, ModelConfig, SampleConfig
+    from jaxstack.families.context import make_context
     from jaxstack.generate import decode
+    from jaxstack.generate.engine import jit_on_mesh
     from jaxstack.generate.kv_cache import CachedDecoder
-    from jaxstack.models.context import Context
+    from jaxstack.generate.prompts import align_rows, row_seeds
     from jaxstack.pipeline import Rotation
     from jaxstack.sharding import make_mesh
     from jaxstack.training.state import abstract_state, make_state
@@ -46,7 +48,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     model = ModelConfig(num_layers=8, d_model=256, num_heads=4, d_ff=688, vocab_size=256)
     cfg = Config(model=model, mesh=MeshConfig(data=1, pipe=stages))
     cfg = replace(cfg, data=replace(cfg.data, batch_size=ROWS))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
+    ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
     params = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
     prompts = np.random.default_rng(0).integers(0, 256, (ROWS, PROMPT)).tolist()
 
@@ -65,9 +67,9 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
 
         return jax.lax.fori_loop(1, TOKENS, step, (added, cache))[0]
 
-    compiled = decode.jit_on_mesh(together, cfg.model, ctx, parts=3)
+    compiled = jit_on_mesh(together, cfg.model, ctx, parts=3)
     in_turn = decode.make_generate(cfg.model, SampleConfig(tokens=TOKENS, temperature=0), vocabulary=256, ctx=ctx)
-    arguments = (*decode.align_rows(prompts), decode.row_seeds(prompts), np.uint32(0))
+    arguments = (*align_rows(prompts), row_seeds(prompts), np.uint32(0))
 
     def texts_together() -> list[list[int]]:
         added = jax.device_get(compiled(params, *arguments))
@@ -101,6 +103,7 @@ def measured_loads(steps: int) -> list[Any]:
     import jaxstack as js
     from jaxstack.config import SampleConfig
     from jaxstack.data import load_for
+    from jaxstack.generate import decode
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -120,7 +123,7 @@ def measured_loads(steps: int) -> list[Any]:
             prompts = [held_out.ids[start : start + 64].tolist() for start in starts]
             engine = opened.engine()
             engine.counted.clear()
-            for _ in engine.stream(prompts, SampleConfig(tokens=128), seed=half, at_once=True):
+            for _ in decode.stream(engine, prompts, SampleConfig(tokens=128), seed=half, at_once=True):
                 pass
             found.append(engine.counted["load"])
     return found

@@ -31,6 +31,7 @@ from record import RESULTS, record
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, PipelineConfig, TrainConfig
 from jaxstack.planner import estimate, hlo, memory
+from jaxstack.planner.job import Job
 
 TARGETS = {"h100": "h100:1x1x8", "v5p": "v5p:2x2x2"}
 """The targets, of eight devices each."""
@@ -130,10 +131,10 @@ def predict(name: str, chip: str) -> tuple[dict[str, float], dict[tuple[str, str
     cfg, platform = CASES[name], PLATFORMS[chip]
     devices = math.prod(cfg.mesh.sizes.values())
     ctx = memory.context(cfg, devices, platform)
-    parts = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
-    if kept := estimate.kept_bytes(cfg, ctx):
+    parts = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
+    if kept := estimate.kept_bytes(Job(cfg, ctx)):
         parts["recomputed arrays that are kept"] = kept
-    return parts, dict(hlo.sent(estimate.traffic(cfg, ctx)))
+    return parts, dict(hlo.sent(estimate.traffic(Job(cfg, ctx))))
 
 
 def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str, Any]:
@@ -147,15 +148,15 @@ def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str
     jitted: Any = step.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     size = compiled.memory_analysis()
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     text = compiled.as_text()
     if programs is not None:
         programs.mkdir(parents=True, exist_ok=True)
         (programs / f"{chip} {name}.hlo").write_text(text)
         (programs / f"{chip} {name}.pb").write_bytes(size.serialized_buffer_assignment_proto)
-    sent = hlo.sent(hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts))
+    sent = hlo.sent(hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts))
     return {
-        "kernels": ctx.kernels,
+        "kernels": ctx.ops.by_name,
         "compile_s": round(time.perf_counter() - begin, 1),
         "arguments": size.argument_size_in_bytes,
         "temporary": size.temp_size_in_bytes,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, resolve, with_buckets, with_values
+from jaxstack.planner.job import Job
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -102,15 +103,15 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)
 
     from jaxstack import sharding
+    from jaxstack.families.context import make_context
     from jaxstack.models import family, params
-    from jaxstack.models.context import Context
     from jaxstack.planner import auto_mesh
     from jaxstack.training.state import abstract_state
 
     if searched is not None:
         cfg = auto_mesh.choose(cfg, searched, kept=None)
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
-    state = abstract_state(cfg, Context.create(cfg, mesh))
+    state = abstract_state(cfg, make_context(cfg, mesh))
     declared = params.flat_spec(family.spec(cfg.model))
     leaves, specs = sharding.shardings_of(state.params)
     leaves = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
@@ -131,7 +132,7 @@ def log_step(cfg: Config, run: "Run", loop: "LoopState", metrics: dict[str, Any]
         from jaxstack.debug import replay
 
         with run.recompiles.expected():
-            for line in replay.explain_step(cfg, step, replay.folder(cfg, step)):
+            for line in replay.explain_step(cfg, step, Path(cfg.run.dir) / "debug" / f"step_{step}"):
                 run.console.print(line)
     return spike
 
@@ -178,8 +179,8 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     from jaxstack import sharding
     from jaxstack.data.loader import DataLoader
+    from jaxstack.families.context import make_context
     from jaxstack.generate import decode, pictures
-    from jaxstack.models.context import Context
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.training.features import teacher
     from jaxstack.training.services.run import Run
@@ -188,13 +189,16 @@ def train(cfg: Config, dataset: data.Dataset, changes: list[str]) -> None:
 
     # ---- devices and compiled steps
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
-    ctx = Context.create(pipeline_costs.resolve_partition(cfg, mesh), mesh)
+    ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(cfg, ctx)  # shapes, dtypes and shardings, no arrays
-    warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
-    resolved, split = estimate.resolve_split(cfg, ctx)
+    warning = memory.check(Job(cfg, ctx), abstract)  # before minutes of compiling
+    job, split = estimate.resolve_split(Job(cfg, ctx))
+    resolved = job.cfg
     choose = make_choice(resolved, ctx, abstract)  # some steps measure what `debug.watch` names
     steps = make_step(resolved, ctx, abstract), jax.jit(make_eval_step(cfg, ctx))  # of (state or params, batch)
-    loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so no reader has a state
+    loader = DataLoader(
+        cfg, dataset, ctx.layout.sharding(ctx.layout.batch)
+    )  # batch = f(seed, index), so no reader has a state
     teach = teacher.open_teacher(cfg, dataset.tokenizer, mesh)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints

@@ -18,7 +18,8 @@ from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import HFTokenizer
-from jaxstack.generate import load_run
+from jaxstack.generate.prompts import require_decoder
+from jaxstack.loaded import load_run
 from jaxstack.runtime import preemption
 from jaxstack.tracking.console import printable
 
@@ -50,7 +51,7 @@ def main(args: Namespace) -> None:
     """
     path = Path(args.run)
     cfg, tokenizer = load_run.read_run(path)
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
     if template is not None and (end := chat.end_of_turn_id(template, tokenizer)) is not None:
@@ -112,7 +113,10 @@ class History:
         self, cfg: Config, tokenizer: Tokenizer, template: chat.ChatTemplate | None, system: str | None
     ) -> None:
         """Begins a conversation."""
-        self._cfg, self._tokenizer, self._template, self._system = cfg, tokenizer, template, system
+        self._cfg = cfg
+        self._tokenizer = tokenizer
+        self._template = template
+        self._system = system
         self.reset()
 
     def reset(self) -> None:
@@ -179,7 +183,8 @@ def answer(line: str, history: History, conversation: "Conversation", stop: tupl
     if conversation.room(asked) < 1:
         note(f"{full} This line was not read: the text would have {len(asked)} tokens.")
         return
-    text, tokens = history.stream(stop), []
+    text = history.stream(stop)
+    tokens = []
     with interrupts() as hits:
         for part in conversation.reply(asked):
             tokens += part

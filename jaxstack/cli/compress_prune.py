@@ -26,7 +26,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.prune import Losses
     from jaxstack.compress.sparsify import Settings
     from jaxstack.compress.unfinished import Unfinished
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
     from jaxstack.models.surgery import Kept
 
 SIZES = {
@@ -171,7 +171,7 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
     from jaxstack.compress import prune
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.importance import measure
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
 
     sizes = prune.smaller_sizes(run.model, _given(args))
     found = measure(Walk.of(run.model, run.context), run.params, batches)
@@ -182,8 +182,8 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
         steps, losses = search.leave_out(sizes.layers // len(run.model.windows), partial(print, flush=True))
     kept = prune.choose(run.model, sizes, found, steps)
     cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
-    assert run.context.mesh is not None
-    context = Context.create(cfg, run.context.mesh)
+    assert run.context.layout.mesh is not None
+    context = make_context(cfg, run.context.layout.mesh)
     return replace(run, config=cfg, context=context, params=prune.keep(run.model, context, run.params, kept)), Report(
         found, kept, losses
     )

@@ -21,14 +21,14 @@ from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.scheme import Name, Scheme
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.quantize import Codes, QuantizedLayer, Settings
     from jaxstack.compress.unfinished import Unfinished
-    from jaxstack.generate.trained_run import Evaluation, TrainedRun
+    from jaxstack.loaded.trained_run import Evaluation, TrainedRun
 
 
 def add_arguments(parser: Parser) -> None:
@@ -122,7 +122,8 @@ def main(args: Namespace) -> None:
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
     if opened.model.moe.num_experts:
         check_experts(how.scheme, f"{run} has model.moe.num_experts={opened.model.moe.num_experts}")
-    rounding = replace(opened.context, quant=quant)  # the layers after a layer read what its rounded inputs make
+    # The layers after a layer read what its rounded inputs make.
+    rounding = replace(opened.context, ops=replace(opened.context.ops, quant=quant))
     walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
         folding.shared_inputs(walk.cfg)
@@ -195,7 +196,7 @@ def calibration(run: "TrainedRun", sequences: int) -> list["Batch"]:
     if not sequences:
         return []
     cfg = run.config
-    loader = DataLoader(cfg, data.load(cfg.data), run.context.sharding(run.context.batch))
+    loader = DataLoader(cfg, data.load(cfg.data), run.context.layout.sharding(run.context.layout.batch))
     return [loader.to_devices(batch) for batch in loader.iterate(0, -(-sequences // cfg.data.batch_size))]
 
 

@@ -25,11 +25,11 @@ from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import chat
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.evaluate.tasks import Tasks
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
 
 
 def add_arguments(parser: Parser) -> None:

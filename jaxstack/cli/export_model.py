@@ -127,22 +127,22 @@ def _read_params(run: Path) -> "Params":
 def _restore(run: Config, merge_adapters: bool = True) -> "Params":
     """Returns the newest parameters of a run with a checkpoint on one device."""
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training.services import init_from
 
     model = replace(run.model, pad_vocab_to=None)
     alone = replace(run, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
     mesh = sharding.make_mesh(alone.mesh, 1, sharding.find_devices()[:1])
-    return init_from.restore_params(alone, Context.create(alone, mesh), merge_adapters=merge_adapters)
+    return init_from.restore_params(alone, make_context(alone, mesh), merge_adapters=merge_adapters)
 
 
 def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "generation"]) -> None:
     """Makes a run directory of one branch with the trunk, which begins at step 0 with the parameters of a run."""
     from jaxstack import sharding
     from jaxstack.checkpoint import manifest, run_dir, store
+    from jaxstack.families.context import make_context
     from jaxstack.hf import safetensors
     from jaxstack.models import branches
-    from jaxstack.models.context import Context
     from jaxstack.training.services import init_from
     from jaxstack.training.state import abstract_state, make_state, start_from
 
@@ -163,7 +163,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
         pipeline=PipelineConfig(),
     )
     mesh = sharding.make_mesh(MeshConfig(data=1), cfg.microbatch_size, sharding.find_devices()[:1])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     state = start_from(cfg, make_state(cfg, ctx, abstract_state(cfg, ctx)), values)
     metadata = store.metadata(saved, max(manifest.complete_steps(saved))) | {"config": asdict(cfg), "next_batch": 0}
     metadata.pop("position", None)  # of the data of the other run

@@ -20,11 +20,12 @@ from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
-from jaxstack.generate import load_run
+from jaxstack.generate.prompts import require_decoder
+from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
 
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
-    from jaxstack.generate.trained_run import Draft
+    from jaxstack.loaded.trained_run import Draft
     from jaxstack.moe.placement import Placement
 
 DTYPE = get_type_hints(TrainConfig)["dtype"]
@@ -100,7 +101,7 @@ def main(args: Namespace) -> None:
     if cfg.model.family == "encoder_decoder":
         translate(cfg, tokenizer, args)
         return
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     if args.language is not None:
         raise ConfigError(f"--language={args.language} is for encoder-decoders. Leave it out.")
     if args.out is not None:
@@ -179,7 +180,7 @@ def open_draft(args: Namespace, cfg: Config, longest: int) -> "Draft":
       ConfigError: it cannot be read, or beams or penalties do not fit a draft.
     """
     from jaxstack.generate import speculative
-    from jaxstack.generate.trained_run import Draft
+    from jaxstack.loaded.trained_run import Draft
 
     speculative.check(cfg.sample)
     small, tokenizer = load_run.read_run(Path(args.draft))
@@ -202,7 +203,8 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
             )
     if args.out is not None:
         raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
-    texts, cfg = read_prompts(args.prompts), with_arguments(cfg, args)
+    texts = read_prompts(args.prompts)
+    cfg = with_arguments(cfg, args)
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(texts))
     for text in run.translate(texts, language=args.language):
         write(text + "\n")
@@ -224,7 +226,8 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
         if given:
             raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Leave {flag} away.")
     names = args.prompts if cfg.model.reads_captions else " ".join(args.prompts).split()
-    cfg, out = with_arguments(cfg, args), Path(args.out or Path(args.run) / "pictures.png")
+    cfg = with_arguments(cfg, args)
+    out = Path(args.out or Path(args.run) / "pictures.png")
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
@@ -253,7 +256,7 @@ def check_memory(longest: int, cfg: Config, placement: "Placement | None") -> No
     """
     from jaxstack.planner import generation_memory
 
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     generation_memory.check_generation(cfg, longest, placement)
 
 
@@ -267,7 +270,8 @@ def with_arguments(cfg: Config, args: Namespace) -> Config:
     sample = replace(cfg.sample, **given | {"prompts": ()})
     train = replace(cfg.train, dtype=args.dtype or cfg.train.dtype)
     seed = cfg.run.seed if args.seed is None else args.seed
-    kernels, devices = cfg.kernels, prod(args.mesh.sizes.values())
+    kernels = cfg.kernels
+    devices = prod(args.mesh.sizes.values())
     if args.decode_weights is None and kernels.decode_weights != "float" and devices != 1:
         held = f"kernels.decode_weights={kernels.decode_weights}"
         print(f"note: {held} is for one device; new tokens read float weights on {devices}", file=sys.stderr)
@@ -324,7 +328,7 @@ def read_prompts(words: Sequence[str]) -> list[str]:
 
 
 def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a text: those of `--stop`, and the end of a document.
+    """Returns the ids of the tokens that end a text: the tokens of `--stop`, and the end of a document.
 
     Raises:
       ConfigError: a text is not exactly one token.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree, path_of
 from jaxstack.config import ModelConfig
-from jaxstack.generate import decode
+from jaxstack.generate.engine import dropless
 from jaxstack.kernels import taps
 from jaxstack.models import family, params
 from jaxstack.models.blocks import Stack
@@ -100,7 +100,7 @@ class Walk:
     @classmethod
     def of(cls, cfg: ModelConfig, ctx: Context) -> "Walk":
         """Returns the way through a model that was loaded for a mesh without stages."""
-        return cls(decode.dropless(cfg), ctx.whole_sequences())
+        return cls(dropless(cfg), ctx.whole_sequences())
 
     @cached_property
     def matrices(self) -> dict[str, Param]:
@@ -151,19 +151,19 @@ class Walk:
     @cached_property
     def _layer_specs(self) -> PyTree:
         """How the parameters of one layer are sharded."""
-        return self.ctx.parameters(self._layer) if self._meshed else None
+        return self.ctx.layout.parameters(self._layer) if self._meshed else None
 
     @property
     def _meshed(self) -> bool:
-        return self.ctx.mesh is not None and self.ctx.mesh.size > 1
+        return self.ctx.layout.mesh is not None and self.ctx.layout.mesh.size > 1
 
     @cached_property
     def _stream_spec(self) -> PartitionSpec | None:
-        return self.ctx.activation(("batch", None, None)) if self._meshed else None
+        return self.ctx.layout.activation(("batch", None, None)) if self._meshed else None
 
     @cached_property
     def _batch_spec(self) -> PartitionSpec | None:
-        return self.ctx.batch if self._meshed else None
+        return self.ctx.layout.batch if self._meshed else None
 
     @cached_property
     def _embed(self) -> Callable[[Params, Batch], jax.Array]:
@@ -174,8 +174,8 @@ class Walk:
 
         if not self._meshed:
             return jax.jit(work)
-        where = self.ctx.parameters(family.spec(self.cfg))
-        return jax.jit(self.ctx.local(work, (where, self._batch_spec), self._stream_spec))
+        where = self.ctx.layout.parameters(family.spec(self.cfg))
+        return jax.jit(self.ctx.layout.local(work, (where, self._batch_spec), self._stream_spec))
 
     def _cast(self, values: Params) -> Params:
         return params.cast_matrices(family.spec(self.cfg), values, self.ctx.dtype)
@@ -189,7 +189,7 @@ class Walk:
 
         if not self._meshed:
             return jax.jit(take)
-        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.sharding, self._layer_specs))
+        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.layout.sharding, self._layer_specs))
 
     @cached_property
     def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]], Turn]]:
@@ -209,13 +209,13 @@ class Walk:
             for leaf, (inputs, sizes) in seen.items():
                 which, _, path = paths[leaf].partition("/")
                 found[int(which)][path] = self._measure(self.matrices[path], inputs, sizes)
-            turn = jax.tree.map(partial(self._total, self.ctx.axes("batch")), _turn(before, x))
+            turn = jax.tree.map(partial(self._total, self.ctx.layout.axes("batch")), _turn(before, x))
             return x, found, turn
 
         if not self._meshed:
             return jax.jit(work)
         where = ([self._layer_specs] * period, self._stream_spec, self._batch_spec)
-        return jax.jit(self.ctx.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec())))
+        return jax.jit(self.ctx.layout.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec())))
 
     def _measure(self, p: Param, x: jax.Array, sizes: tuple[jax.Array, ...]) -> Statistics:
         """Returns the statistics of the inputs of a matrix, equal on all devices.
@@ -224,7 +224,7 @@ class Walk:
           x: its inputs on this device [..., *in]; for experts rows that are sorted by expert [N, I].
           sizes: for experts, the number of rows of each.
         """
-        stored = self.ctx.axes("batch")
+        stored = self.ctx.layout.axes("batch")
         for dim in range(p.in_axes):
             split = tuple(axis for axis in self._axes(p.axes[p.batch_axes + dim]) if axis not in stored)
             x = collectives.all_gather_invariant(x, split, x.ndim - p.in_axes + dim)
@@ -244,10 +244,10 @@ class Walk:
 
     def _axes(self, name: str) -> collectives.Axes:
         """Returns the mesh axes above 1 that split a logical axis of parameters."""
-        mesh = self.ctx.mesh
+        mesh = self.ctx.layout.mesh
         if mesh is None:
             return ()
-        return tuple(axis for axis in names_of(self.ctx.rules.parameters[name]) if mesh.shape[axis] > 1)
+        return tuple(axis for axis in names_of(self.ctx.layout.rules.parameters[name]) if mesh.shape[axis] > 1)
 
     def _total(self, stored: collectives.Axes, a: jax.Array) -> jax.Array:
         """Returns the sum over devices with different tokens; devices with the same tokens have the same sums."""

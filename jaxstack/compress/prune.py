@@ -239,7 +239,7 @@ def largest(importance: np.ndarray, count: int) -> np.ndarray:
 def keep(cfg: ModelConfig, ctx: Context, params: Params, kept: Kept) -> Params:
     """Returns the parameters of the parts that stay, sharded over the mesh."""
     spec = family.spec(smaller_model(cfg, sizes_of_kept(kept)))
-    shardings = None if ctx.mesh is None else jax.tree.map(ctx.sharding, ctx.parameters(spec))
+    shardings = None if ctx.layout.mesh is None else jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
     new: Params = jax.jit(lambda params: surgery.keep(cfg, params, kept), out_shardings=shardings)(params)
     assert all(leaf.shape == p.shape for leaf, p in zip(flatten(new).values(), flat_spec(spec).values(), strict=True))
     return new

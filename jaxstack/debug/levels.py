@@ -1,7 +1,7 @@
 """Programs whose every value is computed, and loops whose steps are run one after the other.
 
 Devices along the axis of a guide may compute for nothing, such as the stages of a pipeline that have no unit in a tick.
-What they make is discarded later. Here it is discarded at once, so that the search is not led astray by it.
+The step discards their results later. Here they are discarded at once, so that they do not mislead the search.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.debug.devices import Devices, Function, Values, alone, communicates
 from jaxstack.debug.statistics import Statistics, flags, is_float
-from jaxstack.debug.way import Loop, Seen, Way
+from jaxstack.debug.way import Loop, Reading, Way
 
 Key = TypeVar("Key")
 Step = tuple[Way, Values, list[int]]
@@ -35,7 +35,7 @@ def with_entries(devices: Devices, value: Any) -> Any:
     return jnp.asarray(value)[None] if devices.mesh is None else value
 
 
-class Program:
+class LevelProgram:
     """A program that runs on all devices.
 
     Attributes:
@@ -43,13 +43,7 @@ class Program:
     """
 
     def __init__(self, jaxpr: Any, way: Way, results: bool = False) -> None:
-        """Prepares a program, which is compiled when it is called first.
-
-        Args:
-          jaxpr: the program.
-          way: to it.
-          results: whether only the results are wanted.
-        """
+        """Prepares a program, which is compiled when it is first called. With `results` it returns only the results."""
         self.made = [*jaxpr.outvars] if results else [v for equation in jaxpr.eqns for v in equation.outvars]
         self._jaxpr = jaxpr
         self._devices = way.devices
@@ -65,23 +59,23 @@ class Program:
 
     @cached_property
     def _compiled(self) -> Function:
-        given = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
         masks = [PartitionSpec(self._guide.axis)] * len(self._names)
         devices = self._devices
-        return devices.compile(self._evaluate, [*masks, *devices.specs(given)], devices.specs(self.made))
+        return devices.compile(self._evaluate, [*masks, *devices.specs(variables)], devices.specs(self.made))
 
     def _evaluate(self, *values: Any) -> Values:
         masks = dict(zip(self._names, values, strict=False))
-        given = [*self._jaxpr.constvars, *self._jaxpr.invars]
-        env = dict(zip(given, values[len(masks) :], strict=True))
+        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        env = dict(zip(variables, values[len(masks) :], strict=True))
 
         def read(variable: Any) -> Any:
             return jnp.asarray(variable.val) if isinstance(variable, core.Literal) else env[variable]
 
         for equation, kind in zip(self._jaxpr.eqns, self._kinds, strict=True):
             inputs = [read(v) for v in equation.invars]
-            function, _, own = alone(equation, inputs)
-            outputs = function(*own)
+            function, _, values_of_inputs = alone(equation, inputs)
+            outputs = function(*values_of_inputs)
             if kind:
                 outputs = [self._discard(masks[kind], equation, inputs, i, y) for i, y in enumerate(outputs)]
             env.update(zip(equation.outvars, outputs, strict=True))
@@ -102,15 +96,10 @@ class Program:
 
 
 def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var, jax.Array], dict[int, "Scan"]]:
-    """Computes every value of a program. Its scans run step by step, so that the search need not run them again.
+    """Computes every value of a program from `values`, the values of its constants and inputs.
 
-    Args:
-      jaxpr: the program.
-      way: to it.
-      values: of its constants and inputs.
-
-    Returns:
-      The values of its variables, and its scans by the numbers of their equations.
+    Scans run step by step, so that the search need not run them again. Returns the values of all variables, and the
+    scans by the numbers of their equations.
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
     scans = {}
@@ -121,11 +110,11 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
     for are_scans, group in groupby(enumerate(jaxpr.eqns), lambda pair: _runs_stepwise(pair[1], way)):
         numbers, equations = zip(*group, strict=True)
         if not are_scans:
-            made = {v for equation in equations for v in equation.outvars}
+            computed = {v for equation in equations for v in equation.outvars}
             read_by_them = [v for equation in equations for v in equation.invars if not isinstance(v, core.Literal)]
-            given = [v for v in dict.fromkeys(read_by_them) if v not in made]
-            program = Program(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
-            known |= zip(program.made, program(way.loops, [known[v] for v in given]), strict=True)
+            operands = [v for v in dict.fromkeys(read_by_them) if v not in computed]
+            program = LevelProgram(core.Jaxpr((), operands, (), [*equations], jaxpr.effects), way)
+            known |= zip(program.made, program(way.loops, [known[v] for v in operands]), strict=True)
             continue
         for number, equation in zip(numbers, equations, strict=True):
             inputs = [read(v) for v in equation.invars]
@@ -135,7 +124,7 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
 
 
 def _runs_stepwise(equation: Any, way: Way) -> bool:
-    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `Program`."""
+    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `LevelProgram`."""
     return equation.primitive.name == "scan" and equation.params["length"] > 0 and way.of_work(equation) is way
 
 
@@ -156,7 +145,7 @@ class _Steps:
 
     Attributes:
       body: the program of a step. The first of its results are carried to the next step.
-      seen: what they read of the carried arrays that the guide watches, in the order in which they ran.
+      readings: what they read of the carried arrays that the guide watches, in the order in which they ran.
     """
 
     body: Any
@@ -164,7 +153,7 @@ class _Steps:
     def __init__(self, equation: Any, way: Way) -> None:
         self._equation = equation
         self._way = way
-        self.seen: tuple[Seen, ...] = ()
+        self.readings: tuple[Reading, ...] = ()
 
     def loop(self, step: int, length: int | None = None, reverse: bool = False) -> Loop:
         """Returns a step of this loop."""
@@ -172,21 +161,21 @@ class _Steps:
         equation = self._equation
         return Loop(way.frames_of(equation), step, length, reverse, way.scopes_of(equation))
 
-    def _program(self, jaxpr: Any) -> Program:
-        return Program(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
+    def _program(self, jaxpr: Any) -> LevelProgram:
+        return LevelProgram(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
 
     def _watch(self, loop: Loop, carry: Values) -> None:
         devices = self._way.devices
         for k in self._way.guide.watched(loop, carry):
             value = with_entries(devices, carry[k])
             entries = devices.spread(self.body.jaxpr.outvars[k], np.arange(len(value)))
-            self.seen += (Seen(loop.step, k, Statistics.of(value), entries),)
+            self.readings += (Reading(loop.step, k, Statistics.of(value), entries),)
 
     def _flags(self, variables: Sequence[Any], values: Values) -> np.ndarray:
         """Returns for each variable whether it is not finite, and whether it is NaN, on devices that count [n, 2]."""
         devices = self._way.devices
-        found = zip(variables, flags_of(devices, dict(enumerate(values))).values(), strict=True)
-        flags = [(bad & devices.counted(v)).any(1) for v, bad in found]
+        bad_entries = flags_of(devices, dict(enumerate(values))).values()
+        flags = [(bad & devices.counted(v)).any(1) for v, bad in zip(variables, bad_entries, strict=True)]
         return np.array(flags, bool).reshape(-1, 2)
 
     def _into(self, loop: Loop, devices: Devices | None = None) -> Way:
@@ -235,15 +224,16 @@ class Scan(_Steps):
         variables = self.body.jaxpr.outvars
         carry = self._carry
         made = {}
-        seen = np.zeros((len(variables), 2), bool)
-        seen[: self._carried] = self._flags(variables[: self._carried], carry)
+        before = np.zeros((len(variables), 2), bool)  # what was bad in an earlier step
+        before[: self._carried] = self._flags(variables[: self._carried], carry)
         for i in self._steps:
             self._watch(self.at(i), carry)
             results = self._run(i, carry)
             now = self._flags(variables, results)
-            if (new := (now & ~seen).any(1)).any():
-                self._first.append((replace(self.at(i), seen=self.seen), carry, [*map(int, np.flatnonzero(new))]))
-            seen |= now
+            new = np.flatnonzero((now & ~before).any(1))
+            if new.size:
+                self._first.append((replace(self.at(i), readings=self.readings), carry, new.tolist()))
+            before |= now
             carry = results[: self._carried]
             made[i] = results[self._carried :]
         return [*carry, *_stack([made[i] for i in sorted(made)], axis=self._axis)]
@@ -333,5 +323,67 @@ class While(_Steps):
             before = now
             turn = turn + 1
             if new:
-                way = self._into(replace(loop, seen=self.seen), None if runs.all() else devices.only(runs))
+                way = self._into(replace(loop, readings=self.readings), None if runs.all() else devices.only(runs))
                 yield way, given, new
+
+
+def inline_single_steps(jaxpr: Any, way: Way) -> Any:
+    """Returns a program in which the work of each loop of a single step is among its own equations.
+
+    Such a loop is that over microbatches when there is one. Loops that the guide follows, and those with results for
+    each step, are kept.
+    """
+    if not any(_is_single(equation, way) for equation in jaxpr.eqns):
+        return jaxpr
+    now: dict[Any, Any] = {}
+    defined = {v for equation in jaxpr.eqns for v in equation.outvars} | {*jaxpr.constvars, *jaxpr.invars}
+    equations = []
+    for equation in jaxpr.eqns:
+        equation = equation.replace(invars=_replaced(now, equation.invars))
+        if _is_single(equation, way) and defined.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):
+            body = equation.params["jaxpr"].jaxpr
+            defined |= _variables(body)
+            equations += _equations_of_step(equation, body, now)
+            now |= zip(equation.outvars, _replaced(now, body.outvars), strict=True)
+        else:
+            equations.append(equation)
+    return core.Jaxpr(jaxpr.constvars, jaxpr.invars, _replaced(now, jaxpr.outvars), equations, jaxpr.effects)
+
+
+def _is_single(equation: Any, way: Way) -> bool:
+    """Returns whether an equation is a loop of a single step that can be replaced."""
+    if equation.primitive.name != "scan" or equation.params["length"] != 1 or equation.params["jaxpr"].consts:
+        return False
+    if len(equation.outvars) != scan_sizes(equation.params)[1]:
+        return False
+    return not way.guide.is_followed(Scan.loop_of(equation, way))
+
+
+def _variables(body: Any) -> set[Any]:
+    return {*body.invars} | {v for equation in body.eqns for v in equation.outvars}
+
+
+def _replaced(now: Mapping[Any, Any], atoms: Any) -> list[Any]:
+    """Returns what takes the place of each atom."""
+    return [a if isinstance(a, core.Literal) else now.get(a, a) for a in atoms]
+
+
+def _equations_of_step(equation: Any, body: Any, now: dict[Any, Any]) -> list[Any]:
+    """Returns the equations of a loop's body with its inputs in `now`: arrays over steps lose this dimension."""
+    same = sum(scan_sizes(equation.params))
+    now |= zip(body.invars[:same], equation.invars[:same], strict=True)
+    equations = [
+        equation.replace(
+            invars=[array],
+            outvars=[entry],
+            primitive=core.primitives.squeeze_p,
+            params={"dimensions": (0,)},
+            effects=set(),
+        )
+        for array, entry in zip(equation.invars[same:], body.invars[same:], strict=True)
+    ]
+    outer = equation.source_info.name_stack
+    for inner in body.eqns:
+        source = inner.source_info.replace(name_stack=outer + inner.source_info.name_stack)
+        equations.append(inner.replace(invars=_replaced(now, inner.invars), source_info=source))
+    return equations

@@ -19,8 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxstack.debug.devices import Devices, Values, alone
-from jaxstack.debug.inline import inline_single_steps
-from jaxstack.debug.levels import Scan, While, evaluate, flags_of
+from jaxstack.debug.levels import Scan, While, evaluate, flags_of, inline_single_steps
 from jaxstack.debug.rules import Frame
 from jaxstack.debug.statistics import is_bad
 from jaxstack.debug.way import Guide, Loop, Way
@@ -32,7 +31,7 @@ class Finding:
 
     Attributes:
       equation: the operation.
-      inputs: its inputs; on a mesh, those of `device`.
+      inputs: inputs of the operation; on a mesh, on `device` alone.
       outputs: what it computes from them.
       frames: places in the code where it is, innermost first.
       scopes: names of the scopes in which it is, outermost first, and the transformations of them, such as
@@ -61,12 +60,8 @@ class Finding:
 def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> Finding | None:
     """Returns the operation that made the first bad value among the results of a program, or `None` if all are finite.
 
-    The results are searched in their order: the first bad one is explained.
-
-    Args:
-      closed: the program, from `jax.make_jaxpr`.
-      arguments: its inputs, flat.
-      guide: what is known about the program.
+    The results are searched in their order: the first bad one is explained. `closed` is the program from
+    `jax.make_jaxpr`, and `arguments` are its flat inputs.
     """
     way = Way(guide=guide or Guide())
     jaxpr = closed.jaxpr
@@ -88,15 +83,15 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
     level = _Level(jaxpr, consts, values, way)
     for number, variable in enumerate(results):
         if level.is_bad(variable):
-            found = level.explain([variable])
-            return None if found is None else replace(found, result=number)
+            finding = level.explain([variable])
+            return None if finding is None else replace(finding, result=number)
     return None
 
 
 def run(equation: Any, inputs: Values) -> Values:
     """Returns what an equation computes from whole arrays."""
-    program, _, given = alone(equation, inputs)
-    return [*jax.jit(program)(*given)]
+    program, _, values = alone(equation, inputs)
+    return [*jax.jit(program)(*values)]
 
 
 class _Level:
@@ -123,8 +118,8 @@ class _Level:
     def explain(self, bad: Sequence[Any]) -> Finding | None:
         """Returns the operation that made the bad values of these variables; `None` if they come from outside."""
         for index in self._candidates(bad):
-            if (found := self._go_into(index)) is not None:
-                return found
+            if (finding := self._go_into(index)) is not None:
+                return finding
         return None
 
     def _candidates(self, bad: Sequence[Any]) -> list[int]:
@@ -135,13 +130,13 @@ class _Level:
         """
         origins = set()
         makers = set()
-        seen = set()
+        visited = set()
         waiting = [*bad]
         while waiting:
             variable = waiting.pop()
-            if isinstance(variable, core.Literal) or variable in seen or variable not in self._producer:
+            if isinstance(variable, core.Literal) or variable in visited or variable not in self._producer:
                 continue
-            seen.add(variable)
+            visited.add(variable)
             index = self._producer[variable]
             equation = self._jaxpr.eqns[index]
             inputs = [v for v in equation.invars if self.is_bad(v)]
@@ -181,20 +176,20 @@ class _Level:
     def _go_into_loop(self, loop: Scan | While, bad: list[int]) -> Finding | None:
         """Goes into the first step of a loop in which a value is not finite any more."""
         for inner, given, new in loop.steps(bad):
-            if found := _explain(loop.body.jaxpr, [*loop.body.consts], given, inner, new):
-                return found if isinstance(loop, While) else self._with_others(loop, found)
+            if finding := _explain(loop.body.jaxpr, [*loop.body.consts], given, inner, new):
+                return finding if isinstance(loop, While) else self._with_others(loop, finding)
         return None
 
-    def _with_others(self, loop: Scan, found: Finding) -> Finding:
+    def _with_others(self, loop: Scan, finding: Finding) -> Finding:
         """Adds what the loop reads after the bad step, and what other loops over the same layers read."""
         depth = len(self._way.loops)
         here = loop.at(0)
         if not self._way.guide.is_followed(here):
-            return found
+            return finding
         others = [scan for scan in self._scans.values() if scan is not loop and scan.at(0).frames == here.frames]
-        seen = tuple(replace(other.at(0), seen=other.seen) for other in others)
-        full = replace(found.loops[depth], seen=loop.seen, others=seen)
-        return replace(found, loops=(*found.loops[:depth], full, *found.loops[depth + 1 :]))
+        readings = tuple(replace(other.at(0), readings=other.readings) for other in others)
+        full = replace(finding.loops[depth], readings=loop.readings, others=readings)
+        return replace(finding, loops=(*finding.loops[:depth], full, *finding.loops[depth + 1 :]))
 
     def _go_into_branches(self, equation: Any, inputs: Values, bad: list[int], way: Way) -> Finding | None:
         """Goes into the branch that was taken, or on a mesh into each that some devices have taken."""
@@ -203,8 +198,8 @@ class _Level:
         for number in np.unique(taken if devices.active is None else taken[devices.active]):
             inner = equation.params["branches"][int(number)]
             here = way.into(equation, devices=devices if devices.mesh is None else devices.only(taken == number))
-            if found := _explain(_jaxpr_of(inner), [*getattr(inner, "consts", ())], inputs[1:], here, bad):
-                return found
+            if finding := _explain(_jaxpr_of(inner), [*getattr(inner, "consts", ())], inputs[1:], here, bad):
+                return finding
         return None
 
     def _finding(self, equation: Any, inputs: Values, way: Way) -> Finding:
@@ -230,7 +225,7 @@ class _Level:
 
 
 def _explain(jaxpr: Any, consts: Values, inputs: Values, way: Way, bad: Sequence[int]) -> Finding | None:
-    """Explains those of the results `bad` of a program that are not finite."""
+    """Explains the results of a program with the numbers `bad`, as far as they are not finite."""
     jaxpr = inline_single_steps(jaxpr, way)
     level = _Level(jaxpr, consts, inputs, way)
     return level.explain([v for v in (jaxpr.outvars[i] for i in bad) if level.is_bad(v)])

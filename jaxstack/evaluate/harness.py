@@ -17,9 +17,9 @@ from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import HFTokenizer
 from jaxstack.evaluate import text
-from jaxstack.generate import decode
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.generate.prompts import Rows, row_seeds
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.serve.texts import AnswerText
 
 MAX_TOKENS = 256
@@ -59,8 +59,13 @@ class RunModel(TemplateLM):
           progress: is called with the number of requests that are done, and of all of their kind.
         """
         super().__init__()
-        self.run, self.context, self.rows, self.template, self.truncated = run, context, rows, template, 0
-        self._tokenizer, self._progress = run.tokenizer, progress
+        self.run = run
+        self.context = context
+        self.rows = rows
+        self.template = template
+        self.truncated = 0
+        self._tokenizer = run.tokenizer
+        self._progress = progress
         self._before = self._tokenizer.frame()[0] if isinstance(self._tokenizer, HFTokenizer) else []
 
     @property
@@ -99,7 +104,8 @@ class RunModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        texts, counts = [], []
+        texts = []
+        counts = []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.context:
                 raise ConfigError(
@@ -111,7 +117,7 @@ class RunModel(TemplateLM):
             counts.append(len(continuation))
         return self._score(texts, counts)
 
-    def _score(self, texts: decode.Rows, counts: Sequence[int]) -> list[tuple[float, bool]]:
+    def _score(self, texts: Rows, counts: Sequence[int]) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of the last tokens of each text, and whether they are the greedy ones."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         for done, (i, found) in enumerate(self.run.scorer.scores(texts, self.rows) if texts else (), start=1):
@@ -139,9 +145,10 @@ class RunModel(TemplateLM):
         texts = [AnswerText(self._tokenizer, ids, end=end, stop=stops) for ids, _, stops in wanted]
         engine = self.run.engine(self.run.config.sample.domain)
         batch = ContinuousBatch(engine, rows=min(self.rows, len(texts)), slots=self.context, stop=end)
-        for i, ((ids, sample, _), mark) in enumerate(zip(wanted, decode.row_seeds(prompts), strict=True)):
+        for i, ((ids, sample, _), mark) in enumerate(zip(wanted, row_seeds(prompts), strict=True)):
             batch.add(Prompt(i, ids, sample, mark, self.run.config.run.seed % 2**32))
-        answers, done = [""] * len(texts), 0
+        answers = [""] * len(texts)
+        done = 0
         while batch.busy:
             for part in batch.advance():
                 answers[part.name] += texts[part.name].add(part.tokens, last=part.ended)

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, SampleConfig
-from jaxstack.generate import decode, sampling
+from jaxstack.generate import sampling
+from jaxstack.generate.engine import CARRIED, Engine, is_stop, row_keys
 from jaxstack.generate.kv_cache import CachedDecoder
-from jaxstack.generate.row_sampler import is_stop
-from jaxstack.generate.stream import CARRIED, Engine, compile_program
+from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.sharding import collectives
 
 _ROUNDS = 8
@@ -59,7 +59,8 @@ def choose(key: jax.Array, drafted: jax.Array, q: jax.Array, p: jax.Array) -> tu
     """
     G = drafted.shape[0]
     for_uniform, for_next = jax.random.split(key)
-    own, of_draft = p[jnp.arange(G), drafted], q[jnp.arange(G), drafted]
+    own = p[jnp.arange(G), drafted]
+    of_draft = q[jnp.arange(G), drafted]
     accepted = jax.random.uniform(for_uniform, (G,)) * of_draft < own
     n = jnp.cumprod(accepted.astype(jnp.int32)).sum()
     rest = jnp.maximum(p[n] - jnp.pad(q, ((0, 1), (0, 0)))[n], 0.0)
@@ -96,22 +97,22 @@ class Speculation:
         Args:
           prompt: its token ids.
           sample: how tokens are chosen; without beams and repetition penalty.
-          mark: what seeds its samples, from `decode.row_seeds`. `None` means that of the prompt alone.
+          mark: what seeds its samples, from `prompts.row_seeds`. `None` means the seed of the prompt alone.
           stop: tokens that end the text.
           seed: of sampling.
           at_once: whether all tokens come at once.
 
         Raises:
-          ConfigError: see `decode.check_prompts`; or the text would exceed the draft's learned positions.
+          ConfigError: see `prompts.check_prompts`; or the text would exceed the draft's learned positions.
         """
         check(sample)
         for engine in (self.engine, self.draft):
-            decode.check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
+            check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
         if not sample.tokens:
             return
-        replicas = self.engine.ctx.replicas
-        tokens, first = (np.repeat(a, replicas, 0) for a in decode.align_rows([prompt]))
-        marks = decode.row_seeds([prompt]) if mark is None else mark[None]
+        replicas = self.engine.ctx.layout.replicas
+        tokens, first = (np.repeat(a, replicas, 0) for a in align_rows([prompt]))
+        marks = row_seeds([prompt]) if mark is None else mark[None]
         rows = first, np.repeat(marks, replicas, 0), np.uint32(seed)
         how = replace(sample, prompts=None, rows=None), tuple(stop), tokens.shape[1]
         state, results = self._call("start", self._start, how, rows, tokens)
@@ -124,13 +125,13 @@ class Speculation:
             yield found
 
     def stream_rows(
-        self, prompts: decode.Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
-    ) -> Iterator[decode.Rows]:
+        self, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
+    ) -> Iterator[Rows]:
         """Yields the tokens that are added to each prompt, one text after the other; see `stream`."""
-        for i, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+        for i, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
             shown = 0
             for found in self.stream(prompt, sample, mark=mark, stop=stop, seed=seed, at_once=at_once):
-                parts: decode.Rows = [[] for _ in prompts]
+                parts: Rows = [[] for _ in prompts]
                 parts[i] = found.added[0, shown : found.count[0]].tolist()
                 shown = int(found.count[0])
                 yield parts
@@ -192,7 +193,7 @@ class Speculation:
             }
             return collectives.match_varying_tree(next_state, state)
 
-        axes = model.ctx.axes("batch")
+        axes = model.ctx.layout.axes("batch")
 
         def more(state: PyTree) -> jax.Array:
             return collectives.all_reduce((~state["done"] & (state["rounds"] < until)).sum(), axes) > 0
@@ -203,41 +204,38 @@ class Speculation:
         self, name: str, work: Callable[..., PyTree], how: "_How", rows: PyTree, *others: PyTree
     ) -> tuple[PyTree, Any]:
         """Runs `work(models, how, key, *others)`, compiled, and returns the state and what the host reads of it."""
-        engine, draft, one = self.engine, self.draft, PartitionSpec()
-        programs_key = (f"speculative {name}", draft.cfg, self.tokens, *how)
-        if programs_key not in engine.programs:
-            sample, _, slots = how
+        engine = self.engine
+        draft = self.draft
+        sample, _, slots = how
+        size = slots + sample.tokens + self.tokens + 1
 
-            def run(
-                params: PyTree, copies: PyTree, of_draft: PyTree, its_copies: PyTree, rows: PyTree, *others: PyTree
-            ) -> tuple[PyTree, Found]:
-                first, marks, seed = rows
-                models = [
-                    replace(
-                        CachedDecoder.create(
-                            one.cfg, values, one.ctx, gate=one.gate, vocabulary=one.vocabulary, first=first,
-                            num_slots=slots + sample.tokens + self.tokens + 1, token_weights=made,
-                        ),
-                        spare=self.tokens,
-                    )
-                    for one, values, made in ((engine, params, copies), (draft, of_draft, its_copies))
-                ]  # fmt: skip
-                state = work(models, how, decode.row_keys(seed, marks)[0], *others)
-                axes = engine.ctx.axes("batch")
-                going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
-                counts = [
-                    collectives.all_reduce(state[name], axes) // engine.ctx.replicas for name in ("rounds", "accepted")
-                ]
-                return state, Found(state["added"], state["count"], going, *counts)
+        def run(
+            params: PyTree, copies: PyTree, draft_params: PyTree, draft_copies: PyTree, rows: PyTree, *others: PyTree
+        ) -> tuple[PyTree, Found]:
+            first, marks, seed = rows
+            models = [
+                engine.decoder(params, copies, first, size, spare=self.tokens),
+                draft.decoder(draft_params, draft_copies, first, size, spare=self.tokens),
+            ]
+            state = work(models, how, row_keys(seed, marks)[0], *others)
+            axes = engine.ctx.layout.axes("batch")
+            going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
+            counts = [
+                collectives.all_reduce(state[name], axes) // engine.ctx.layout.replicas
+                for name in ("rounds", "accepted")
+            ]
+            return state, Found(state["added"], state["count"], going, *counts)
 
-            rows_spec = engine.specs.rows
-            kinds = (rows_spec,) if name == "start" else (CARRIED, one)
-            where = (engine.specs.params, CARRIED, draft.specs.params, CARRIED, (rows_spec, rows_spec, one), *kinds)
-            results = Found(rows_spec, rows_spec, one, one, one)
-            donated = 5 if name == "extend" else None
-            engine.programs[programs_key] = compile_program(engine.ctx, run, where, results, donated=donated)
-        return engine.programs[programs_key](
-            engine.params, engine.token_weights, draft.params, draft.token_weights, rows, *others
+        one = PartitionSpec()
+        by_row = engine.specs.rows
+        kinds: tuple[PyTree, ...] = (by_row,) if name == "start" else (CARRIED, one)
+        return engine.call(
+            (f"speculative {name}", draft.cfg, self.tokens, *how),
+            run,
+            (draft.specs.params, CARRIED, (by_row, by_row, one), *kinds),
+            Found(by_row, by_row, one, one, one),
+            *(draft.params, draft.token_weights, rows, *others),
+            donated=3 if name == "extend" else None,
         )
 
 

@@ -203,14 +203,14 @@ def place(adapters: Adapters, model: ModelConfig, ctx: Context) -> PyTree:
     spec = families.spec(replace(model, lora=adapters.lora))
     spec, _ = params.partition(spec, spec)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    split = params.map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
+    split = params.map_spec(lambda p: one, spec) if ctx.layout.mesh is None else ctx.layout.parameters(spec)
 
     def put(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
         value = adapters.values[path_of(keys)]
-        if ctx.pipeline is not None:
-            layers = ctx.pipeline.stages.of(path_of(keys)).layer_of_slot
+        if ctx.layout.pipeline is not None:
+            layers = ctx.layout.pipeline.stages.of(path_of(keys)).layer_of_slot
             value = np.where((layers >= 0).reshape(-1, *[1] * (value.ndim - 1)), value[layers], np.float32(0))
-        sharding = where if ctx.mesh is None else ctx.sharding(where)
+        sharding = where if ctx.layout.mesh is None else ctx.layout.sharding(where)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     return jax.tree_util.tree_map_with_path(put, spec, split, is_leaf=lambda x: isinstance(x, Param))

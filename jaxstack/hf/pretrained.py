@@ -163,23 +163,23 @@ class PretrainedFolder:
         ctx = ctx or Context()
         spec = families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        where = map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
+        where = map_spec(lambda p: one, spec) if ctx.layout.mesh is None else ctx.layout.parameters(spec)
         names = weights.weight_map(self.family, self._spec)
 
         def fetch(name: str, index: tuple[slice, ...]) -> np.ndarray:
             return self._tensors.read(self._names[name], index)
 
         def place(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
-            sharding = where if ctx.mesh is None else ctx.sharding(where)
+            sharding = where if ctx.layout.mesh is None else ctx.layout.sharding(where)
             name = names[path_of(keys)]
-            layers = None if ctx.pipeline is None else ctx.pipeline.stages.of(path_of(keys)).layer_of_slot
+            layers = None if ctx.layout.pipeline is None else ctx.layout.pipeline.stages.of(path_of(keys)).layer_of_slot
 
             def read(index: tuple[slice, ...] | None) -> np.ndarray:
                 return weights.read_param(p, name, fetch, index, layers)
 
             return jax.make_array_from_callback(p.shape, sharding, read)
 
-        stored = pad_to_slots(spec, ctx.stages)
+        stored = pad_to_slots(spec, ctx.layout.stages)
         values = jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
         if self.adapters is None:
             return values

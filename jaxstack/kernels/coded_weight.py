@@ -92,10 +92,10 @@ class CodedWeight:
         case: dict[str, Any] = {"scheme": scheme}
         name = resolve_implementation("codes", IMPLEMENTATIONS, implementation, case)
         rows = w.reshape(prod(w.shape[:in_axes]), -1).T
-        made = nearest_held(rows.astype(jnp.float32), scheme)
-        codes = made.codes.T.astype(jnp.int8)
+        quantized = nearest_held(rows.astype(jnp.float32), scheme)
+        codes = quantized.codes.T.astype(jnp.int8)
         codes = codes if scheme.bits == 8 else pack(codes)
-        return cls(codes, made.scales.T, scheme.bits, rows.shape[1], w.shape[in_axes:], name)
+        return cls(codes, quantized.scales.T, scheme.bits, rows.shape[1], w.shape[in_axes:], name)
 
     def values(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns the matrix that the codes stand for, [I, O]."""
@@ -123,11 +123,10 @@ def coded_product(x: jax.Array, w: CodedWeight, in_axes: int, *, rounds_inputs: 
     """Returns the product of x [..., *in] with a matrix, [..., *out] in the dtype of x.
 
     Args:
-      x: inputs of tokens.
-      w: the matrix.
+      x, w: inputs of tokens, and the matrix.
       in_axes: number of contracted dimensions.
-      rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does; the product then equals that of
-        `quantized_matmul` on every device. It needs codes of 8 bits with one scale for each output.
+      rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does. `quantized_matmul` then computes
+        the same product on every device. It needs codes of 8 bits with one scale for each output.
     """
     lead = x.shape[: x.ndim - in_axes]
     rows = x.reshape(prod(lead), -1)

@@ -55,8 +55,8 @@ def statistics(platform, softcap, x, head, targets, ids):
 def gradients(platform, softcap, x, head, targets, ids, lse, weights):
     """Returns the gradients of a sum over tokens with respect to x [T, D] and head [D, V].
 
-    The sum is of weights * (log-sum-exp - target's logit). `lse` are the two parts of a `LogSumExp`, [T] each. `ids` is
-    that of `statistics`.
+    The summands are weights * (log-sum-exp - target's logit). `lse` are the two parts of a `LogSumExp`, [T] each. For
+    `ids`, see `statistics`.
     """
     V = head.shape[1]
     block = min(V, VOCAB_BLOCK)

@@ -9,10 +9,11 @@ from jax import lax
 
 from jaxstack.kernels.cross_entropy import (
     CHUNK_TOKENS,
-    SavedGradients,
+    chunk_gradients,
     exists,
     log_sum_exp,
     negative_log_likelihood,
+    save_gradients,
     scan_chunks,
 )
 from jaxstack.sharding import collectives
@@ -25,7 +26,7 @@ class Mix:
     """How both losses are mixed.
 
     Attributes:
-      weight: of the teacher's part; that of the next token is 1 - weight.
+      weight: weight of the teacher's part; the next token's part has 1 - weight.
       temperature: divisor of the logits in the teacher's part.
     """
 
@@ -49,9 +50,9 @@ def distillation_loss(
 ) -> jax.Array:
     """Returns the sum over tokens of weight * ((1 - w) * nll + w * t^2 * KL(teacher || model)), a float32 scalar.
 
-    The divergence is that of softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). The teacher is
-    known by its K most probable tokens; all others count as one token, which has the sum of their probabilities. So
-    this is at most the divergence of the whole vocabulary, and equal to it where K is all of it.
+    The divergence compares distributions softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). Of the
+    teacher, the K most probable tokens are known. All others count as one token with the sum of their probabilities. So
+    this is at most the divergence over the whole vocabulary, and equal to it where K is all of it.
 
     Args:
       x: hidden states [B, S, D].
@@ -61,10 +62,7 @@ def distillation_loss(
       teacher: ids [B, S, K], all different, and the logarithms of their probabilities at this temperature [B, S, K]; no
         gradient.
       mix: w and t.
-      softcap: see `cross_entropy`.
-      vocab_axes: see `cross_entropy`.
-      vocab_size: see `cross_entropy`.
-      chunk: tokens of one chunk.
+      softcap, vocab_axes, vocab_size, chunk: see `cross_entropy`.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
     if vocab_size == head.shape[1] * collectives.count(vocab_axes):
@@ -82,24 +80,24 @@ def _chunk(options, head, x, targets, weights, ids, log_p):
     t = mix.temperature
     w = mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
-    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
+    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))  # the next token's part
 
     logits_t = logits / t
     lowest = jnp.finfo(jnp.float32).min
     lse_t = log_sum_exp(logits_t, axes)
-    own = ids - collectives.index(axes) * V
-    is_local = (own >= 0) & (own < V)
-    at = jnp.where(is_local, own, V)  # V is outside, and dropped
+    local_ids = ids - collectives.index(axes) * V
+    is_local = (local_ids >= 0) & (local_ids < V)
+    at = jnp.where(is_local, local_ids, V)  # V is outside, and dropped
     rows = jnp.indices(ids.shape, sparse=True)[:2]
-    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")
-    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, own, 0), axis=-1)
+    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")  # the teacher's ids, [B, C, V/n]
+    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, local_ids, 0), axis=-1)
     log_q = lse_t.log_probs(collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes))
     p = jnp.exp(log_p)
-    kl = (p * (log_p - log_q)).sum(-1)
+    kl = (p * (log_p - log_q)).sum(-1)  # [B, C]
     taught = jnp.zeros_like(logits).at[(*rows, at)].set(p, mode="drop")
     q = jnp.exp(lse_t.log_probs(logits_t))
-    every = V * collectives.count(axes) if vocab_size is None else vocab_size
-    if ids.shape[-1] < every:  # the probability of all others
+    all_ids = V * collectives.count(axes) if vocab_size is None else vocab_size
+    if ids.shape[-1] < all_ids:  # the probability of all others
         p_rest = jnp.maximum(1 - p.sum(-1), 0.0)
         others = log_sum_exp(jnp.where(known, lowest, logits_t), axes)
         log_q_rest = (others.top - lse_t.top) + (others.log_total - lse_t.log_total)
@@ -126,14 +124,10 @@ def _loss(options, x, head, *tokens):
 def _forward(options, x, head, *tokens):
     def chunk(x, *tokens):
         loss, d_logits = _chunk(options, head, x, *tokens)
-        d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
-        d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        dx, d_head = chunk_gradients(x, head, d_logits)
         return (loss.sum(), d_head), dx
 
-    zero = collectives.zeros((), jnp.float32, tokens[1]), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = scan_chunks(options[4], chunk, zero, x, *tokens)
-    return total, SavedGradients(dx, d_head)
+    return save_gradients(options[4], chunk, x, head, tokens[1], *tokens)
 
 
 def _backward(options, saved, d_total):

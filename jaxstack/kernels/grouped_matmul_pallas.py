@@ -70,10 +70,10 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     first = jnp.minimum(starts // tile_rows, tiles - 1)
     last = jnp.where(ends > starts, (ends - 1) // tile_rows, first)
-    through = jnp.cumsum(last - first + 1)
+    through = jnp.cumsum(last - first + 1)  # visits up to each group and its own
     visit = jnp.arange(tiles + E + 1, dtype=jnp.int32)
     group = jnp.searchsorted(through, visit, side="right", method="compare_all").astype(jnp.int32)  # a loop otherwise
-    real = group <= E
+    real = group <= E  # the other steps of the grid are no visits
     group = jnp.minimum(group, E)
     tile = jnp.where(real, first[group] + visit - (through - (last - first + 1))[group], tiles - 1)
     start = starts[group]
@@ -107,6 +107,16 @@ def _gpu_tile(kernel, dtype, *sizes):
     return (*fitted, tile.warps, tile.stages)
 
 
+def _load(ref, index, inside, *lead):
+    """Loads the block of a matrix with these row and column indices, with zeros where they are not `inside`.
+
+    `lead` are indices of the dimensions before the matrix.
+    """
+    row, column = index
+    rows, columns = inside
+    return triton.load(ref.at[(*lead, row[:, None], column[None, :])], mask=rows[:, None] & columns[None, :], other=0)
+
+
 def _rows_gpu(x, w, sizes, transposed):
     """Runs one program for each visit and block of the output's width; it loops over the width that is summed.
 
@@ -130,19 +140,11 @@ def _rows_gpu(x, w, sizes, transposed):
 
         def add_block(k, total):
             width = k * K + jnp.arange(K)
-            a = triton.load(x_ref.at[row[:, None], width[None, :]], mask=rows[:, None] & (width < A)[None, :], other=0)
+            a = _load(x_ref, (row, width), (rows, width < A))  # [M, K]
             if transposed:
-                b = triton.load(
-                    w_ref.at[expert, column[:, None], width[None, :]],
-                    mask=(column < B)[:, None] & (width < A)[None, :],
-                    other=0,
-                )
+                b = _load(w_ref, (column, width), (column < B, width < A), expert)  # [J, K]
                 return total + _dot(a, b, ((1,), (1,)))
-            b = triton.load(
-                w_ref.at[expert, width[:, None], column[None, :]],
-                mask=(width < A)[:, None] & (column < B)[None, :],
-                other=0,
-            )
+            b = _load(w_ref, (width, column), (width < A, column < B), expert)  # [K, J]
             return total + _dot(a, b, ((1,), (0,)))
 
         # The loop runs 0 times for rows without a group, so that their results are zeros.
@@ -180,12 +182,8 @@ def _weights_gpu(x, dy, sizes, dtype):
 
         def add_rows(t, total):
             row = start + t * M + jnp.arange(M)
-            a = triton.load(
-                x_ref.at[row[:, None], into[None, :]], mask=(row < end)[:, None] & (into < A)[None, :], other=0
-            )
-            b = triton.load(
-                dy_ref.at[row[:, None], out[None, :]], mask=(row < end)[:, None] & (out < B)[None, :], other=0
-            )
+            a = _load(x_ref, (row, into), (row < end, into < A))  # [M, J]
+            b = _load(dy_ref, (row, out), (row < end, out < B))  # [M, K]
             return total + _dot(a.T, b, ((1,), (0,)))
 
         total = lax.fori_loop(jnp.int32(0), pl.cdiv(end - start, M), add_rows, jnp.zeros((J, K), jnp.float32))
@@ -300,11 +298,33 @@ def _rows_tpu(x, w, sizes, transposed):
     return y
 
 
-def _weights_tpu(x, dy, sizes, dtype):
-    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits.
+def _weights_kernel_tpu(E, count, tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
+    """Adds the rows of one visit to `total` in VMEM, which has the sum of a group from its first visit to its last."""
+    v = pl.program_id(2)
+    tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
+    before = group_ref[jnp.maximum(v - 1, 0)]
+    after = group_ref[jnp.minimum(v + 1, count - 1)]
 
-    The sum of a group is in VMEM from its first visit to its last, which writes it.
-    """
+    @pl.when((v == 0) | (group != before))
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when((group < E) & (end > start))
+    def _():
+        M = x_ref.shape[0]
+        row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
+        in_group = (row >= start) & (row < end)
+        # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
+        a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
+        total[...] += _dot(a, b, ((0,), (0,)))
+
+    @pl.when((group < E) & (group != after))
+    def _():
+        dw_ref[...] = total[...].astype(dw_ref.dtype)
+
+
+def _weights_tpu(x, dy, sizes, dtype):
+    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits."""
     N, A = x.shape
     B = dy.shape[1]
     E = sizes.shape[0]
@@ -317,30 +337,8 @@ def _weights_tpu(x, dy, sizes, dtype):
     plan = visits(sizes, N, M)
     count = plan.tile.shape[0]
 
-    def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
-        v = pl.program_id(2)
-        tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-        before = group_ref[jnp.maximum(v - 1, 0)]
-        after = group_ref[jnp.minimum(v + 1, count - 1)]
-
-        @pl.when((v == 0) | (group != before))
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        @pl.when((group < E) & (end > start))
-        def _():
-            row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
-            in_group = (row >= start) & (row < end)
-            # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
-            a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
-            total[...] += _dot(a, b, ((0,), (0,)))
-
-        @pl.when((group < E) & (group != after))
-        def _():
-            dw_ref[...] = total[...].astype(dtype)
-
     (dw,) = pallas_call.tpu(
-        kernel,
+        partial(_weights_kernel_tpu, E, count),
         *plan,
         x,
         dy,

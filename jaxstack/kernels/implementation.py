@@ -78,8 +78,8 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
     # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
     # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU the compiled step decides on norms,
-    # experts, layers and the update (benchmarks/results/step_bytes.json), and that of a new token on decoding
-    # (decode_gpu_aot.json).
+    # experts, layers and the update (benchmarks/results/step_bytes.json). The compiled step of a new token decides on
+    # decoding (decode_gpu_aot.json).
     "gpu": {
         "attention": ("cudnn", "chunked"),
         "norm": ("custom_vjp",),
@@ -103,12 +103,8 @@ def platform_of(device: jax.Device) -> str:
 def select_implementation(op: str, implementations: Implementations, wanted: str, platform: str, case: OpCase) -> str:
     """Returns the name of the implementation to run, which is neither `auto` nor `pallas`.
 
-    Args:
-      op: name of the op in the configuration, such as "attention".
-      implementations: the implementations of the op.
-      wanted: a name of these, "pallas" or "auto".
-      platform: `cpu`, `gpu` or `tpu`.
-      case: the known properties of the call.
+    `op` is the op's key in the configuration, such as "attention". `wanted` is a name of `implementations`, "pallas" or
+    "auto". `platform` is `cpu`, `gpu` or `tpu`. `case` has the known properties of the call.
 
     Raises:
       ValueError: the implementation does not exist, or it does not support the platform or the case.

@@ -19,7 +19,7 @@ class Quantized(NamedTuple):
     """A rounded matrix.
 
     Attributes:
-      codes: [O, I], numbers that the format has: integers, or those of e4m3 or `NF4`. Their dtype is that of the
+      codes: [O, I], numbers that the format has: integers, numbers of e4m3, or `NF4`. They have the dtype of the
         computation.
       scales: [O, G].
     """
@@ -61,7 +61,7 @@ def find_scales(
     """Returns the scales [O, G] with which the number of each group that is largest by size is an end of the format.
 
     With 4 bits, integers end at -8 and 7. The number becomes -8, so that a scale may be negative: on normal weights in
-    groups of 64, the mean squared error is then 22% below that of the ends -7 and 7. With 8 bits the number becomes
+    groups of 64, the mean squared error is then 22% lower than with the ends -7 and 7. With 8 bits the number becomes
     127 or -127, so that `train.quant=int8` finds the same codes in the values. Its size becomes 448 in fp8, 1 in nf4.
 
     Args:
@@ -96,7 +96,7 @@ def find_scales(
 
 
 def repeat(scales: jax.Array, inputs: int) -> jax.Array:
-    """Returns the scale of each input [O, I], from those of the groups [O, G]."""
+    """Returns the scale of each input [O, I], from the scales of the groups [O, G]."""
     return jnp.repeat(scales, inputs // scales.shape[1], axis=1)
 
 
@@ -131,11 +131,7 @@ def nearest_held(w: jax.Array, scheme: Scheme) -> Quantized:
 def round_matrix(w: jax.Array, batch_axes: int, in_axes: int, scheme: Scheme) -> jax.Array:
     """Returns the values of `round_to_nearest` for a matrix as layers have it, [*batch, *in, *out].
 
-    Args:
-      w: matrices of layers or experts, float32.
-      batch_axes: number of leading dimensions that count matrices.
-      in_axes: number of dimensions of the inputs.
-      scheme: the format.
+    `batch_axes` leading dimensions count matrices, such as layers or experts. `in_axes` dimensions follow, the inputs.
     """
     inputs = prod(w.shape[batch_axes : batch_axes + in_axes])
     rows = w.reshape(*w.shape[:batch_axes], inputs, -1).swapaxes(-1, -2)
@@ -151,10 +147,7 @@ def round_matrix(w: jax.Array, batch_axes: int, in_axes: int, scheme: Scheme) ->
 def output_error(w: jax.Array, rounded: jax.Array, gram: jax.Array) -> jax.Array:
     """Returns the squared error of the outputs, summed over outputs and the tokens of the statistics.
 
-    Args:
-      w: [O, I].
-      rounded: [O, I].
-      gram: sum over tokens of x x^T [I, I], for inputs x.
+    `w` and `rounded` are [O, I]; `gram` is the sum over tokens of x x^T [I, I], for inputs x.
     """
     off = rounded - w
     return jnp.sum((off @ gram) * off)

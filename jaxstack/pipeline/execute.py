@@ -42,7 +42,7 @@ from jaxstack.pipeline.operations import (
     write_at,
     zeros,
 )
-from jaxstack.pipeline.parts import Carrier, Part, State, empty_sums, parts_of
+from jaxstack.pipeline.parts import Carrier, Stack, State, empty_sums, parts_of
 from jaxstack.pipeline.phases import Phase, Turns
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
@@ -95,7 +95,7 @@ def execute(
 class _Run:
     """The arguments of `execute`, the position of this device, and the phases of a tick as methods.
 
-    Attributes (beyond those of `execute`):
+    Attributes (beyond the arguments of `execute`):
       parts: the stacks of layers.
       stage: index of this device along the axis of stages.
     """
@@ -105,7 +105,7 @@ class _Run:
     axis: str
     shared: PyTree
     microbatches: PyTree
-    parts: tuple[Part, ...]
+    parts: tuple[Stack, ...]
     stage: jax.Array
 
     @property
@@ -113,7 +113,7 @@ class _Run:
         return self.program.stages.stages - 1
 
     @property
-    def last(self) -> Part:
+    def last(self) -> Stack:
         """The stack with the last layer."""
         return self.parts[-1]
 
@@ -143,7 +143,7 @@ class _Run:
             streams.append(x)
         return Carrier(streams)
 
-    def first_unit(self, part: Part, m: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
+    def first_unit(self, part: Stack, m: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
         """Returns the weights, the index and the inputs of a stack's first layer group."""
         inputs = (self.inputs_of(m), index_leading(part.constants, m))
         return index_leading(part.stacked, m), part.group_of_slot[0], inputs
@@ -261,7 +261,7 @@ class _Run:
             at = row.enter_at[part.index - 1]
             i = part.index
 
-            def enter(carry: PyTree, operands: PyTree, part: Part = part) -> PyTree:
+            def enter(carry: PyTree, operands: PyTree, part: Stack = part) -> PyTree:
                 x, entries = carry
                 m, slot = operands
                 before = self.carrier.stream(x, part.index - 1)
@@ -275,7 +275,7 @@ class _Run:
         return x, entries
 
     def run_forward(
-        self, part: Part, x: list[jax.Array], stash: list[jax.Array], penalty: jax.Array, aux: PyTree, row: TickRow
+        self, part: Stack, x: list[jax.Array], stash: list[jax.Array], penalty: jax.Array, aux: PyTree, row: TickRow
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, PyTree]:
         """Runs this stage's model chunk of a stack on the received activations.
 
@@ -326,7 +326,7 @@ class _Run:
         return self.carrier.put(state.dx, self.last.index, dx), loss, shared
 
     def run_backward(
-        self, part: Part, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: list[jax.Array], sums: PyTree
+        self, part: Stack, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: list[jax.Array], sums: PyTree
     ) -> tuple[list[jax.Array], PyTree, Pairs]:
         """Applies the VJPs of this stage's model chunk of a stack, last layer group first.
 
@@ -335,11 +335,11 @@ class _Run:
         unit = row.backward[part.index]
         trips = row.groups(unit, row.turns.backward)
         inputs = self.inputs_of(unit.microbatch)
-        one = zeros(part.vjp.penalty) + 1
+        one = zeros(part.vjp.penalty) + 1  # cotangent of the penalty, with its type
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
             dx, sums, waiting = carry
-            layer = trips - 1 - i
+            layer = trips - 1 - i  # the last layer group goes first
             slot = unit.chunk * part.max_groups + layer
             is_layer = part.group_of_slot[slot] >= 0
             residuals = [read_at(s, unit.slot, layer) for s in stash]
@@ -391,7 +391,7 @@ class _Run:
             at = row.enter_grad_at[part.index - 1]
             entry = entries[part.index]
 
-            def enter_grad(carry: PyTree, operands: PyTree, part: Part = part) -> PyTree:
+            def enter_grad(carry: PyTree, operands: PyTree, part: Stack = part) -> PyTree:
                 dx, grads = carry
                 entry, m = operands
                 inputs = self.inputs_of(jnp.maximum(m, 0))

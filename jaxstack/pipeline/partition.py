@@ -124,10 +124,7 @@ class Partition:
         """Returns a table that compares this cut with the even one.
 
         It has one line a stage, then the seconds of a step (by formula, by simulation and in lockstep) and the memory
-        of a device for the layers.
-
-        Args:
-          unit: word for one layer of the costs: "layers" or "groups of 2 layers".
+        of a device for the layers. `unit` names the layers of the costs, such as "groups of 2 layers".
         """
         s = self.schedule
         other = Partition(self.costs, s, even(self.costs.layers, s.model_chunks))
@@ -152,10 +149,7 @@ class Partition:
 def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float:
     """Returns the seconds of a step when stages run freely, in the schedule's order; see `Schedule.makespan`.
 
-    Args:
-      costs: costs of the layers.
-      layers: number of layers in each model chunk, [G].
-      schedule: the order of the units.
+    `layers` are the numbers of layers in each model chunk, [G].
     """
     return schedule.makespan(*Partition(costs, schedule, layers).unit_seconds)
 
@@ -163,10 +157,7 @@ def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float
 def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> Partition:
     """Returns the cut with the least `Partition.step_seconds` that fits in memory. Ties go to the even cut.
 
-    Args:
-      costs: costs of the layers.
-      schedule: schedule that runs the stages.
-      memory_bytes: limit on `Partition.stage_bytes`. `None` means no limit.
+    `memory_bytes` limits `Partition.stage_bytes`. `None` means no limit.
 
     Raises:
       ConfigError: there are fewer layers than model chunks, no cut fits in memory, or the schedule has weight units
@@ -237,7 +228,7 @@ def _seconds(costs: Costs, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _busy(seconds: Sequence[np.ndarray], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the seconds of a unit of each kind together, and without weight units, from those of `_seconds`.
+    """Returns the sum of the seconds of one unit of each kind, with and without the weight unit.
 
     Weight units in the lanes of other kinds run while the stage would be idle, so they are not counted.
     """
@@ -268,9 +259,9 @@ def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np
 def _fastest(busy_IJ: np.ndarray, d_IJ: np.ndarray, model_chunks: int, weight: float) -> np.ndarray | None:
     """Returns the edges [G + 1] of the cut with the least weight * max t + sum d, or None if every cut is infinite.
 
-    t and d are those of `_busy`. It finds the least sum for a decreasing series of limits on max t, from infinity to
-    the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last max t, and
-    low enough to offset the sum.
+    For t and d, see `Partition.step_seconds`. It finds the least sum for a decreasing series of limits on max t, from
+    infinity to the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last
+    max t, and low enough to offset the sum.
     """
 
     def times(edges: np.ndarray) -> tuple[float, float]:

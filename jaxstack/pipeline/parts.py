@@ -16,7 +16,7 @@ from jaxstack.sharding.collectives import varies_along, varying
 
 
 @dataclass(frozen=True)
-class Part:
+class Stack:
     """One stack of layers on this device.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part:
     """
 
     index: int
-    plan: program.Part
+    plan: program.StackPlan
     fns: PipelineFns | StackFns
     stacked: PyTree
     constants: PyTree
@@ -58,17 +58,17 @@ class Part:
 
 def parts_of(
     plan: program.Program, fns: PipelineFns, axis: str, stacked: PyTree, constants: PyTree
-) -> tuple[Part, ...]:
-    """Returns the stacks of a program on this device; the arguments are those of `execute`."""
+) -> tuple[Stack, ...]:
+    """Returns the stacks of a program on this device. For the arguments, see `execute`."""
     if len(plan.parts) != 1 + len(fns.later):
         raise ValueError(f"the program has {len(plan.parts)} stacks of layers, and the functions {1 + len(fns.later)}")
     one = not fns.later
-    every: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
+    stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     return tuple(
-        Part(
+        Stack(
             index,
             part,
-            every[index],
+            stacks[index],
             stacked if one else stacked[index],
             constants if one or constants is None else constants[index],
             group_of_slot=collectives.local_slice(jnp.asarray(part.stages.group_of_slot), (axis,), 0),
@@ -78,7 +78,7 @@ def parts_of(
 
 
 class Carrier:
-    """The arrays that stages send: those of every stack's stream, where streams share arrays of equal shape and dtype.
+    """The arrays that stages send for the streams of all stacks; streams share arrays of equal shape and dtype.
 
     A tick sends the same arrays on all stages, whichever stack a stage runs.
 
@@ -144,12 +144,7 @@ def empty_sums(
 ) -> Sums:
     """Returns sums to which nothing was added, with float32 gradients of zero.
 
-    Args:
-      loss: terms of the loss, as zeros.
-      penalty: the auxiliary losses, as zero.
-      aux: by stack, auxiliary values, as zeros.
-      shared: the shared parameters.
-      stacked: by stack, the parameters of its layers.
+    `loss`, `penalty` and `aux` are zeros already. `aux` and `stacked` have an entry for each stack.
     """
     gradients = partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))
     with jax.named_scope("gradient_sums"):

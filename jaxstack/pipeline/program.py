@@ -14,13 +14,12 @@ from jaxstack.pipeline.partition import Partition
 from jaxstack.pipeline.phases import Phase, Turns, Units, count_sends, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import IDLE, WEIGHT, Schedule, ScheduleError
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import pair_slots
 
 WEIGHT_LOOPS = ("weight_in_forward", "weight_in_backward", "weight")
 """Names of the loops over the layer groups of weight units, by lane."""
 
 
-class Part(NamedTuple):
+class StackPlan(NamedTuple):
     """One stack of a program.
 
     Attributes:
@@ -76,12 +75,12 @@ class Program:
             )
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[StackPlan, ...]:
         """The stacks of layers in the order in which they run."""
         if not self.stages.stacks:
-            return (Part(self.stages, self.forward, self.backward, self.slots),)
+            return (StackPlan(self.stages, self.forward, self.backward, self.slots),)
         s = self.schedule
-        found = []
+        plans = []
         first = 0
         for name, stages in self.stages.parts.items():
             chunks = range(first, first + stages.chunks)
@@ -92,9 +91,9 @@ class Program:
             enter, leave = (self._at_T(ticks_MG[:, first * s.stages]) for ticks_MG in (s.forward_MG, s.backward_MG))
             slots = int(slots_MG.max()) + 1
             entry = (enter, leave) if first else (None, None)
-            found.append(Part(stages, forward, backward, slots, f"_{name}", *entry))
+            plans.append(StackPlan(stages, forward, backward, slots, f"_{name}", *entry))
             first = chunks.stop
-        return tuple(found)
+        return tuple(plans)
 
     @cached_property
     def forward(self) -> Units:
@@ -140,18 +139,13 @@ class Program:
             trips[WEIGHT_LOOPS[WEIGHT]] = np.broadcast_to(self.turns.weight[:, None], shape)
         return trips
 
-    @cached_property
-    def pair_slot_TP(self) -> np.ndarray:
-        """Slot that each stage's backward unit writes the pairs of its weight unit to; in an idle stage a free one."""
-        return pair_slots(self.schedule)
-
     @property
     def pair_slots(self) -> int:
         """Slots of a stage for pairs; 0 without weight units."""
         if self.weight is None:
             return 0
         writes_TP = np.where(self.mixed_T[:, None], self.backward.active_TP, self.backward.groups_T[:, None] > 0)
-        return int(self.pair_slot_TP[writes_TP].max()) + 1
+        return int(self.schedule.pair_slot_TP[writes_TP].max()) + 1
 
     def _units(
         self,
@@ -161,7 +155,7 @@ class Program:
         chunks: range | None = None,
         period: int | None = None,
     ) -> Units:
-        """Returns units by tick and stage; with `chunks` only those of the stack that has these and this period."""
+        """Returns units by tick and stage; with `chunks`, only units of the stack with these chunks and this period."""
         chunks = chunks or range(self.schedule.chunks)
         chunk = np.where(unit_TP == IDLE, IDLE, unit_TP % self.schedule.chunks)
         active = (chunk >= chunks.start) & (chunk < chunks.stop)
@@ -186,7 +180,7 @@ class Program:
 
     @cached_property
     def slots(self) -> int:
-        """Stash slots of a stage: those of the schedule, and one more if an idle stage would find none free."""
+        """Stash slots of a stage: the schedule's slots, and one more if an idle stage would find none free."""
         if self.stages.stacks:
             return sum(part.slots for part in self.parts)
         ran = self.forward.groups_T > 0
@@ -259,8 +253,8 @@ class Program:
                 if at_T is not None:
                     turns[name + part.loop] = (at_T != IDLE)[:, None]
         ticks = self.mixed_T if self.static else slice(None)
-        found = {name: trips[ticks] for name, trips in (turns | self.layer_trips).items()}
-        return {f"pipeline_{name}": float(trips.mean()) for name, trips in found.items() if trips.any()}
+        trips_of = {name: trips[ticks] for name, trips in (turns | self.layer_trips).items()}
+        return {f"pipeline_{name}": float(trips.mean()) for name, trips in trips_of.items() if trips.any()}
 
     @property
     def bubble(self) -> float:

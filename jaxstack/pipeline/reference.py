@@ -32,7 +32,7 @@ def forward(
     """Runs all layers forward, with the microbatches following each other from stage to stage.
 
     Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965), for each stack of layers in turn. Tests compare
-    `execute` with it. The arguments are those of `execute`.
+    `execute` with it. For the arguments, see `execute`.
 
     Returns:
       The output of the last layer [M, ...], equal on all stages; and penalty and aux of this stage's layers, summed
@@ -49,12 +49,12 @@ def forward(
     penalties = []
     auxes = []
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
-    for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
+    for part, stack, stack_params in zip(stages.parts.values(), stacks, stacked, strict=True):
         if isinstance(stack, StackFns):
             before = x
             enter = stack.enter
             x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
-        x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of, fns.kept)
+        x, penalty, aux = _through(part, stack.layer, axis, stack_params, x, inputs_of, fns.kept)
         penalties.append(penalty)
         auxes.append(aux)
     return x, sum(penalties[1:], penalties[0]), tuple(auxes)
@@ -81,8 +81,8 @@ def _through(
     def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, PyTree]:
         x, penalty, sums = carry
         # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
-        since = now - stage
-        group, rest = jnp.divmod(since, V * P)
+        since = now - stage  # ticks since the first microbatch reached this stage
+        group, rest = jnp.divmod(since, V * P)  # group of P microbatches
         chunk = rest // P
         m = group * P + rest % P
         active = (since >= 0) & (m < M)
@@ -129,7 +129,7 @@ def _name_of(path: KeyPath) -> str | None:
 def _record(
     kept: Collection[str], counts: jax.Array, at: tuple[jax.Array, jax.Array], path: KeyPath, s: jax.Array, e: jax.Array
 ) -> jax.Array:
-    """Returns the sums of an auxiliary value with that of a layer, or what is kept of every microbatch."""
+    """Adds a layer's auxiliary value to the sums, or stores it for its microbatch."""
     slot, m = at
     if _name_of(path) in kept:
         return write_at(s, jnp.where(counts, e, read_at(s, slot, m)), slot, m)

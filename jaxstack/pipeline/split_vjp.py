@@ -35,7 +35,7 @@ class SplitVJP:
         self._argument_of_leaf: list[int | None] = []
 
     def find_sites(self, wanted: PyTree, weights: PyTree, x: PyTree, group: jax.Array, inputs: PyTree) -> None:
-        """Sets `sites` to those of the wanted weights, see `taps.find_sites`. The arguments are those of `forward`."""
+        """Sets `sites` to the products of the wanted weights, see `taps.find_sites` and `forward`."""
         self.sites = find_sites(lambda weights: self._layer(weights, x, group, inputs), weights, wanted)
 
     def forward(

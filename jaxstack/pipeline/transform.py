@@ -115,7 +115,7 @@ class _Pipeline:
         arguments.check_rows(batch, self.schedule.microbatches, self.replicas)
         if AxisType.Explicit not in self.mesh.axis_types:
             return self.compute(self.mesh, shared, stacked, batch)
-        # The gradients get the shardings of their parameters, as those of `jax.grad` do on a mesh with explicit axes.
+        # The gradients get the shardings of their parameters, as with `jax.grad` on a mesh with explicit axes.
         automatic = Mesh(self.mesh.devices, self.mesh.axis_names)
         loss, *grads = jax.tree.map(
             lambda a: NamedSharding(self.mesh, jax.typeof(a).sharding.spec), (jnp.zeros(()), shared, stacked)

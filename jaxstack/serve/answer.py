@@ -11,8 +11,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxstack.generate import decode
 from jaxstack.generate.continuous import Part, Prompt
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.serve.errors import ApiError, error_response, too_late
 from jaxstack.serve.replies import Piece, Reply, Usage
@@ -47,7 +47,9 @@ class Texts:
           seed: of sampling, if the request has none.
           end: tokens that end a text.
         """
-        self._asked, self._worker, self._cached = asked, worker, 0
+        self._asked = asked
+        self._worker = worker
+        self._cached = 0
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Part | PromptScores | ApiError]] = asyncio.Queue()
         self.first: float | None = None
@@ -68,7 +70,7 @@ class Texts:
         seed = seed if asked.seed is None else asked.seed
         wanted = [
             Prompt(-1, prompt, replace(asked.sample, tokens=limit), mark, seed, asked.logprobs is not None)
-            for prompt, limit, mark in zip(prompts, limits, decode.row_seeds(prompts), strict=True)
+            for prompt, limit, mark in zip(prompts, limits, row_seeds(prompts), strict=True)
         ]
         receivers = [partial(self._receive, i) for i in range(len(prompts))]
         self._names: list[int] = []
@@ -150,7 +152,10 @@ class TextsResponse(Response):
           seconds: time of the request.
           done: is called when the response ends, in any way.
         """
-        self._asked, self._texts, self._seconds, self._done = asked, texts, seconds, done
+        self._asked = asked
+        self._texts = texts
+        self._seconds = seconds
+        self._done = done
         self._reply = Reply(asked, model.name, model.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

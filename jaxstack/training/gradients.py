@@ -50,14 +50,14 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     measured = cfg.train.noise_scale
 
     def work(values: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Params, Metrics]:
-        batch = ctx.shard_sequence(batch)
+        batch = ctx.layout.shard_sequence(batch)
         if "teacher_ids" in batch:
             batch["distill"] = kernels.Mix(cfg.distill.weight, cfg.distill.temperature)  # type: ignore[assignment]
         totals = losses.batch_totals(cfg.model, batch, ctx)
         first = cfg.model.objective.terms[0]
         tokens, first_weights = totals.weights[first.name], first.weights
         if key is not None:
-            batch["rows"] = ctx.row_indices(batch[first_weights].shape[0])
+            batch["rows"] = ctx.layout.row_indices(batch[first_weights].shape[0])
 
         def objective(trained: Params, frozen: Params, micro: Batch) -> tuple[jax.Array, tuple[losses.Sums, Aux]]:
             sums, aux = losses.loss_sums(cfg.model, params.combine(trained, frozen), micro, ctx, key)
@@ -65,7 +65,7 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             return losses.add_up(shares) + losses.auxiliary(cfg.model, aux, totals), (shares, aux)
 
         def share(values: Params, micro: Batch) -> tuple[tuple[losses.Sums, Aux], Params]:
-            if ctx.pipeline is not None:
+            if ctx.layout.pipeline is not None:
                 return pipelined_gradients(cfg, ctx, values, micro, key, totals)
             (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(*params.partition(spec, values), micro)
             return reported, grads
@@ -74,14 +74,14 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             reported, grads = share(values, micro)
             if not measured:
                 return reported, grads, {}
-            grads = ctx.sync_grads(trained_spec, grads, without=noise_scale.replica_axes(ctx))
+            grads = ctx.layout.sync_grads(trained_spec, grads, without=noise_scale.replica_axes(ctx))
             return reported, grads, noise_scale.measure(ctx, grads, micro[first_weights], tokens)
 
         small: Metrics = {}
         if sums_by_layer(cfg, ctx):
             (terms, aux), grads = share(values, batch)
         else:
-            values = ctx.defer_grad_sync(spec, values)
+            values = ctx.layout.defer_grad_sync(spec, values)
             compared = None
             if family.comparing(cfg.model):
                 batch, compared = comparison.compare_rows(cfg, ctx, values, batch, key, totals)
@@ -95,8 +95,8 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
             ((terms, aux), grads, small), _ = jax.lax.scan(add, zeros, micros)
             if compared:
                 terms, grads = terms | compared.terms, jax.tree.map(jnp.add, grads, compared.grads)
-            grads = ctx.sync_grads(trained_spec, grads)
-        terms, aux = sharded.reduce((terms, aux), ctx.token_axes)
+            grads = ctx.layout.sync_grads(trained_spec, grads)
+        terms, aux = sharded.reduce((terms, aux), ctx.layout.token_axes)
         if cfg.model.moe.num_experts:
             aux |= losses.routing_totals(cfg.model, totals)
         sums = {"tokens": tokens, **losses.term_metrics(cfg.model, terms), **aux, **noise_scale.total(ctx, small)}
@@ -105,11 +105,13 @@ def make_gradients(cfg: Config, ctx: Context) -> Callable[..., tuple[jax.Array, 
     @shape_errors.explained()
     def gradients(values: Params, batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Params, Metrics]:
         values = round_params(cfg, values)
-        if ctx.mesh is None:
+        if ctx.layout.mesh is None:
             return work(values, batch, key)
-        where, replicated = ctx.parameters(spec), PartitionSpec()
+        where, replicated = ctx.layout.parameters(spec), PartitionSpec()
         trained = params.partition(spec, where)[0]
-        return ctx.local(work, (where, ctx.batch, replicated), (replicated, trained, replicated))(values, batch, key)
+        return ctx.layout.local(work, (where, ctx.layout.batch, replicated), (replicated, trained, replicated))(
+            values, batch, key
+        )
 
     return gradients
 
@@ -121,4 +123,4 @@ def sums_by_layer(cfg: Config, ctx: Context) -> bool:
     (`benchmarks/gradient_sums.py`). They nevertheless run the program of a GPU or TPU, which hides these sums behind
     the layers before.
     """
-    return cfg.train.grad_accum == 1 and ctx.pipeline is None and not cfg.train.noise_scale
+    return cfg.train.grad_accum == 1 and ctx.layout.pipeline is None and not cfg.train.noise_scale

@@ -83,7 +83,7 @@ def term_sums(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ct
     products = jax.tree.map(lambda a, b: (a * b).sum(), features, batch["feature_grads"])
     total = functools.reduce(operator.add, jax.tree.leaves(products))
     # Devices that share rows have parts of the gradients with respect to their features.
-    others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.token_axes)
+    others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.layout.token_axes)
     return sums | {name: collectives.all_reduce(total, others)}
 
 
@@ -180,7 +180,7 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
     def work(
         ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[None, jax.Array]:
-        axes = ctx.axes("vocab")
+        axes = ctx.layout.axes("vocab")
 
         def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             x, target, weight = row
@@ -221,13 +221,13 @@ def batch_totals(cfg: ModelConfig, batch: Batch, ctx: Context) -> BatchTotals:
       ctx: execution context.
     """
     terms = cfg.objective.terms
-    weights = {t.name: collectives.all_reduce(batch[t.weights].sum(), ctx.token_axes) for t in terms}
+    weights = {t.name: collectives.all_reduce(batch[t.weights].sum(), ctx.layout.token_axes) for t in terms}
 
     def count(array: str) -> tuple[jax.Array, jax.Array]:
         each = jnp.sum(batch[array] != 0, axis=1, dtype=jnp.float32)
-        of_sequences = collectives.all_reduce(each, ctx.axes("sequence"))
-        tokens = collectives.all_reduce(each.sum(), ctx.token_axes)
-        return tokens, collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.axes("batch"))
+        of_sequences = collectives.all_reduce(each, ctx.layout.axes("sequence"))
+        tokens = collectives.all_reduce(each.sum(), ctx.layout.token_axes)
+        return tokens, collectives.all_reduce(jnp.sum(of_sequences > 0, dtype=jnp.float32), ctx.layout.axes("batch"))
 
     stacks = family.of(cfg).stacks(cfg) if cfg.moe.num_experts else {}
     counted = {name: count(stack.counts or terms[0].weights) for name, stack in stacks.items()}

@@ -46,8 +46,8 @@ class TrainState:
 def make_optimizer(cfg: Config, ctx: Context | None = None) -> optax.GradientTransformation:
     """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state."""
     spec, shardings = family.spec(cfg.model), None
-    if ctx is not None and ctx.mesh is not None:
-        shardings = params.partition(spec, jax.tree.map(ctx.sharding, ctx.parameters(spec)))[0]
+    if ctx is not None and ctx.layout.mesh is not None:
+        shardings = params.partition(spec, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec)))[0]
     return optim.optimizer(cfg.optim, cfg.train.steps, params.partition(spec, spec)[0], shardings)
 
 
@@ -57,8 +57,8 @@ def init_state(cfg: Config, ctx: Context | None = None) -> TrainState:
     Only the order in which the stages of a pipeline store their layers is read from the context.
     """
     ctx = ctx or Context()
-    spec = params.pad_to_slots(family.spec(cfg.model), ctx.stages)
-    values = params.init(jax.random.key(cfg.run.seed), spec, ctx.stages)
+    spec = params.pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
+    values = params.init(jax.random.key(cfg.run.seed), spec, ctx.layout.stages)
     return _first_state(spec, values, make_optimizer(cfg), cfg.train.spike.window)
 
 
@@ -140,17 +140,19 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
     The optimizer's arrays for a parameter are sharded like it. Means over the inputs or outputs of its matrices are
     sharded like it in the remaining dimensions.
     """
-    spec = params.pad_to_slots(family.spec(cfg.model), ctx.stages)
+    spec = params.pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
     found = {}
-    for (path, p), where in zip(params.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True):
+    for (path, p), where in zip(
+        params.flat_spec(spec).items(), jax.tree.leaves(ctx.layout.parameters(spec)), strict=True
+    ):
         entries, outputs = (*where, *[None] * len(p.shape))[: len(p.shape)], p.batch_axes + p.in_axes
         parts = [  # if two shapes are equal, the last one counts
             (p.shape[: p.batch_axes] + p.shape[outputs:], entries[: p.batch_axes] + entries[outputs:]),
             (p.shape[:outputs], entries[:outputs]),
             (p.shape, entries),
         ]
-        found[path] = {shape: ctx.sharding(PartitionSpec(*split)) for shape, split in parts}
-    replicated = ctx.sharding(PartitionSpec())
+        found[path] = {shape: ctx.layout.sharding(PartitionSpec(*split)) for shape, split in parts}
+    replicated = ctx.layout.sharding(PartitionSpec())
 
     def with_sharding(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = path_of(keys)
@@ -159,5 +161,5 @@ def abstract_state(cfg: Config, ctx: Context) -> TrainState:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
-    shapes = _state_shapes(cfg.model, cfg.optim, cfg.train.steps, cfg.train.spike.window, ctx.stages)
+    shapes = _state_shapes(cfg.model, cfg.optim, cfg.train.steps, cfg.train.spike.window, ctx.layout.stages)
     return jax.tree_util.tree_map_with_path(with_sharding, shapes)

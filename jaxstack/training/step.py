@@ -117,7 +117,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             old = trained, state.opt_state
             good = check_update(cfg, optimizer, good, grads, *old)
-            if ctx.update == "select":
+            if ctx.ops.update == "select":
                 trained, opt_state, updated = jax.tree.map(partial(jnp.where, good), update(*old), keep(*old))
             else:
                 trained, opt_state, updated = jax.lax.cond(good, update, keep, *old)
@@ -169,8 +169,8 @@ def jit_train_step(
         make_train_step(cfg, ctx, watched),
         donate_argnums=0,
         # Process 0 reads all statistics, which XLA might otherwise leave on the stages of their layers.
-        out_shardings=(shardings, None if watched is None else ctx.sharding(PartitionSpec())),
-        compiler_options=select_options(ctx.platform, ctx.mesh).used or None,
+        out_shardings=(shardings, None if watched is None else ctx.layout.sharding(PartitionSpec())),
+        compiler_options=select_options(ctx.ops.platform, ctx.layout.mesh).used or None,
     )
 
 
@@ -180,10 +180,10 @@ def make_eval_step(cfg: Config, ctx: Context) -> Callable[[Params, Batch], losse
 
     @shape_errors.explained()
     def work(values: Params, batch: Batch) -> losses.EvalSums:
-        batch = ctx.shard_sequence(batch)
+        batch = ctx.layout.shard_sequence(batch)
         sums = losses.evaluate(cfg.model, values, batch, ctx, cfg.train.grad_accum)
-        return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.token_axes), sums)
+        return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.layout.token_axes), sums)
 
-    if ctx.mesh is None:
+    if ctx.layout.mesh is None:
         return work
-    return ctx.local(work, (ctx.parameters(family.spec(cfg.model)), ctx.batch), PartitionSpec())
+    return ctx.layout.local(work, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch), PartitionSpec())

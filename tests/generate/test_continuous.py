@@ -12,13 +12,15 @@ import scipy.special
 from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
 
 from jaxstack.config import SampleConfig
-from jaxstack.generate import decode, row_programs, sampling
+from jaxstack.generate import decode, sampling
+from jaxstack.generate import engine as engines
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
-from jaxstack.generate.row_programs import RowPrograms
+from jaxstack.generate.engine import Engine, Programs
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.sampling import RowSample
-from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 STOP = (9, 11, 12, 13)
 
@@ -33,7 +35,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: in
     expected = decode.generate(cfg, values, prompts, sample, seed=3, stop=STOP, **options)
     engine = Engine.create(cfg, values, **options)
     for at_once in (True, False):
-        parts = engine.stream(prompts, replace(sample, rows=rows), seed=3, stop=STOP, at_once=at_once)
+        parts = decode.stream(engine, prompts, replace(sample, rows=rows), seed=3, stop=STOP, at_once=at_once)
         assert joined(prompts, parts) == expected
 
 
@@ -56,7 +58,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: in
 )
 def test_texts_are_those_of_one_batch(name, form, dtype, rng):
     cfg = MODELS[name]
-    options = {"gate": gate_of(cfg), "ctx": Context(decode=form, dtype=dtype)}
+    options = {"gate": gate_of(cfg), "ctx": Context(ops=Ops(decode=form), dtype=dtype)}
     prompts = prompts_for(cfg, rng)
     for sample, rows in ((SAMPLED, 3), (replace(GREEDY, tokens=20), 2)):
         assert_same_texts(cfg, values_of(cfg), prompts, sample, rows, **options)
@@ -86,7 +88,7 @@ def test_texts_on_a_mesh_are_those_of_one_batch(name, mesh, rng):
 
 def batch_of(rows: int, slots: int = 300, stop: tuple[int, ...] = ()) -> tuple[Any, ContinuousBatch]:
     cfg = MODELS["llama3"]
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
     return engine, ContinuousBatch(engine, rows=rows, slots=slots, stop=stop)
 
 
@@ -137,10 +139,10 @@ def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     """It grows and shrinks while texts are written, and they stay as they are."""
     engine, batch = batch_of(2)
     sizes = []
-    extend = RowPrograms.extend
-    monkeypatch.setattr(RowPrograms, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
+    extend = Programs.extend
+    monkeypatch.setattr(Programs, "extend", lambda self, *a, **how: sizes.append(self.slots) or extend(self, *a, **how))
     prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
-    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+    for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, replace(GREEDY, tokens=90 if name == 0 else 20), mark))
     texts = [list(prompt) for prompt in prompts]
     while batch.busy:
@@ -170,12 +172,10 @@ def test_a_text_that_is_given_up_makes_room():
 def test_other_prompts_compile_nothing(rng, monkeypatch):
     cfg = MODELS["llama3"]
     engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
-    compiled, compile_program = [], row_programs.compile_program
-    monkeypatch.setattr(
-        row_programs, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
-    )
+    compiled, compile_program = [], engines.compile_program
+    monkeypatch.setattr(engines, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how))
     for count in (4, 7):
-        list(engine.stream(prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
+        list(decode.stream(engine, prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
         assert len(compiled) == 4  # an empty batch, a prompt, its row, and tokens
 
 
@@ -219,13 +219,13 @@ def test_rows_are_sampled_as_each_would_be_alone(penalty, rng):
 @pytest.mark.random
 def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
     cfg = MODELS["llama3"]
-    values, ctx = values_of(cfg), Context(decode="unrolled")
+    values, ctx = values_of(cfg), Context(ops=Ops(decode="unrolled"))
     engine = Engine.create(cfg, values, ctx=ctx)
     batch = ContinuousBatch(engine, rows=2, slots=64, alternatives=5)
     prompts = prompts_for(cfg, rng)[:3]
     samples = [replace(ROWS[i], tokens=8) for i in (0, 5, 0)]
     for name, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        batch.add(Prompt(name, prompt, sample, decode.row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
+        batch.add(Prompt(name, prompt, sample, row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
     texts, scores = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     while batch.busy:
         for part in batch.advance():

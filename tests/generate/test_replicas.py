@@ -17,10 +17,10 @@ from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, SampleConfig
 from jaxstack.data.tokenizers import ByteTokenizer
+from jaxstack.families.context import make_context
 from jaxstack.generate import decode
-from jaxstack.generate.stream import Engine
+from jaxstack.generate.engine import Engine
 from jaxstack.models import decoder
-from jaxstack.models.context import Context
 from jaxstack.moe.placement import read_load
 from jaxstack.sharding import make_mesh
 from jaxstack.training.state import abstract_state, make_state
@@ -42,7 +42,7 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Creates a run with four experts in each of two layers."""
     path = tmp_path_factory.mktemp("run")
     cfg = begin_run(path, replace(EXPERTS["mixtral"], num_layers=2))
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
         state = make_state(cfg, ctx, abstract_state(cfg, ctx))
         checkpoints.save(1, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
@@ -114,7 +114,7 @@ def test_the_load_counts_what_the_uncached_forward_counts(name, mesh, tokens):
         (cfg, values, options), (_, alone, _) = on_mesh(name, mesh), on_mesh(name, {})
     engine = Engine.create(cfg, values, **options)
     sample = SampleConfig(tokens=tokens, temperature=1.0)
-    rows = joined(PROMPTS, engine.stream(PROMPTS, sample, stop=(*range(8),), seed=2))
+    rows = joined(PROMPTS, decode.stream(engine, PROMPTS, sample, stop=(*range(8),), seed=2))
     if tokens > 1:
         assert len({len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}) > 1
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)

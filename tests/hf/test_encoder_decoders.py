@@ -21,7 +21,8 @@ from jaxstack.generate.translate import make_translate
 from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import encoder_decoder, params
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
 from jaxstack.training import step
 from jaxstack.training.state import init_state
@@ -31,7 +32,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra [pari
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [parity]")
 
 S, T, V = 45, 22, 61
-CPU = Context(**implementations("cpu"))
+CPU = Context(ops=Ops(**implementations("cpu")))
 KINDS = {
     "t5": {"feed_forward_proj": "relu"},
     "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},

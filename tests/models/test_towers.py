@@ -17,6 +17,7 @@ import jaxstack
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families.context import make_context
 from jaxstack.generate import features
 from jaxstack.models import contrastive, params
 from jaxstack.models.context import Context
@@ -180,10 +181,10 @@ def test_an_evaluation_compares_all_rows_of_a_batch(mesh, how, seed):
     for axes, split in (({}, {}), (mesh, how)):
         cfg = pipelines.config("clip", axes, layers=2, **split)
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         batch = meshes.random_batch(seed, False, cfg.model)
         values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
-        sums = jax.jit(make_eval_step(cfg, ctx))(values, jax.device_put(batch, ctx.sharding(ctx.batch)))
+        sums = jax.jit(make_eval_step(cfg, ctx))(values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)))
         found.append(jax.tree.map(float, sums))
     one, other = found
     assert other.right == pytest.approx(one.right, rel=1e-6)  # sums of the weights in another order
@@ -244,4 +245,5 @@ def test_a_run_is_resumed_bit_for_bit_and_reports_its_losses(tmp_path, rng, caps
         with pytest.raises(ConfigError, match=said) as error:
             execute(words)
         assert "\n" not in str(error.value)
-    assert features.text_features(run.config, run.params, ["2"], run.tokenizer, run.context).shape == (1, 32)
+    length = run.config.data.target_length
+    assert features.text_features(run.model, run.params, ["2"], run.tokenizer, length, run.context).shape == (1, 32)

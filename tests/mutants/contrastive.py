@@ -19,7 +19,7 @@ mistakes(
     ("lax.map(jax.checkpoint(f), texts)", "lax.map(f, texts)"),
     ("range(min(block, rows), 0, -1)", "range(rows, 0, -1)"),
     ("texts.ids[s.argmax(1)]", "texts.ids[s.argmin(1)]"),
-    ("(pairs.weights * (found == pairs.ids)).sum()", "(found == pairs.ids).sum(dtype=jnp.float32)"),
+    ("(pairs.weights * (best_ids == pairs.ids)).sum()", "(best_ids == pairs.ids).sum(dtype=jnp.float32)"),
 )  # fmt: skip
 
 mistakes(
@@ -32,7 +32,7 @@ mistakes(
     ("x = layers.norm(cfg, params[\"image_norm\"], x, ctx)", "x = x * 1"),
     ("jnp.square(x).sum(-1, keepdims=True)", "jnp.square(x).mean(-1, keepdims=True)"),
     ("total / collectives.count(others)", "total", MESH),
-    ("ctx.axes(\"residual\"))\n\n\ndef features", "ctx.axes(\"sequence\"))\n\n\ndef features", MESH),
+    ("ctx.layout.axes(\"residual\"))\n\n\ndef features", "ctx.layout.axes(\"sequence\"))\n\n\ndef features", MESH),
     ("scalars.get(\"bias\", 0.0)", "0.0"),
 )  # fmt: skip
 

@@ -121,7 +121,7 @@ mistakes(
     ("(-high, -low) for low, high in intervals", "(low, high) for low, high in intervals"),
     ("(max(low, 1), high) for low", "(low, high) for low"),
     ("(distance_BCT[..., None] <= high)", "(distance_BCT[..., None] < high)"),
-    ("exact = own // 2  #", "exact = own  #"),
+    ("exact = one_way // 2  #", "exact = one_way  #"),
     ("return apart if apart.ndim == 3 else apart[None]", "return -apart if apart.ndim == 3 else apart[None]"),
     ("(len(buckets), kv_heads, -1)[:, :", "(len(buckets), -1, kv_heads).swapaxes(1, 2)[:, :"),
     ("[:, None, :, None] >= low", "[:, None, :, None] > low"),
@@ -131,7 +131,7 @@ mistakes(
 
 mistakes(
     "attention", "kernels/attention/reference.py", MASKS,
-    ("own[:, :, None] != 0) & (own", "own[:, :, None] >= 0) & (own"),
+    ("query_ids[:, :, None] != 0) & (query", "query_ids[:, :, None] >= 0) & (query"),
     ("visible = (q_index[:, None] >= k_index) | same_prefix(mask)", "visible = (q_index[:, None] > k_index) | same_prefix(mask)"),
     ("scores += bias_scores(", "scores -= bias_scores("),
 )  # fmt: skip
@@ -188,7 +188,7 @@ mistakes(
     ("rescale = jnp.exp2(factor * (top - higher))", "rescale = jnp.exp2(factor * (higher - top))"),
     ("return share, abs(o.softcap) * _LOG2E, 1 - share * share", "return share, abs(o.softcap) * _LOG2E, 1 - share"),
     ("factor * top + jnp.log2(total)", "factor * top + jnp.log(total)"),
-    ("_store(static, dq_ref, start, o.scale * dq)", "_store(static, dq_ref, start, dq)"),
+    ("_store(static, dq_ref, start, static.o.scale * dq)", "_store(static, dq_ref, start, dq)"),
     ("visible &= queries - keys < o.window", "visible &= queries - keys <= o.window"),
 )
 
@@ -227,6 +227,6 @@ mistakes(
     KERNELS + " -k 'visits or (grouped and pallas)'",
     ("(ends - 1) // tile_rows, first)", "ends // tile_rows, first)"),
     ('searchsorted(through, visit, side="right",', 'searchsorted(through, visit, side="left",'),
-    ("mask=(row < end)[:, None] & (into < A)[None, :]", "mask=(row <= end)[:, None] & (into < A)[None, :]"),
+    ("(row < end, into < A)", "(row <= end, into < A)"),
     ("first = jnp.minimum(starts // tile_rows, tiles - 1)", "first = starts // tile_rows"),
 )

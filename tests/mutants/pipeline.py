@@ -23,7 +23,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "pipeline", "pipeline/fused.py", "pipeline/test_schedule.py",
+    "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
     ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
     ("chunks * microbatches + stages - 1", "chunks * microbatches + stages"),
 )  # fmt: skip
@@ -90,7 +90,7 @@ mistakes(
     ("found_shapes != [shapes]:", "not marked:"),
     ('"closed_call")', '"closed_call", "scan")'),
     ("if not isinstance(factor, int | float):", "if False:", "kernels/test_taps.py -k another_use"),
-    ("if not (required or leaf in found.sites):", "if True:", "kernels/test_taps.py -k another_use"),
+    ("if not (required or leaf in collector.sites):", "if True:", "kernels/test_taps.py -k another_use"),
 )  # fmt: skip
 
 mistakes(

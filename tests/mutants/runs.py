@@ -148,17 +148,17 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "debug", "debug/inline.py", "debug/test_search.py -k one_step",
+    "debug", "debug/levels.py", "debug/test_search.py -k one_step",
     ("name_stack=outer + inner.source_info.name_stack", "name_stack=inner.source_info.name_stack"),
     ("return not way.guide.is_followed(Scan.loop_of(equation, way))", "return True"),
     ("if len(equation.outvars) != scan_sizes(equation.params)[1]:", "if not equation.outvars:"),
-    (' and made.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):', ":"),
+    (' and defined.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):', ":"),
 )  # fmt: skip
 
 mistakes(
     "debug", "debug/levels.py", "debug/test_search.py",
     ('range(p["length"])[:: -1 if p["reverse"] else 1]', 'range(p["length"])'),
-    ("new := (now & ~seen).any(1)", "new := (now & ~seen)[:, 0]"),
+    ("np.flatnonzero((now & ~before).any(1))", "np.flatnonzero((now & ~before)[:, 0])"),
     ("if k < self._carried or k in bad]", "if k < self._carried]"),
     ("if i not in tried:", "if False:"),
     ("new\n            carry = results[: self._carried]\n", "new\n            pass\n"),

@@ -12,11 +12,13 @@ from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODER
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import encoder, flops
 from jaxstack.models import family as models
 from jaxstack.models.batches import abstract_batch
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.gradients import make_gradients
 from jaxstack.training.state import abstract_state, init_state, make_state
@@ -88,11 +90,11 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
         train=TrainConfig(grad_accum=accum),
         mesh=MeshConfig(data=2, fsdp=2, tensor=2),
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
     abstract = abstract_state(cfg, ctx)
     state = make_state(cfg, ctx, abstract)
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.sharding(ctx.batch))}
-    memory = estimate.memory(cfg, ctx, abstract, batch)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.layout.sharding(ctx.layout.batch))}
+    memory = estimate.memory(Job(cfg, ctx), abstract, batch)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert memory["parameters, float32"] + memory["optimizer state"] == stored
     assert memory["batch"] == 8 * 32 * 4 / 4
@@ -109,8 +111,8 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
             mesh=MeshConfig(**{"data": 1} | mesh),
         )
         devices = int(np.prod(list(cfg.mesh.sizes.values())))
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
-        return sum(v for k, v in estimate.memory(cfg, ctx, abstract_state(cfg, ctx), {}).items() if "saved" in k)
+        ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
+        return sum(v for k, v in estimate.memory(Job(cfg, ctx), abstract_state(cfg, ctx), {}).items() if "saved" in k)
 
     assert saved("none") > saved("selective") > saved("full") > 0
     assert saved("full", tensor=2) * 2 == saved("full") == saved("full", tensor=2, sequence_parallel=False)
@@ -151,7 +153,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
     mesh = MeshConfig(data=2, partitioner=partitioner)
     cfg = Config(model=LLAMA, data=DataConfig(seq_len=32, batch_size=8), mesh=mesh)
-    ctx = Context.create(cfg, make_mesh(mesh, 8, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(mesh, 8, jax.devices()[:2]))
     with pytest.raises(error, match="loop whose trip count"):
         aot._collectives(program, ctx, "v5p:2")
 

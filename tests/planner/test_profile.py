@@ -15,13 +15,14 @@ from test_train import ROOT, SMALL, run
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, PipelineConfig
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.pipeline import Program, Stages, interleaved_one_f_one_b, resolve
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.partition import Partition
 from jaxstack.planner import pipeline_costs as profile
 from jaxstack.planner import pipeline_programs as programs
 from jaxstack.planner import timing
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 
 MESH = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
@@ -135,9 +136,9 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     cfg = config(remat=remat, dtype=dtype)
     cfg = replace(cfg, model=replace(cfg.model, num_layers=2), data=replace(cfg.data, batch_size=2))
     cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
     boundary, stash, _ = programs.activation_bytes(
-        cfg, ctx, programs.initial_values(cfg, ctx), programs.random_batch(cfg, ctx)
+        Job(cfg, ctx), programs.initial_values(cfg.model, ctx), programs.random_batch(Job(cfg, ctx))
     )
     S, D, F, H = cfg.data.seq_len, cfg.model.d_model, cfg.model.ff_width, cfg.model.num_heads
     assert boundary == {"float32": 4, "bfloat16": 2}[dtype] * S / 2 * D

@@ -21,6 +21,7 @@ from jaxstack.data.buckets import BucketReader
 from jaxstack.data.loader import bucket_sizes
 from jaxstack.data.pairs import PairTokens
 from jaxstack.data.tokens import Tokens
+from jaxstack.families.context import make_context
 from jaxstack.models import family as families
 from jaxstack.models import params
 from jaxstack.models.context import Context
@@ -67,7 +68,7 @@ def alone(real_BK: np.ndarray):
     """Builds the gradients of a batch from each of its rows alone, without padding; `real` counts both sides."""
 
     def make(cfg: Config, ctx: Context):
-        ctx = dataclasses.replace(ctx, mesh=None)
+        ctx = dataclasses.replace(ctx, layout=dataclasses.replace(ctx.layout, mesh=None))
         spec, (term,) = families.spec(cfg.model), cfg.model.objective.terms
 
         def gradients(weights: params.Params, batch: dict[str, jax.Array], key: None):
@@ -150,7 +151,7 @@ def test_in_bfloat16_a_batch_is_near_each_document_alone_in_float32(rng):
 def toy(cfg: Config, step, lengths) -> tuple[CompileAhead, Any, list[dict[str, np.ndarray]]]:
     """A jitted step that is compiled ahead for batches of three lengths, and such batches."""
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1])
-    ahead = CompileAhead(cfg, Context.create(cfg, mesh)).__enter__()
+    ahead = CompileAhead(cfg, make_context(cfg, mesh)).__enter__()
     first = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     run = ahead.wrap(jax.jit(step), first, lengths)
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -177,7 +178,7 @@ def test_a_length_has_one_program_that_a_thread_compiles_before_it_is_needed():
     assert float(total) == 2 * sum(float(batch["loss_weights"].sum()) for batch in batches)
     ahead.__exit__(None, None, None)
     plain = meshes.config("llama3", {})
-    ctx = Context.create(plain, make_mesh(plain.mesh, plain.microbatch_size, jax.devices()[:1]))
+    ctx = make_context(plain, make_mesh(plain.mesh, plain.microbatch_size, jax.devices()[:1]))
     function = jax.jit(step)
     assert CompileAhead(plain, ctx).wrap(function, total, [32]) is function, "rows of one length"
 
@@ -209,9 +210,9 @@ def test_plans_are_for_the_longest_rows_which_need_the_most_memory():
     assert found == memory.need(auto, 4, "cpu"), "the text is not read"
     others = [dataclasses.replace(cfg, data=cfg.data.with_length(length)) for length in cfg.data.lengths]
     assert max(memory.need(other, 4, "cpu").formula for other in others) == found.formula
-    assert mesh_search.smaller_batches(cfg) == [4, 2, 1]
+    assert mesh_search.smaller_batches(cfg.data) == [4, 2, 1]
     odd = dataclasses.replace(cfg.data, batch_size=12, seq_len=32, buckets=(24, 32))
-    assert mesh_search.smaller_batches(dataclasses.replace(cfg, data=odd)) == [6, 3], "the tokens fill rows of 24"
+    assert mesh_search.smaller_batches(odd) == [6, 3], "the tokens fill rows of 24"
 
 
 @pytest.mark.matrix

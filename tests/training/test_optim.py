@@ -14,10 +14,11 @@ from families import EXPERTS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
-from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec
 from jaxstack.planner import estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training import optimizer, whole_matrices
 from jaxstack.training.state import abstract_state, make_optimizer
@@ -349,13 +350,13 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     monkeypatch.setattr(whole_matrices, "ELEMENTS_AT_ONCE", 64 * 64)  # some one after the other
     how = {"name": "muon", "lr": 1.0, "warmup_steps": 0, "weight_decay": 0.1}
     cfg = Config(model=EXPERTS_MODEL, optim=OptimConfig(**how), mesh=MeshConfig(**{"data": 1} | mesh))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
     state = abstract_state(cfg, ctx)
     tx = make_optimizer(cfg, ctx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
     compiled = jax.jit(tx.update, out_shardings=shardings).lower(state.params, state.opt_state, state.params).compile()
 
-    found = hlo.collectives(compiled.as_text(), ctx.mesh.shape)
+    found = hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape)
     # Beside the norm's scalars: exchanges, replicas that gather what each has done, and single matrices.
     moved = [c for c in found if c.shape]
     assert {c.kind for c in moved} <= {"all-to-all", "all-gather"}
@@ -370,7 +371,7 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     padded = 4 / 3 if "pipe" in mesh else 1  # three layers in the four slots of two stages
     assert sum(hlo.sent(moved).values()) <= padded * gather
     adamw = dataclasses.replace(cfg, optim=OptimConfig())
-    expected = hlo.sent([c for c in estimate.traffic(cfg, ctx) if c not in estimate.traffic(adamw, ctx)])
+    expected = hlo.sent([c for c in estimate.traffic(Job(cfg, ctx)) if c not in estimate.traffic(Job(adamw, ctx))])
     assert hlo.sent(moved) == pytest.approx(expected)
 
     values, grads = (

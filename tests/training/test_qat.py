@@ -15,9 +15,11 @@ from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.quantize import Settings, quantize_layer
 from jaxstack.config import Config
 from jaxstack.config.scheme import Scheme
+from jaxstack.families.context import make_context
 from jaxstack.models import lora
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.features import qat
 from jaxstack.training.gradients import make_gradients
@@ -47,7 +49,7 @@ def config(name, mesh, weights="int4", dtype="float32", **how) -> Config:
 def placed(cfg: Config, seed: int):
     """The context of a run on its mesh, and random parameters."""
     devices = jax.devices()[: int(np.prod([*cfg.mesh.sizes.values()]))]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
     rng, abstract = np.random.default_rng(seed), abstract_state(cfg, ctx).params
     return ctx, jax.tree.map(
         lambda like: jax.device_put(rng.normal(0, 0.1, like.shape).astype(np.float32), like.sharding), abstract
@@ -166,12 +168,12 @@ def test_gradients_in_bfloat16_are_those_of_float32(seed):
 def test_the_plan_counts_the_rounded_copy():
     """Each device has a copy of its own part of the matrices of layers, float32."""
     cfg = config("llama3", {"fsdp": 2, "tensor": 2})
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4]))
-    found = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4]))
+    found = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
     matrices = Walk.of(cfg.model, ctx).matrices.values()
     assert found["rounded matrices, float32"] == 4 * cfg.model.num_layers * sum(p.size for p in matrices) / 4
     plain = replace(cfg, train=replace(cfg.train, qat="none"))
-    assert {*found} - {*estimate.memory(plain, ctx, *estimate.abstract_inputs(plain, ctx))} == {
+    assert {*found} - {*estimate.memory(Job(plain, ctx), *estimate.abstract_inputs(Job(plain, ctx)))} == {
         "rounded matrices, float32"
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.kernels.attention import chunked, reference
+from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, reference
 from jaxstack.kernels.attention.reference import (
     MASKED,
     AttentionMask,
@@ -173,7 +173,7 @@ def cached_attention(
       values: cached values [B, G, T, K].
       distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
-      bias: see `attention`; its positions are ignored, because `distance` has those of the cached tokens.
+      bias: see `attention`; its positions are ignored, because `distance` gives the positions of the cached tokens.
     """
     g = keys.shape[1]
     slots = keys.shape[3]
@@ -275,18 +275,12 @@ def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bi
 
 
 def _attend(o: Options, q, k, v, mask: Mask, table):
-    match o.name:  # kernels are imported only when used, because importing Pallas takes time
+    match o.name:
         case "cudnn":
-            from jaxstack.kernels.attention import cudnn
-
             return cudnn.attend(o, q, k, v)
         case "pallas_gpu":
-            from jaxstack.kernels.attention import pallas_gpu
-
             return pallas_gpu.attend(o, q, k, v, mask.queries.segments)
         case "pallas_tpu":
-            from jaxstack.kernels.attention import pallas_tpu
-
             return pallas_tpu.attend(o, q, k, v, mask.queries.segments)
         case "chunked":
             return chunked.attend(o, q, k, v, mask, table)

@@ -27,10 +27,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxstack.kernels import pallas_call
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import MASKED, Mask, Options, Tokens, row_dots
 from jaxstack.kernels.tiles import AttentionTile, attention_class, find_tile
-from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
 
@@ -167,18 +167,18 @@ def _call(kernel, over, static: _Static, heads, mask: Mask, inputs, in_specs, re
 
     per_sequence = None if of_keys is None else pl.BlockSpec((None, s), lambda i, h, b: (b, 0))
     block_visits = pl.BlockSpec((None, None, 4), lambda i, h, b: (b if visits.shape[0] > 1 else 0, block_index(i), 0))
-    visits, of_queries, of_keys, *inputs = collectives.match_varying(visits, of_queries, of_keys, *inputs)
-    kind = jax.typeof(visits).mat
-    return pl.pallas_call(
+    return pallas_call.gpu(
         partial(kernel, static._replace(masked_ends=masked_ends), block_index),
+        visits, of_queries, of_keys, *inputs,
+        out=results,
+        warps=tile.warps,
+        stages=tile.stages,
         grid=(count, heads, sequences),
         in_specs=[block_visits, per_sequence, per_sequence, *in_specs],
         out_specs=list(out_specs),
-        out_shape=[jax.ShapeDtypeStruct(*result, manual_axis_type=kind) for result in results],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
-    )(visits, of_queries, of_keys, *inputs)
+    )  # fmt: skip
 
 
 def _load(static: _Static, ref, start, size, head=None):
@@ -199,6 +199,14 @@ def _load_vector(static: _Static, ref, start, size, head=None):
     if static.length % size == 0:
         return ref[where]
     return plgpu.load(ref.at[where], mask=start + jnp.arange(size) < static.length, other=0)
+
+
+def _load_segments(static: _Static, ref, start, size, row=False):
+    """Loads the segment ids of tokens as a column [size, 1] or a row [1, size]; None if there is one segment."""
+    if ref is None:
+        return None
+    ids = _load_vector(static, ref, start, size)
+    return ids[None] if row else ids[:, None]
 
 
 def _store(static: _Static, ref, start, value):
@@ -240,6 +248,18 @@ def _exp2(o: Options, factor: float, scores, shift):
     return result
 
 
+def _weights(o: Options, raw, visible, lse):
+    """Returns attention weights from products of queries and keys, and the derivative of the cap or None.
+
+    `visible` says which keys a query attends to; `None` means all.
+    """
+    scores, factor, slope = _scores(o, raw)
+    if visible is None:
+        return _exp2(o, factor, scores, lse), slope
+    weights = _exp2(o, factor, jnp.where(visible, scores, MASKED), lse)
+    return jnp.where(visible, weights, 0.0), slope
+
+
 def _visible(static: _Static, queries, keys, query_segments, key_segments):
     """Returns which keys each query attends to. The arguments broadcast against each other."""
     o = static.o
@@ -268,42 +288,29 @@ def _for_each_visit(static: _Static, visits_ref, segmented, step, carry):
 
 
 def _forward_kernel(
-    static: _Static,
-    block_index,
-    visits_ref,
-    query_segments_ref,
-    key_segments_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    lse_ref,
+    static, block_index, visits_ref, query_segments_ref, key_segments_ref, q_ref, k_ref, v_ref, out_ref, lse_ref
 ):
     o = static.o
     block, size, *_ = static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q = _load(static, q_ref, start, block)
-    query_segments = (
-        None if query_segments_ref is None else _load_vector(static, query_segments_ref, start, block)[:, None]
-    )
+    query_segments = _load_segments(static, query_segments_ref, start, block)
 
     def step(masked, j, carry):
-        acc, top, total = carry
+        acc, top, total = carry  # [C, K], [C], [C]
         k = _load(static, k_ref, j * size, size)
-        scores, factor, _ = _scores(o, _dot(q, k, (1, 1)))
+        scores, factor, _ = _scores(o, _dot(q, k, (1, 1)))  # [C, T]
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = (
-                None if key_segments_ref is None else _load_vector(static, key_segments_ref, j * size, size)[None]
-            )
+            key_segments = _load_segments(static, key_segments_ref, j * size, size, row=True)
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
             scores = jnp.where(visible, scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
         weights = _exp2(o, factor, scores, (factor * higher)[:, None])
         if masked:
             weights = jnp.where(visible, weights, 0.0)
-        rescale = jnp.exp2(factor * (top - higher))
+        rescale = jnp.exp2(factor * (top - higher))  # earlier sums are relative to the earlier maximum
         total = total * rescale + weights.sum(1)
         v = _load(static, v_ref, j * size, size)
         acc = acc * rescale[:, None] + _dot(weights.astype(v.dtype), v)
@@ -318,93 +325,56 @@ def _forward_kernel(
     plgpu.store(lse_ref.at[pl.dslice(start, block)], lse, mask=queries < static.length)
 
 
-def _dq_kernel(
-    static,
-    block_index,
-    visits_ref,
-    query_segments_ref,
-    key_segments_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    d_out_ref,
-    lse_ref,
-    delta_ref,
-    dq_ref,
-):
-    o = static.o
+def _dq_kernel(static, block_index, visits_ref, query_segments_ref, key_segments_ref, *refs):
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref = refs
     block, size, *_ = static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q = _load(static, q_ref, start, block)
     d_out = _load(static, d_out_ref, start, block)
     lse, delta = (_load_vector(static, ref, start, block)[:, None] for ref in (lse_ref, delta_ref))
-    query_segments = (
-        None if query_segments_ref is None else _load_vector(static, query_segments_ref, start, block)[:, None]
-    )
+    query_segments = _load_segments(static, query_segments_ref, start, block)
 
     def step(masked, j, dq):
         k = _load(static, k_ref, j * size, size)
         v = _load(static, v_ref, j * size, size)
-        scores, factor, slope = _scores(o, _dot(q, k, (1, 1)))
+        raw = _dot(q, k, (1, 1))  # [C, T]
+        visible = None
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = (
-                None if key_segments_ref is None else _load_vector(static, key_segments_ref, j * size, size)[None]
-            )
+            key_segments = _load_segments(static, key_segments_ref, j * size, size, row=True)
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
-            scores = jnp.where(visible, scores, MASKED)
-        weights = _exp2(o, factor, scores, lse)
-        if masked:
-            weights = jnp.where(visible, weights, 0.0)
+        weights, slope = _weights(static.o, raw, visible, lse)
         d_scores = weights * (_dot(d_out, v, (1, 1)) - delta)
         if slope is not None:
             d_scores *= slope
         return dq + _dot(d_scores.astype(k.dtype), k)
 
     dq = _for_each_visit(static, visits_ref, key_segments_ref is not None, step, jnp.zeros(q.shape, jnp.float32))
-    _store(static, dq_ref, start, o.scale * dq)
+    _store(static, dq_ref, start, static.o.scale * dq)
 
 
-def _dkv_kernel(
-    static,
-    block_index,
-    visits_ref,
-    query_segments_ref,
-    key_segments_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    d_out_ref,
-    lse_ref,
-    delta_ref,
-    dk_ref,
-    dv_ref,
-):
-    o = static.o
+def _dkv_kernel(static, block_index, visits_ref, query_segments_ref, key_segments_ref, *refs):
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
     size, block, *_ = static.tile
     start = block_index(pl.program_id(0)) * block
     keys = start + jnp.arange(block)
     k = _load(static, k_ref, start, block)
     v = _load(static, v_ref, start, block)
-    key_segments = None if key_segments_ref is None else _load_vector(static, key_segments_ref, start, block)[:, None]
+    key_segments = _load_segments(static, key_segments_ref, start, block)
 
     def head(r, carry):
         def step(masked, i, carry):
             dk, dv = carry
             q, d_out = (_load(static, ref, i * size, size, r) for ref in (q_ref, d_out_ref))
             lse, delta = (_load_vector(static, ref, i * size, size, r)[None] for ref in (lse_ref, delta_ref))
-            scores, factor, slope = _scores(o, _dot(k, q, (1, 1)))
+            raw = _dot(k, q, (1, 1))  # [T, C]
+            visible = None
             if masked:
                 queries = i * size + jnp.arange(size)
-                query_segments = None
-                if query_segments_ref is not None:
-                    query_segments = _load_vector(static, query_segments_ref, i * size, size)[None]
+                query_segments = _load_segments(static, query_segments_ref, i * size, size, row=True)
                 visible = _visible(static, queries[None], keys[:, None], query_segments, key_segments)
-                scores = jnp.where(visible, scores, MASKED)
-            weights = _exp2(o, factor, scores, lse)
-            if masked:
-                weights = jnp.where(visible, weights, 0.0)
+            weights, slope = _weights(static.o, raw, visible, lse)
             dv += _dot(weights.astype(d_out.dtype), d_out)
             d_scores = weights * (_dot(v, d_out, (1, 1)) - delta)
             if slope is not None:
@@ -415,5 +385,5 @@ def _dkv_kernel(
 
     initial = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, q_ref.shape[1], head, initial)
-    _store(static, dk_ref, start, o.scale * dk)
+    _store(static, dk_ref, start, static.o.scale * dk)
     _store(static, dv_ref, start, dv)

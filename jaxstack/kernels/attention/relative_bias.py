@@ -21,8 +21,8 @@ from jax import lax
 from jaxstack.sharding import collectives
 
 Buckets: TypeAlias = tuple[tuple[int, int], ...]
-"""The least and the greatest distance (position of the key minus that of the query) of each bucket. A bucket without
-distances has a greatest one below its least."""
+"""The least and the greatest distance of each bucket. A distance is the key's position minus the query's position. A
+bucket without distances has a greatest distance below its least one."""
 
 _FARTHEST = 2**31 - 1
 
@@ -60,8 +60,8 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     Raises:
       ValueError: there are too few buckets, or all distances up to `max_distance` have a bucket each.
     """
-    own = count // 2 if bidirectional else count  # buckets of one direction
-    exact = own // 2  # distances with a bucket each
+    one_way = count // 2 if bidirectional else count  # buckets of one direction
+    exact = one_way // 2  # distances with a bucket each
     if not 0 < exact < max_distance:
         least = 4 if bidirectional else 2
         raise ValueError(
@@ -72,10 +72,10 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     # T5 computes in float32, which decides the bucket of distances such as 64, whose logarithm is almost an integer.
     quotient = (far / exact).astype(np.float32).astype(np.float64)
     ratio = np.log(quotient).astype(np.float32) / np.float32(math.log(max_distance / exact))
-    wide = np.minimum(exact + (ratio * np.float32(own - exact)).astype(int), own - 1)
+    wide = np.minimum(exact + (ratio * np.float32(one_way - exact)).astype(int), one_way - 1)
     bucket = np.concatenate([np.arange(exact), wide])  # of distances 0, 1, ..., max_distance
     intervals = []
-    for n in range(own):
+    for n in range(one_way):
         members = np.flatnonzero(bucket == n)
         low, high = (int(members[0]), int(members[-1])) if members.size else (1, 0)
         intervals.append((low, _FARTHEST if high == max_distance else high))
@@ -83,11 +83,11 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     if not bidirectional:
         return ((before[0][0], _FARTHEST), *before[1:])
     after = tuple((max(low, 1), high) for low, high in intervals)
-    return (*before, *after, *((1, 0),) * (count - 2 * own))
+    return (*before, *after, *((1, 0),) * (count - 2 * one_way))
 
 
 def distances(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Returns positions of keys [B, T] or [T] minus those of queries [B, C] or [C]: [B, C, T], with B = 1 for [C]."""
+    """Returns key positions [B, T] or [T] minus query positions [B, C] or [C]: [B, C, T], with B = 1 for [C]."""
     apart = keys[..., None, :] - queries[..., None]
     return apart if apart.ndim == 3 else apart[None]
 
@@ -125,7 +125,7 @@ bias_scores.defvjp(_bias_scores_forward, _bias_scores_backward)
 
 
 def table_gradient(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
-    """Returns the gradient of the table [N, H] in float32, from those of the biases."""
+    """Returns the gradient of the table [N, H] in float32, from the gradient of the biases."""
     sums = lax.platform_dependent(
         d_scores_BGCRT, distance_BCT, cpu=partial(_sums_by_adding, buckets), default=partial(_sums_by_products, buckets)
     )

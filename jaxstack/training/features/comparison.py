@@ -46,7 +46,7 @@ def compare_rows(
     Args:
       cfg: the run, whose family compares rows.
       ctx: execution context.
-      values: parameters, from `Context.defer_grad_sync`.
+      values: parameters, from `Layout.defer_grad_sync`.
       batch: this device's rows.
       key: for dropout. `None` disables it.
       totals: of the global batch, from `losses.batch_totals`.

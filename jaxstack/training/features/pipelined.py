@@ -122,13 +122,13 @@ def pipelined_gradients(
     Args:
       cfg: the run.
       ctx: execution context.
-      values: parameters, from `Context.defer_grad_sync`.
+      values: parameters, from `Layout.defer_grad_sync`.
       batch: this device's rows.
       key: for dropout. `None` disables it.
       totals: of the global batch, from `losses.batch_totals`.
     """
-    assert ctx.pipeline is not None
-    if ctx.pipeline.weight is not None and cfg.pipeline.split is None:
+    assert ctx.layout.pipeline is not None
+    if ctx.layout.pipeline.weight is not None and cfg.pipeline.split is None:
         raise ConfigError(
             "pipeline.split=null is chosen where a run starts or is planned. Here, name the weights, such as ['.*']."
         )
@@ -136,8 +136,8 @@ def pipelined_gradients(
     (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
 
     def gather(spec: Spec, values: Params) -> tuple[Params, PyTree]:
-        if ctx.gather == "once":
-            values = ctx.gather_params(spec, values)
+        if ctx.layout.gather == "once":
+            values = ctx.layout.gather_params(spec, values)
         shared, own = family.split_stacks(cfg.model, values)
         groups = tuple(group_layers(stack.period, own.get(name, {})) for name, stack in stacks.items())
         return shared, groups if len(groups) > 1 else groups[0]
@@ -145,13 +145,13 @@ def pipelined_gradients(
     if key is not None:
         batch = {**batch, "key": jax.random.key_data(key)}
     shared, stacked = gather(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
-    micros = split_microbatches(batch, ctx.pipeline.schedule.microbatches)
+    micros = split_microbatches(batch, ctx.layout.pipeline.schedule.microbatches)
     fns = pipeline_fns(cfg, ctx, totals)
     constants = None
     if frozen:
         shared_frozen, constants = gather(frozen_spec, params.cast_matrices(frozen_spec, frozen, ctx.dtype))
         fns = with_frozen(fns, shared_frozen)
-    sums = pipeline.execute(ctx.pipeline, fns, "pipe", shared, stacked, micros, constants)
+    sums = pipeline.execute(ctx.layout.pipeline, fns, "pipe", shared, stacked, micros, constants)
     _, scatter = jax.vjp(partial(gather, trained_spec), trained)  # linear: its forward half is not run
     (grads,) = scatter((sums.shared, sums.stacked))
     auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux if len(stacks) > 1 else (sums.aux,))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.data import Tokenizer
+from jaxstack.families.context import make_context
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.kernels.cross_entropy import log_sum_exp
 from jaxstack.models import decoder, family
@@ -58,7 +59,7 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
             f"data.seq_len, or name another teacher."
         )
     run = replace(cfg, model=replace(model, dropout=0.0), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
-    ctx = Context.create(run, mesh)
+    ctx = make_context(run, mesh)
     if isinstance(source, PretrainedFolder):
         with source:
             values = source.read_params(ctx, cfg.model.pad_vocab_to)
@@ -83,7 +84,7 @@ def make_teach(cfg: Config, values: Params, ctx: Context) -> Teach:
     def likeliest(values: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns ids and log-probabilities [B, C, K] after hidden states [B, C, D]."""
         logits = decoder.logits(model, values, hidden, ctx) / cfg.distill.temperature
-        axes, V = ctx.axes("vocab"), logits.shape[-1]
+        axes, V = ctx.layout.axes("vocab"), logits.shape[-1]
         lse = log_sum_exp(logits, axes)
         found, ids = jax.lax.top_k(logits, min(count, V))
         ids += collectives.index(axes) * V
@@ -94,7 +95,7 @@ def make_teach(cfg: Config, values: Params, ctx: Context) -> Teach:
     def work(values: Params, batch: Batch) -> dict[str, jax.Array]:
         hidden, _ = decoder.hidden_states(model, values, batch, ctx)
         B, S, D = hidden.shape
-        size = max(1, min(S, ctx.loss_chunk // B))
+        size = max(1, min(S, ctx.ops.loss_chunk // B))
         padded = jnp.pad(hidden, ((0, 0), (0, -S % size), (0, 0))).reshape(B, -1, size, D).swapaxes(0, 1)
         ids, log_probs = jax.lax.map(lambda x: likeliest(values, x), padded)
         whole = (a.swapaxes(0, 1).reshape(B, -1, count)[:, :S] for a in (ids, log_probs))
@@ -103,10 +104,10 @@ def make_teach(cfg: Config, values: Params, ctx: Context) -> Teach:
     def read(batch: Batch) -> Batch:
         return {name: batch[name] for name in ("tokens", "positions", "segment_ids") if name in batch}
 
-    if ctx.mesh is None:
+    if ctx.layout.mesh is None:
         local: Callable[..., Any] = work
     else:
-        local = ctx.local(work, (ctx.parameters(spec), ctx.batch), ctx.batch)
+        local = ctx.layout.local(work, (ctx.layout.parameters(spec), ctx.layout.batch), ctx.layout.batch)
     program = jax.jit(local)
     values = jax.jit(lambda values: cast_matrices(spec, values, ctx.dtype))(values)
     return lambda batch: {**batch, **program(values, read(batch))}

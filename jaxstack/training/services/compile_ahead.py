@@ -36,7 +36,7 @@ class CompileAhead:
           cfg: the run.
           ctx: its execution context.
         """
-        self._cfg, self._data, self._where = cfg, cfg.data, ctx.sharding(ctx.batch)
+        self._cfg, self._data, self._where = cfg, cfg.data, ctx.layout.sharding(ctx.layout.batch)
         self._programs: list[Program] = []
 
     def __enter__(self) -> "CompileAhead":

@@ -57,7 +57,7 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
                 f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
                 f"Check the path."
             )
-        run = parse.parse_config([f"--config={path / 'config.yaml'}"], path)
+        run = parse.parse_config([f"--config={path / 'config.yaml'}"])
         if manifest.steps(run_dir.checkpoints(path)):
             return replace(run, run=replace(run.run, dir=str(path)))
         if (path / "quarantine").is_dir():
@@ -97,7 +97,7 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     values = evaluated_params(run, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
         return values
-    shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
+    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(run.model.base)))
 
     def merge(adapters: Params, base: Params) -> Params:
         return lora.merge_adapters(run.model.lora, params.combine(adapters, base))
@@ -170,7 +170,9 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
             f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder."
         )
-    if grows and here.moe.every > 1 and ctx.pipeline is not None:  # the stages of the two models have other layers
+    if (
+        grows and here.moe.every > 1 and ctx.layout.pipeline is not None
+    ):  # the stages of the two models have other layers
         raise ConfigError(
             f"run.init_from={name} is up-cycled to model.moe.every={here.moe.every}, which mesh.pipe={cfg.mesh.pipe} "
             f"cannot do. Take the first step with mesh.pipe=1, and resume with this mesh."
@@ -184,7 +186,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         values = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))
+        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(here)))
         grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
         values = grow(values)
     if cfg.optim.keep_zeros and not has_zeros(cfg, ctx, values):
@@ -213,8 +215,8 @@ def has_zeros(cfg: Config, ctx: Context, values: Params) -> bool:
 
     def zeros(path: str, array: jax.Array) -> jax.Array:
         p = spec[path]
-        if p.stacked and ctx.stages is not None:
-            array = array[ctx.stages.of(path).layer_of_slot >= 0]
+        if p.stacked and ctx.layout.stages is not None:
+            array = array[ctx.layout.stages.of(path).layer_of_slot >= 0]
         stored = (array.shape[:1] if p.stacked else ()) + (p.unpadded or p.shape)[p.stacked :]
         return jnp.any(array[tuple(slice(size) for size in stored)] == 0)
 

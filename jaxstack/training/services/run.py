@@ -90,8 +90,8 @@ class Run:
           draw: what draws pictures at every evaluation. `None` means none.
         """
         self._draw = draw
-        assert ctx.mesh is not None
-        self._mesh = ctx.mesh
+        assert ctx.layout.mesh is not None
+        self._mesh = ctx.layout.mesh
         self._cfg, self._dataset, self._ctx, self._abstract, self._loader = cfg, dataset, ctx, abstract, loader
         self._layout = checkpoint_layout(cfg, ctx, abstract)
         self._directory = Path(cfg.run.dir)
@@ -158,14 +158,14 @@ class Run:
         if cfg.model.lora.rank:
             trained = params.count(params.partition(spec, spec)[0])
             console.print(f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen")
-        if ctx.pipeline is not None:
-            console.print(f"pipeline {ctx.pipeline}")
-            if explanation := ctx.pipeline.explain():
+        if ctx.layout.pipeline is not None:
+            console.print(f"pipeline {ctx.layout.pipeline}")
+            if explanation := ctx.layout.pipeline.explain():
                 console.print(explanation)
             if split:
                 console.print(f"         {split}")
-        console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}")
-        if left_out := xla_options.select_options(ctx.platform, ctx.mesh).explain():
+        console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.ops.by_name.items())}")
+        if left_out := xla_options.select_options(ctx.ops.platform, ctx.layout.mesh).explain():
             console.print(f"xla      {left_out}", style="yellow")
         console.print(f"data     {self._dataset.description}")
         for line in self._loader.describe_sources():
@@ -213,7 +213,7 @@ class Run:
             "configuration": replace(self._cfg, distributed=DistributedConfig()),
             "data": (dataset.fingerprint, [(len(one.train), len(one.eval)) for one in dataset.sources]),
             "tokenizer": dataset.tokenizer.to_json(),
-            "pipeline.partition's file": str(self._ctx.pipeline),
+            "pipeline.partition's file": str(self._ctx.layout.pipeline),
         })  # fmt: skip
         found = verify.scan(self._saved)
         for name, reason in found.reasons.items():
