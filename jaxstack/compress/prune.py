@@ -140,20 +140,20 @@ class LayerSearch:
     Attributes:
       cfg: the run on the mesh, with a model without adapters.
       ctx: how its model is computed.
-      values: parameters of its model.
+      params: the parameters of its model.
       batches: on the devices.
     """
 
     cfg: Config
     ctx: Context
-    values: Params
+    params: Params
     batches: Sequence[Batch]
 
     def loss(self, steps: Sequence[int]) -> float:
         """Returns the mean loss of the model with these steps of layers alone."""
         layers = jnp.asarray(_layers_of(self._period, np.asarray(steps)))
         run = self._programs(len(layers))
-        sums = [jax.device_get(run(self.values, layers, batch)) for batch in self.batches]
+        sums = [jax.device_get(run(self.params, layers, batch)) for batch in self.batches]
         return float(sum(s for s, _ in sums) / sum(n for _, n in sums))
 
     def leave_out(self, keep: int, say: Callable[[str], None] = lambda line: None) -> tuple[np.ndarray, Losses]:
@@ -185,9 +185,9 @@ class LayerSearch:
             name, _ = families.only_stack(self.cfg.model)
             step = make_eval_step(replace(self.cfg, model=replace(self.cfg.model, num_layers=depth)), self.ctx)
 
-            def work(values: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-                stacked = jax.tree.map(lambda a: jnp.take(a, layers, axis=0), values[name])
-                sums = step({**values, name: stacked}, batch)
+            def work(params: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+                stacked = jax.tree.map(lambda a: jnp.take(a, layers, axis=0), params[name])
+                sums = step({**params, name: stacked}, batch)
                 return sum(sums.losses.values(), jnp.zeros(())), sum(sums.weights.values(), jnp.zeros(()))
 
             self._compiled[depth] = jax.jit(work)
@@ -237,11 +237,11 @@ def largest(importance: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-importance, axis=-1, kind="stable")[..., :count], axis=-1)
 
 
-def keep(cfg: ModelConfig, ctx: Context, values: Params, kept: Kept) -> Params:
+def keep(cfg: ModelConfig, ctx: Context, params: Params, kept: Kept) -> Params:
     """Returns the parameters of the parts that stay, sharded over the mesh."""
     spec = families.spec(smaller_model(cfg, sizes_of_kept(kept)))
     shardings = None if ctx.layout.mesh is None else jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
-    new: Params = jax.jit(lambda values: surgery.keep(cfg, values, kept), out_shardings=shardings)(values)
+    new: Params = jax.jit(lambda params: surgery.keep(cfg, params, kept), out_shardings=shardings)(params)
     assert all(leaf.shape == p.shape for leaf, p in zip(flatten(new).values(), flat_spec(spec).values(), strict=True))
     return new
 

@@ -61,27 +61,22 @@ class QuantizedLayer(NamedTuple):
 
 def quantize(
     walk: Walk,
-    values: Params,
+    params: Params,
     batches: Sequence[Batch],
     how: Settings,
     finished: Callable[[int], QuantizedLayer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer]:
-    """Yields one layer after the other, quantised.
+    """Yields one layer after the other, quantised; see `each_layer`."""
 
-    Args:
-      batches: calibration batches on the devices; none are needed for rounding to the nearest.
-      finished: returns a layer that an earlier call has yielded, or `None`.
-    """
-
-    def one(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+    def compress(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
         return quantize_layer(walk, layer, statistics, how)
 
-    return each_layer(walk, values, batches, one, finished)
+    return each_layer(walk, params, batches, compress, finished)
 
 
 def each_layer(
     walk: Walk,
-    values: Params,
+    params: Params,
     batches: Sequence[Batch],
     compress: Callable[[Params, dict[str, Statistics]], QuantizedLayer],
     finished: Callable[[int], QuantizedLayer | None],
@@ -103,7 +98,7 @@ def each_layer(
         results[index] = found
         return found.params
 
-    for index, _ in walk.run(values, batches, one):
+    for index, _ in walk.run(params, batches, one):
         yield results.pop(index)
 
 
@@ -186,7 +181,7 @@ def _scale_inputs(
     return layer, factors
 
 
-def join(cfg: ModelConfig, values: Params, layers: Sequence[QuantizedLayer]) -> Params:
+def join(cfg: ModelConfig, params: Params, layers: Sequence[QuantizedLayer]) -> Params:
     """Returns the parameters of a model with its layers replaced, sharded as before."""
     name, _ = families.only_stack(cfg)
     stacked = jax.tree.map(lambda *each: np.stack(each), *(layer.params for layer in layers))
@@ -194,7 +189,7 @@ def join(cfg: ModelConfig, values: Params, layers: Sequence[QuantizedLayer]) -> 
     def place(new: np.ndarray, old: jax.Array) -> jax.Array:
         return jax.device_put(new.astype(old.dtype), old.sharding)
 
-    return {**values, name: jax.tree.map(place, stacked, values[name])}
+    return {**params, name: jax.tree.map(place, stacked, params[name])}
 
 
 def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
