@@ -53,10 +53,11 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     import jax
 
     from jaxstack import sharding
+    from jaxstack.models import family
     from jaxstack.models.context import Context
+    from jaxstack.training.assemble import jit_train_step
     from jaxstack.training.services.compile_ahead import CompileAhead
-    from jaxstack.training.state import abstract_state, make_state
-    from jaxstack.training.step import jit_train_step
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     asked = DataConfig(seq_len=seq_len, batch_size=rows, buckets="auto", max_padding=limit)
     plain = DataConfig(seq_len=seq_len, batch_size=rows)
@@ -72,10 +73,14 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     steps: dict[str, tuple[Any, Any, Any]] = {}
     for name, cfg in cfgs.items():
         ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
-        abstract = abstract_state(cfg, ctx)
-        ahead = CompileAhead(cfg, ctx).__enter__()
+        abstract = abstract_state(Recipe.of(cfg), ctx)
+        ahead = CompileAhead(cfg.data, family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch)).__enter__()
         step = ahead.wrap(jit_train_step(cfg, ctx, abstract), abstract, cfg.data.lengths)
-        steps[name] = (step, make_state(cfg, ctx, abstract), DataLoader(cfg, dataset, ctx.sharding(ctx.batch)))
+        steps[name] = (
+            step,
+            make_state(Recipe.of(cfg), ctx, abstract),
+            DataLoader(cfg, dataset, ctx.sharding(ctx.batch)),
+        )
     text = whole_documents(next(dataset.training_texts), seq_len)
     reader = BucketReader([text], ["stdlib"], [(0, (1.0,))], bucket_sizes(cfgs["buckets"]), 0)
     places = {length: [k for k in range(40_000) if reader.row_figures(k)["bucket"] == length][:4] for length in lengths}

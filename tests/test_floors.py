@@ -28,9 +28,10 @@ FLOORS = {
     "report": 8,
     "serve": 9,
     "evaluate": 10,
-    "train": 10,
-    "cli": 11,
-    "__main__": 12,
+    "start": 10,
+    "train": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 
 JAX_FREE = (

@@ -15,8 +15,8 @@ from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import TrainState, make_optimizer
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import dropout_key
 
 NAMED = 5
@@ -32,8 +32,8 @@ def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -
       state: before the step, whose loss and gradients are finite.
       batch: of the step.
     """
-    optimizer, gradients = make_optimizer(cfg, ctx), make_gradients(cfg, ctx)
-    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg, state.step))
+    optimizer, gradients = make_optimizer(Recipe.of(cfg), ctx), make_gradients(cfg, ctx)
+    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg.model, cfg.run.seed, state.step))
     trained, _ = params.partition(family.spec(cfg.model), state.params)
     flat, tree = jax.tree.flatten((trained, state.opt_state, grads))
 

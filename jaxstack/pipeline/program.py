@@ -51,6 +51,7 @@ class Program:
       stages: the layers of each stage.
       partition: how the layer groups were cut by their costs. `None` means evenly.
       static: whether all loops have static trip counts, with masked turns, see `phases`.
+      split: the planner's choice for `pipeline.split=null`. `None` means that it has not chosen.
 
     Raises (on construction):
       ScheduleError: schedule and stages differ in their number of stages or chunks.
@@ -60,6 +61,7 @@ class Program:
     stages: Stages
     partition: Partition | None = None
     static: bool = False
+    split: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)

@@ -22,7 +22,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training import assemble
 from jaxstack.training.state import TrainState
 
 TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
@@ -174,7 +174,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.mesh is not None
     cfg, _ = estimate.resolve_split(cfg, ctx)
-    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     return CompiledStep(

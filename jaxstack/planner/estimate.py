@@ -27,7 +27,7 @@ from jaxstack.planner.sizes import (
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 GROUPS = 16
 """Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
@@ -42,7 +42,7 @@ MUON_WORK = "work of Muon's update"
 
 def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
-    return abstract_state(cfg, ctx), abstract_batch(cfg, ctx)
+    return abstract_state(Recipe.of(cfg), ctx), abstract_batch(cfg, ctx)
 
 
 def abstract_batch(cfg: Config, ctx: Context) -> Batch:

@@ -20,6 +20,8 @@ from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
+from jaxstack.training.assemble import objective_of
+from jaxstack.training.features import experts
 from jaxstack.training.features.pipelined import pipeline_fns, split_matrices
 
 PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
@@ -73,20 +75,23 @@ class _Stage:
     @classmethod
     def create(cls, cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> "_Stage":
         """Builds the stage on a device's shards of parameters and batch."""
-        values, batch = ctx.defer_grad_sync(family.spec(cfg.model), values), ctx.shard_sequence(batch)
+        values = ctx.defer_grad_sync(family.spec(cfg.model), values)
+        batch = ctx.shard_sequence(batch)
         terms = cfg.model.objective.terms
         rows, length = batch[terms[0].weights].shape
         if cfg.model.dropout:
             batch = batch | {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
         name, stack = family.only_stack(cfg.model)
-        counted = {name: float(rows * length)}, {name: float(rows)}
-        fns = pipeline_fns(cfg, ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, *counted))
+        counts = experts.Counts({name: float(rows * length)}, {name: float(rows)})
+        totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
+        fns = pipeline_fns(cfg.model, ctx, objective_of(cfg.model), cfg.pipeline.split or (), totals)
         shared, stacks = family.split_stacks(cfg.model, values)
         stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
         if cfg.pipeline.split:
-            split, i = [split_matrices(cfg, family.spec(cfg.model)[name])] * stack.period, jnp.int32(0)
+            split = [split_matrices(cfg.pipeline.split, family.spec(cfg.model)[name])] * stack.period
+            i = jnp.int32(0)
             stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
         return stage
 

@@ -11,7 +11,7 @@ from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
 from jaxstack.planner.sizes import has_formulas, require_formulas
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
@@ -243,7 +243,7 @@ def _update(cfg: Config, ctx: Context) -> list[Op]:
     if sums:
         summed = float(sum(math.prod(shards.summed_shape(spec[path], ctx)) for path in trained))
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
-    state = abstract_state(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients
     found.append(Op(cfg.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))

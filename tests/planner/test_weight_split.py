@@ -15,7 +15,7 @@ from jaxstack.pipeline.stages import Stages
 from jaxstack.pipeline.zero_bubble import zb1
 from jaxstack.planner import estimate, roofline, step_bytes, weight_split
 from jaxstack.sharding import make_mesh
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_gradients
 
 ALL = (".*",)
 
