@@ -53,8 +53,8 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     import jax
 
     from jaxstack import sharding
+    from jaxstack.families.context import make_context
     from jaxstack.models import family
-    from jaxstack.models.context import Context
     from jaxstack.training.assemble import jit_train_step
     from jaxstack.training.services.compile_ahead import CompileAhead
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -72,14 +72,16 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     cfgs = {"windows": replace(base, data=plain), "buckets": replace(base, data=replace(asked, buckets=lengths))}
     steps: dict[str, tuple[Any, Any, Any]] = {}
     for name, cfg in cfgs.items():
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
         abstract = abstract_state(Recipe.of(cfg), ctx)
-        ahead = CompileAhead(cfg.data, family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch)).__enter__()
+        ahead = CompileAhead(
+            cfg.data, family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch)
+        ).__enter__()
         step = ahead.wrap(jit_train_step(cfg, ctx, abstract), abstract, cfg.data.lengths)
         steps[name] = (
             step,
             make_state(Recipe.of(cfg), ctx, abstract),
-            DataLoader(cfg, dataset, ctx.sharding(ctx.batch)),
+            DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch)),
         )
     text = whole_documents(next(dataset.training_texts), seq_len)
     reader = BucketReader([text], ["stdlib"], [(0, (1.0,))], bucket_sizes(cfgs["buckets"]), 0)

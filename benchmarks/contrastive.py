@@ -70,7 +70,7 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     import jaxstack
-    from jaxstack.config.parse import parse_config
+    from jaxstack.config.reading.parse import parse_config
     from jaxstack.data import load_for
 
     cfg = parse_config([f"--config={CONFIG}"])

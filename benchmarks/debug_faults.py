@@ -37,7 +37,7 @@ FOLDERS = "", "tests", "tests/models", "tests/pipeline", "tests/debug"
 
 def use_quickstart(faults: Any) -> None:
     """Replaces the tests' model of the Llama family by the quickstart's, with its length and batch."""
-    from jaxstack.config import parse
+    from jaxstack.config.reading import parse
 
     cfg = parse.parse_config([f"--config={ROOT / 'configs' / 'quickstart.yaml'}"])
     faults.meshes.MODELS["llama3"] = dataclasses.replace(cfg.model, vocab_size=256)  # of the byte tokenizer

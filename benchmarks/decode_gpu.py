@@ -100,7 +100,7 @@ def context(cfg: Any, dtype: str, kernels: dict[str, Any], device: Any) -> Any:
     """Returns how a model is computed on a device."""
     from jaxstack import sharding
     from jaxstack.config import Config, DataConfig, KernelsConfig, MeshConfig, TrainConfig
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
 
     run = Config(
         model=cfg,
@@ -109,7 +109,7 @@ def context(cfg: Any, dtype: str, kernels: dict[str, Any], device: Any) -> Any:
         mesh=MeshConfig(data=1),
         kernels=KernelsConfig(**kernels),  # type: ignore[arg-type]
     )
-    return Context.create(run, sharding.make_mesh(run.mesh, 1, [device])).whole_sequences()
+    return make_context(run, sharding.make_mesh(run.mesh, 1, [device])).whole_sequences()
 
 
 def bytes_of_token(cfg: Any, batch: int, seen: float, size: int) -> dict[str, float]:
@@ -185,7 +185,7 @@ def run(name: str, sizes: dict[str, int], given: argparse.Namespace, device: Any
         "bandwidth": CHIPS[chip].hbm_bandwidth if chip else None,
         "model": sizes,
         "dtype": dtype,
-        "kernels": ctx.kernels,
+        "kernels": ctx.ops.by_name,
         "length": asdict(length),
         "cases": [],
     }
@@ -228,9 +228,9 @@ def ahead_of_time(target: str, given: argparse.Namespace) -> None:
         cfg = ModelConfig(**MODELS[name])  # type: ignore[arg-type]
         for batch in given.batches:
             ctx = context(cfg, "bfloat16", given.kernels, aot.devices(f"{target}:1x1x1")[0])
-            scheme = ctx.decode_weights
-            weights, codes = ("bfloat16", None) if scheme is None else (str(scheme), ctx.codes)
-            row = {"model": name, "batch": batch, "target": target, "decode": ctx.decode}
+            scheme = ctx.ops.decode_weights
+            weights, codes = ("bfloat16", None) if scheme is None else (str(scheme), ctx.ops.codes)
+            row = {"model": name, "batch": batch, "target": target, "decode": ctx.ops.decode}
             row |= {"weights": weights, "codes": codes}
             measured.append(row | program_of_token(Decoding(cfg, ctx, batch, Length())))
             print(json.dumps(measured[-1]), flush=True)
@@ -251,7 +251,7 @@ def program_of_token(work: Decoding) -> dict[str, Any]:
     from jaxstack.models import family, params
     from jaxstack.planner import step_bytes
 
-    where, spec = work.ctx.sharding(PartitionSpec()), family.spec(work.cfg)
+    where, spec = work.ctx.layout.sharding(PartitionSpec()), family.spec(work.cfg)
 
     def shapes(f: Any, *args: Any) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), jax.eval_shape(f, *args))

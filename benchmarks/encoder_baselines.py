@@ -27,7 +27,7 @@ import numpy as np
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 
 MASK = 256
 TRAINED_SHARE, EVALUATED_SHARE = 0.3, 0.15
@@ -138,14 +138,14 @@ def train(flags: list[str]) -> Any:
     """Trains a model; returns its configuration and parameters."""
     from jaxstack import sharding, train
     from jaxstack.config import Config
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training.services import init_from
 
     cfg = parse_config(flags)
     train.main(cfg)
     run = init_from.find_source(cfg.run.dir, "run.dir")
     assert isinstance(run, Config)
-    ctx = Context.create(run, sharding.make_mesh(run.mesh, run.microbatch_size))
+    ctx = make_context(run, sharding.make_mesh(run.mesh, run.microbatch_size))
     return run, init_from.restore_params(run, ctx)
 
 

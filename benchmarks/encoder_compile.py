@@ -9,7 +9,6 @@ seconds of tracing and of compiling; it goes to `benchmarks/results/encoder_comp
 import argparse
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import record
@@ -23,7 +22,8 @@ def measure(windows: tuple[int, ...], width: int) -> dict[str, float]:
 
     from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig
     from jaxstack.models import batches, family
-    from jaxstack.models.context import Context, implementations
+    from jaxstack.models.context import Context
+    from jaxstack.models.ops import Ops, implementations
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, init_state
 
@@ -35,7 +35,7 @@ def measure(windows: tuple[int, ...], width: int) -> dict[str, float]:
     state = jax.eval_shape(lambda: init_state(Recipe.of(cfg)))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     batch = batches.abstract_batch(family.of(model).batch_spec(cfg), one)
-    ctx = replace(Context(**implementations("cpu")), platform="cpu")
+    ctx = Context(ops=Ops("cpu", **implementations("cpu")))
     began = time.process_time()
     lowered = jax.jit(assemble.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)
     traced = time.process_time()

@@ -45,7 +45,7 @@ def main() -> None:
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training import assemble
     from jaxstack.training.assemble import make_gradients
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -55,12 +55,17 @@ def main() -> None:
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((given.batch, 256), np.float32)}
     for experts in (8, 64):
         cfg = config(experts, given.batch)
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, given.batch))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, given.batch))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
         state = make_state(Recipe.of(cfg), ctx, abstract)
         gradients = jax.jit(make_gradients(cfg, ctx), out_shardings=(None, shardings, None))
-        runs[experts] = [state, assemble.jit_train_step(cfg, ctx, abstract), gradients, ctx.sharding(ctx.batch)]
+        runs[experts] = [
+            state,
+            assemble.jit_train_step(cfg, ctx, abstract),
+            gradients,
+            ctx.layout.sharding(ctx.layout.batch),
+        ]
 
     def one_step(experts: int) -> float:
         state, train_step, _, where = runs[experts]

@@ -34,7 +34,6 @@ PROMPT, NEW, LONG = 64, 128, 256
 def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
     """Returns a function that decodes with jaxstack and weights of some kind."""
     sys.path.insert(0, str(train_cpu.ROOT))
-    from dataclasses import replace
 
     import jax
     import numpy as np
@@ -43,7 +42,8 @@ def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
     from jaxstack.config.scheme import Scheme
     from jaxstack.generate import decode
     from jaxstack.models import decoder, params
-    from jaxstack.models.context import Context, implementations
+    from jaxstack.models.context import Context
+    from jaxstack.models.ops import Ops, implementations
 
     cfg = ModelConfig(
         num_layers=shape["layers"],
@@ -55,7 +55,7 @@ def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
     )
     values = jax.jit(lambda: params.init(jax.random.key(0), decoder.spec(cfg)))()
     prompts = np.random.default_rng(0).integers(0, shape["vocab"], (batch, PROMPT)).tolist()
-    ctx = replace(Context(**implementations("cpu")), decode_weights=Scheme(8) if weights == "int8" else None)
+    ctx = Context(ops=Ops(**implementations("cpu"), decode_weights=Scheme(8) if weights == "int8" else None))
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}
     return lambda new: runs[new](values, prompts, 0)
 

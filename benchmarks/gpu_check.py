@@ -59,7 +59,7 @@ def compare(ways: dict[str, Callable[..., Any]], args: Any, expected: Any, plain
 def kernel_rows(small: bool, platform: str, dtype: str, ops: Sequence[str]) -> Any:
     """Yields the name of each case of kernels.py, and the errors of its implementations."""
     from jaxstack.kernels import implementation as choice
-    from jaxstack.models.context import OPS
+    from jaxstack.models.ops import OPS
 
     for case in cases_of_kernels.cases(small, platform, dtype):
         if case.op not in ops:
@@ -112,6 +112,7 @@ def step_rows(small: bool, dtype: str) -> Any:
         MoEConfig,
         TrainConfig,
     )
+    from jaxstack.families.context import make_context
     from jaxstack.models import family, params
     from jaxstack.models.context import Context
     from jaxstack.training.assemble import make_gradients
@@ -138,12 +139,12 @@ def step_rows(small: bool, dtype: str) -> Any:
         ways: dict[str, Callable[..., Any]] = {}
         for how, kernels in {"xla": plain, "auto": KernelsConfig(), "pallas": ours}.items():
             try:
-                ctx = Context.create(replace(cfg, kernels=kernels), mesh)
+                ctx = make_context(replace(cfg, kernels=kernels), mesh)
             except ConfigError as problem:  # no kernel of ours runs on this platform
                 print(f"  {how}: {problem}")
                 continue
             ways[how] = lambda values, ctx=ctx: make_gradients(cfg, ctx)(values, batch)[:2]
-        wide = replace(Context.create(replace(cfg, kernels=plain), mesh), dtype=jnp.dtype("float32"))
+        wide = replace(make_context(replace(cfg, kernels=plain), mesh), dtype=jnp.dtype("float32"))
         print(f"step: {name}", flush=True)
 
         def reference(cfg: Config = cfg, ctx: Context = wide, values: Any = values, batch: Any = batch) -> Any:
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = record.accelerator(given.small)
 
     from jaxstack.kernels.implementation import platform_of
-    from jaxstack.models.context import OPS
+    from jaxstack.models.ops import OPS
 
     platform, ops = platform_of(device), given.ops or [*OPS, "step"]
     dtype = "float32" if platform == "cpu" else "bfloat16"

@@ -39,15 +39,15 @@ def measure(cfg: Config, rounds: int) -> dict[str, float]:
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
     rng = np.random.default_rng(0)
     ids = rng.integers(0, cfg.model.vocab, (cfg.data.batch_size, cfg.data.seq_len + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
-    ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
-    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+    ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
+    placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     runs: dict[str, list[Any]] = {}
     for place, by_layer in (("by layer", True), ("once", False)):
         abstract = abstract_state(Recipe.of(cfg), ctx)

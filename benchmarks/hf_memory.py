@@ -63,22 +63,22 @@ def work(what: str, folder: Path, devices: int) -> None:
     from jaxstack import hf, sharding
     from jaxstack.checkpoint import store
     from jaxstack.config import CheckpointConfig, Config, DataConfig, MeshConfig
+    from jaxstack.families.context import make_context
     from jaxstack.hf import weights
     from jaxstack.models import decoder, params
-    from jaxstack.models.context import Context
 
     with hf.PretrainedFolder(folder / "model") as source:
         mesh = MeshConfig(data=1, fsdp=devices)
         cfg = Config(model=source.model, mesh=mesh, data=DataConfig(batch_size=devices))
-        ctx = Context.create(cfg, sharding.make_mesh(mesh, devices))
+        ctx = make_context(cfg, sharding.make_mesh(mesh, devices))
         jax.block_until_ready(jax.device_put(0.0))
         before, begin = psutil.Process().memory_info().rss, time.perf_counter()
         if what == "restore":
             spec = decoder.spec(cfg.model)
             tree = jax.tree.map(
-                lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ctx.sharding(where)),
+                lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ctx.layout.sharding(where)),
                 params.abstract(spec),
-                ctx.parameters(spec),
+                ctx.layout.parameters(spec),
             )
             values = store.restore(folder, 1, {"params": tree})
         else:

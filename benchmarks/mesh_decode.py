@@ -36,9 +36,10 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     import numpy as np
 
     from jaxstack.config import Config, MeshConfig, ModelConfig, SampleConfig
+    from jaxstack.families.context import make_context
     from jaxstack.generate import decode
     from jaxstack.generate.kv_cache import CachedDecoder
-    from jaxstack.models.context import Context
+    from jaxstack.generate.prompts import align_rows, row_seeds
     from jaxstack.pipeline import Rotation
     from jaxstack.sharding import make_mesh
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -46,7 +47,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     model = ModelConfig(num_layers=8, d_model=256, num_heads=4, d_ff=688, vocab_size=256)
     cfg = Config(model=model, mesh=MeshConfig(data=1, pipe=stages))
     cfg = replace(cfg, data=replace(cfg.data, batch_size=ROWS))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
+    ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
     params = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     prompts = np.random.default_rng(0).integers(0, 256, (ROWS, PROMPT)).tolist()
 
@@ -67,7 +68,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
 
     compiled = decode.jit_on_mesh(together, cfg.model, ctx, parts=3)
     in_turn = decode.make_generate(cfg.model, SampleConfig(tokens=TOKENS, temperature=0), vocabulary=256, ctx=ctx)
-    arguments = (*decode.align_rows(prompts), decode.row_seeds(prompts), np.uint32(0))
+    arguments = (*align_rows(prompts), row_seeds(prompts), np.uint32(0))
 
     def texts_together() -> list[list[int]]:
         added = jax.device_get(compiled(params, *arguments))

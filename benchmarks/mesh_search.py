@@ -95,7 +95,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.planner import estimate
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -109,7 +109,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
     rng = np.random.default_rng(0)
     for name, cfg in todo.items():
         begin = time.perf_counter()
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices]))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices]))
         rows[name] = {"flags": flags(cfg), "seconds": []}
         cfg, _ = estimate.resolve_split(cfg, ctx)
         abstract = abstract_state(Recipe.of(cfg), ctx)
@@ -120,7 +120,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         runs[name] = [
             make_state(Recipe.of(cfg), ctx, abstract),
             train_step,
-            jax.device_put(batch, ctx.sharding(ctx.batch)),
+            jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)),
         ]
         one_step(runs[name])
         print(f"  {name}: compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)

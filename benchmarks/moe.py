@@ -39,7 +39,8 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--seeds", type=int, default=3)
     given = arguments.parse_args()
-    from jaxstack.config import parse, resolve
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
     from jaxstack.models import decoder, flops, params
 
     results: dict[str, list[dict[str, float]]] = {"quickstart": [], "moe_quickstart": []}

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxstack.config import Config, parse, resolve
+from jaxstack.config import Config, resolve
+from jaxstack.config.reading import parse
 from jaxstack.planner import aot, estimate, hlo, memory, shards
 from jaxstack.training.state import Recipe, make_optimizer
 
@@ -68,8 +69,8 @@ def update(optimizer: str, devices: int) -> dict[str, Any]:
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=p.sharding), state.params)
     jitted = jax.jit(updated, donate_argnums=(0, 1), out_shardings=shardings)
     compiled = jitted.lower(state.params, state.opt_state, grads).compile()
-    assert ctx.mesh is not None
-    moved = [c for c in hlo.collectives(compiled.as_text(), ctx.mesh.shape) if c.kind != "all-reduce"]
+    assert ctx.layout.mesh is not None
+    moved = [c for c in hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape) if c.kind != "all-reduce"]
     return {
         "update_temporary": compiled.memory_analysis().temp_size_in_bytes,
         "update_sends": round(sum(hlo.sent(moved).values())),

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
-from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
@@ -41,16 +41,16 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
         optim=OptimConfig(name=optimizer),  # type: ignore[arg-type]
         mesh=MeshConfig(**{"data": 1} | mesh),
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
-    assert ctx.mesh is not None
-    state, where = abstract_state(Recipe.of(cfg), ctx), ctx.sharding(ctx.batch)
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
+    assert ctx.layout.mesh is not None
+    state, where = abstract_state(Recipe.of(cfg), ctx), ctx.layout.sharding(ctx.layout.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=where) for name, dtype in kinds.items()}
     begin = time.perf_counter()
     jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile(compiler_options=options)
     memory = compiled.memory_analysis()
-    moved = hlo.collectives(compiled.as_text(), ctx.mesh.shape)
+    moved = hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape)
     expected = estimate.memory(cfg, ctx, state, batch)
     weights = [p for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if path.startswith("layers/")]
     row = {

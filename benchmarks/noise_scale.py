@@ -14,7 +14,7 @@ from typing import Any
 import record
 
 from jaxstack.config import Config, resolve
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.runtime import platform
 
 
@@ -24,15 +24,15 @@ def measure(cfg: Config, rounds: int) -> dict[str, Any]:
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
     rng = np.random.default_rng(0)
     ids = rng.integers(0, cfg.model.vocab, (cfg.data.batch_size, cfg.data.seq_len + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
-    ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
-    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+    ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
+    placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     runs: dict[bool, list[Any]] = {}
     for on in (False, True):
         one = replace(cfg, train=replace(cfg.train, noise_scale=on))

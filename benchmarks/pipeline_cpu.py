@@ -53,7 +53,7 @@ def measure(configs: dict[str, Config], rounds: int) -> tuple[dict[str, list[flo
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
@@ -63,16 +63,16 @@ def measure(configs: dict[str, Config], rounds: int) -> tuple[dict[str, list[flo
         rows, length = cfg.data.batch_size, cfg.data.seq_len
         ids = np.random.default_rng(0).integers(0, 256, (rows, length + 1)).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((rows, length), np.float32)}
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, rows))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, rows))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         train_step = assemble.jit_train_step(cfg, ctx, abstract)
         runs[name] = [
             make_state(Recipe.of(cfg), ctx, abstract),
             train_step,
-            jax.device_put(batch, ctx.sharding(ctx.batch)),
+            jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)),
         ]
-        if ctx.pipeline is not None:
-            programs[name] = ctx.pipeline
+        if ctx.layout.pipeline is not None:
+            programs[name] = ctx.layout.pipeline
 
     def one_step(name: str) -> float:
         state, train_step, placed = runs[name]

@@ -2,7 +2,7 @@
 
 Needs the extra `[test,tpu]`. A decoder of 1.4e9 parameters has 4 stages and 4 replicas on 16 TPU v5e, with bfloat16 and
 one sequence of 2,048 tokens per device and microbatch. Writes results/pipeline_memory.json and prints the table of
-docs/pipelines.md.
+docs/pipeline_results.md.
 """
 
 import os

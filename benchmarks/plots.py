@@ -146,7 +146,8 @@ def roofline() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(ROOT))
     from jaxstack.common.hardware import CHIPS
-    from jaxstack.config import parse, resolve
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
     from jaxstack.planner import plot
     from jaxstack.planner import roofline as roof
 

@@ -47,8 +47,9 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
 
     from jaxstack import data
     from jaxstack.common.tree import flatten
-    from jaxstack.config import parse, resolve
-    from jaxstack.models.context import Context
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
+    from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
     from jaxstack.training.assemble import make_gradients
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -63,11 +64,13 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
         256,
     )
     devices = jax.devices()[: max(mesh.values(), default=1)]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS // cfg.train.grad_accum, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS // cfg.train.grad_accum, devices))
     values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     text = data.load(cfg.data)
     batch = data.batches(text.train, seed=0, seq_len=cfg.data.seq_len, batch_size=ROWS, packing=False)[0]
-    _, grads, _ = jax.jit(make_gradients(cfg, ctx))(values, jax.device_put(batch, ctx.sharding(ctx.batch)))
+    _, grads, _ = jax.jit(make_gradients(cfg, ctx))(
+        values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+    )
     return {path: np.asarray(g, np.float64) for path, g in flatten(grads).items()}
 
 

@@ -147,15 +147,15 @@ def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str
     jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     size = compiled.memory_analysis()
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     text = compiled.as_text()
     if programs is not None:
         programs.mkdir(parents=True, exist_ok=True)
         (programs / f"{chip} {name}.hlo").write_text(text)
         (programs / f"{chip} {name}.pb").write_bytes(size.serialized_buffer_assignment_proto)
-    sent = hlo.sent(hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts))
+    sent = hlo.sent(hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts))
     return {
-        "kernels": ctx.kernels,
+        "kernels": ctx.ops.by_name,
         "compile_s": round(time.perf_counter() - begin, 1),
         "arguments": size.argument_size_in_bytes,
         "temporary": size.temp_size_in_bytes,

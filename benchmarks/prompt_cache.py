@@ -26,9 +26,9 @@ def main() -> None:
     import numpy as np
 
     from jaxstack.config import Config, ModelConfig, SampleConfig
-    from jaxstack.generate import decode
     from jaxstack.generate.continuous import ContinuousBatch, Prompt
     from jaxstack.generate.prompt_cache import PromptCache
+    from jaxstack.generate.prompts import row_seeds
     from jaxstack.generate.stream import Engine
     from jaxstack.models import decoder, params
     from jaxstack.planner import memory
@@ -43,7 +43,7 @@ def main() -> None:
         """Returns the seconds to the first token, the text, and how many tokens were not read."""
         first, text, cached = 0.0, [], 0
         began = time.perf_counter()
-        batch.add(Prompt(0, tokens, sample, decode.row_seeds([tokens])[0]))
+        batch.add(Prompt(0, tokens, sample, row_seeds([tokens])[0]))
         while batch.busy:
             for part in batch.advance():
                 first, cached = first or time.perf_counter() - began, cached or part.cached

@@ -23,7 +23,7 @@ from jaxstack.compress import prune, quantize, sparsify
 from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.importance import measure
 from jaxstack.compress.sparsity import Method, parse_pattern
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import family, params
 
 THIRDS: list[dict[str, int]] = [
@@ -59,7 +59,7 @@ def train(path: Path, words: list[str]) -> float:
 def remove_thirds(run: TrainedRun, sequences: int) -> list[dict[str, Any]]:
     """Returns the held-out loss after each way to remove a third of the parameters, before any training."""
     batches, rows = calibration(run, sequences), []
-    assert run.context.mesh is not None
+    assert run.context.layout.mesh is not None
     found = measure(Walk.of(run.model, run.context), run.params, batches)
     search = prune.LayerSearch(run.config, run.context, run.params, batches)
     for given in THIRDS:

@@ -88,7 +88,8 @@ def compare(cfg: Any, dtype: str) -> list[dict[str, Any]]:
     from jaxstack.planner import memory
     from jaxstack.training import losses
 
-    ctx = replace(memory.context(Config(model=cfg), 1, "cpu"), mesh=None, dtype=jnp.dtype(dtype)).whole_sequences()
+    ctx = memory.context(Config(model=cfg), 1, "cpu")
+    ctx = replace(ctx, layout=replace(ctx.layout, mesh=None), dtype=jnp.dtype(dtype)).whole_sequences()
     values, x, y = inputs(cfg)
 
     def log_probs(values: Any, x: Any, y: Any) -> Any:
@@ -163,9 +164,9 @@ def compare_mesh(cfg: Any, mesh: dict[str, int]) -> dict[str, Any]:
 
     from jaxstack import sharding
     from jaxstack.config import Config, DataConfig, MeshConfig
+    from jaxstack.families.context import make_context
     from jaxstack.generate.score import Scorer
     from jaxstack.models import family
-    from jaxstack.models.context import Context
 
     values, x, y = inputs(cfg)
     found = []
@@ -175,9 +176,9 @@ def compare_mesh(cfg: Any, mesh: dict[str, int]) -> dict[str, Any]:
         count = 1
         for size in axes.values():
             count *= size
-        ctx = Context.create(run, sharding.make_mesh(sizes, ROWS, jax.devices()[:count]))
+        ctx = make_context(run, sharding.make_mesh(sizes, ROWS, jax.devices()[:count]))
         scorer = Scorer.create(cfg, values, ctx)
-        where = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(cfg)))
+        where = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(cfg)))
         scorer = replace(scorer, params=jax.device_put(values, where))
         texts = [[*row.tolist(), int(last[-1])] for row, last in zip(x, y, strict=True)]
         scores = dict(scorer.scores(texts, ROWS))

@@ -66,7 +66,7 @@ def compile_seconds(num_layers: int) -> float:
     import jax.numpy as jnp
 
     from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state
@@ -76,7 +76,7 @@ def compile_seconds(num_layers: int) -> float:
         data=DataConfig(seq_len=128, batch_size=8),
     )
     mesh = make_mesh(MeshConfig(2), 8, jax.devices()[:2])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     state = abstract_state(Recipe.of(cfg), ctx)
     placed = jax.NamedSharding(mesh, jax.P("data"))
     batch = {

@@ -177,14 +177,14 @@ CASES = _on_one_device() | _on_meshes() | _of_families()
 
 def measure(cfg: Config, target: str | None) -> dict[str, Any]:
     """Compiles the step of a case, and returns its bytes on a device beside those of the formula."""
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.planner import aot, estimate, memory
     from jaxstack.sharding import make_mesh
     from jaxstack.training import assemble
 
     devices = jax.devices() if target is None else aot.devices(target)
     devices = devices[: math.prod(cfg.mesh.sizes.values())]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     state, batch = estimate.abstract_inputs(cfg, ctx)
     jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     # Buffers are assigned before LLVM runs, whose optimizations only take time here.

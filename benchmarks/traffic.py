@@ -4,7 +4,7 @@ The first part shards one job on eight devices over one mesh axis after another.
 `jaxstack.planner.estimate`; `tests/sharding/test_collectives.py` and `tests/aot` compare them with compiled programs.
 The second part is a model on 16 stages: the bytes that they exchange for each microbatch, beside the time that a chip
 computes for it. Nothing is compiled. Writes `benchmarks/results/traffic.json` and the tables of docs/parallelism/ and
-docs/pipelines.md, which `tests/test_docs.py` compares.
+docs/pipeline_results.md, which `tests/test_docs.py` compares.
 """
 
 import os
@@ -42,7 +42,7 @@ SHOWN = {
     "tensor": ["tensor=8", "tensor=8 -sp", "fsdp=2 tensor=4", "fsdp=8"],
     "context": ["context=8", "context=8 all_gather", "fsdp=2 context=4", "fsdp=8"],
     "expert": ["expert=8", "expert=8, capacity 1.25", "fsdp=2 expert=4", "fsdp=8, experts"],
-    "../pipelines": ["pipe=8", "pipe=2 fsdp=4", "fsdp=8"],
+    "../pipeline_results": ["pipe=8", "pipe=2 fsdp=4", "fsdp=8"],
 }
 """The cases in the table of each page."""
 
@@ -62,8 +62,9 @@ STAGES_HEAD = (
 def case(config: str, flags: list[str]) -> dict[str, Any]:
     """Returns the bytes that a device sends and stores for one mesh."""
     from jaxstack import sharding
-    from jaxstack.config import parse, resolve
-    from jaxstack.models.context import Context
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
+    from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, hlo
     from jaxstack.training.state import Recipe, abstract_state
 
@@ -71,7 +72,7 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     cfg = parse.parse_config([f"--config={config}", *flags])
     assert cfg.model.vocab_size is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
-    ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
+    ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
     state = abstract_state(Recipe.of(cfg), ctx)
     parts = estimate.memory(cfg, ctx, state, {})
     moved = hlo.sent(estimate.traffic(cfg, ctx))
@@ -86,7 +87,8 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
 
 def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     """Returns the operations of a model on 16 stages, and the bytes that a device sends over `pipe` per microbatch."""
-    from jaxstack.config import parse, resolve
+    from jaxstack.config import resolve
+    from jaxstack.config.reading import parse
     from jaxstack.planner import estimate, roofline, roofline_step
 
     flags = [f"--config={DENSE}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
@@ -129,7 +131,7 @@ def stages(length: int) -> list[dict[str, Any]]:
 
 
 def stages_rows(found: list[dict[str, Any]]) -> str:
-    """Returns the table of docs/pipelines.md."""
+    """Returns the table of docs/pipeline_results.md."""
     lines = [STAGES_HEAD, "|---|---|---|---|---|---|---|---|"]
     for row in found:
         ms = {name: 1e3 * size / row["link_bytes_per_s"] for name, size in row["sent_bytes"].items()}
@@ -160,7 +162,7 @@ def main() -> None:
     sixteen = [row for length in (4096, 8192) for row in stages(length)]
     path = record("traffic", {"cases": found, "stages": {"config": DENSE, "flags": DEEP, "cases": sixteen}})
     print(path)
-    file = ROOT / "docs" / "pipelines.md"
+    file = ROOT / "docs" / "pipeline_results.md"
     head = re.escape(STAGES_HEAD)
     text, count = re.subn(rf"{head}.*?(?=\n\n)", lambda _: stages_rows(sixteen), file.read_text(), flags=re.S)
     assert count == 1, f"{file} has {count} tables of 16 stages"

@@ -51,7 +51,7 @@ def ours(name: str) -> None:
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.models.family import of as family_of
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -106,14 +106,14 @@ def ours(name: str) -> None:
         train=TrainConfig(steps=10**6, grad_accum=job["accum"]),
     )
     mesh = sharding.make_mesh(cfg.mesh, job["batch"] // job["accum"])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
     train_step = assemble.jit_train_step(cfg, ctx, abstract)
     arrays = family_of(cfg.model).batch_spec(cfg)
     rng = np.random.default_rng(0)
     batch = {name: array.draw(rng) for name, array in arrays.items()}
-    placed = ctx.sharding(ctx.batch)
+    placed = ctx.layout.sharding(ctx.layout.batch)
 
     def run(steps: int) -> float:
         nonlocal state

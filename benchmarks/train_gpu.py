@@ -220,14 +220,14 @@ def candidate(
     import numpy as np
 
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.planner import memory
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
     job, device = Job(**order["job"]), jax.devices()[0]
     cfg = config(job, batch, remat, order["kernels"])
-    ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
+    ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     found: dict[str, Any] = {"remat": remat, "batch": batch, "kernels": kernels_of(job, ctx)}
     if why := too_large(found, known, budget):
         return found | {"skipped": why}, None
@@ -235,7 +235,7 @@ def candidate(
     if device.platform != "cpu" and least > budget:
         return found | {"skipped": f"needs at least {least / 2**30:.1f} GiB by formula"}, None
     abstract = abstract_state(Recipe.of(cfg), ctx)
-    ids, where = text(job, cfg.data.batch_size), ctx.sharding(ctx.batch)
+    ids, where = text(job, cfg.data.batch_size), ctx.layout.sharding(ctx.layout.batch)
     host = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
     placed = jax.device_put(host, where)
     begin = time.perf_counter()
@@ -266,7 +266,7 @@ def candidate(
 def kernels_of(job: Job, ctx: Any) -> dict[str, str]:
     """Returns the implementation of each op that a step of the job runs."""
     unused = ("decode", "gelu") if job.experts else ("decode", "gelu", "moe")
-    return {op: name for op, name in ctx.kernels.items() if op not in unused}
+    return {op: name for op, name in ctx.ops.by_name.items() if op not in unused}
 
 
 def too_large(wanted: dict[str, Any], known: list[dict[str, Any]], budget: float) -> str:

@@ -48,13 +48,13 @@ def train(cfg: Any, batches: Sequence[Any]) -> tuple[list[float], Any]:
     import jax
 
     from jaxstack.config import resolve
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
     cfg = resolve(cfg, cfg.model.vocab_size)
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:1]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state, losses = make_state(Recipe.of(cfg), ctx, abstract), []
     run = assemble.jit_train_step(cfg, ctx, abstract)

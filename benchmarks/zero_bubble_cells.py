@@ -1,6 +1,6 @@
 """Runs every tested pipeline under `zb1` and `zb_h1`: `python benchmarks/zero_bubble_cells.py [--schedules zb_h1]`
 
-The cells are the pipelines of the tables in docs/pipelines.md and docs/encoders.md, on simulated CPU devices in
+The cells are the pipelines of the tables in docs/pipeline_results.md and docs/encoders.md, on simulated CPU devices in
 float32. For each cell and schedule, `benchmarks/results/zero_bubble_cells.json` has the largest relative errors of
 sums (loss, routers) and of gradients against one device, or the message that refuses the cell. A refused cell also has
 the errors with the setting that the message advises. All gradients of matrices wait for weight units. An interrupted

@@ -56,6 +56,7 @@ import optax
 from IPython.display import HTML, display
 
 from jaxstack import sharding
+from jaxstack.families.context import make_context
 from jaxstack.models import blocks, decoder, flops, layers, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
@@ -104,7 +105,7 @@ class History(NamedTuple):
 
 def train(cfg: Config) -> tuple[Any, History]:
     """Returns the parameters after `train.steps` steps, and the figures of the routers in each step."""
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     gradients, optimizer = make_gradients(cfg, ctx), make_optimizer(Recipe.of(cfg))
 
     def one_step(values, opt_state, batch):
@@ -120,7 +121,7 @@ def train(cfg: Config) -> tuple[Any, History]:
 
     values, opt_state, seen = state.params, state.opt_state, []
     for i in range(cfg.train.steps):
-        batch = jax.device_put(batches[i], ctx.sharding(ctx.batch))
+        batch = jax.device_put(batches[i], ctx.layout.sharding(ctx.layout.batch))
         values, opt_state, figures = one_step(values, opt_state, batch)
         seen.append(jax.device_get(figures))
     loss, load, dropped, entropy = map(np.stack, zip(*seen, strict=True))

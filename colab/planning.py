@@ -33,7 +33,7 @@ from IPython.display import Image, display
 from jaxstack.cli import parser
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.planner import figures, measure, megatron, memory, plot
 from jaxstack.planner.scaling_law import BESIROGLU, published
 from jaxstack.planner.step_time import step_time

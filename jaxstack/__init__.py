@@ -9,25 +9,25 @@ Every room of the package is an attribute, and so are the modules that other pro
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from jaxstack.common.version import __version__ as __version__
 
 _MODULES = {"model": "models.decoder", "params": "models.params"} | {
     room: room
     for room in (
-        "checkpoint", "common", "config", "data", "generate", "hf", "kernels", "models", "moe", "pipeline", "planner",
-        "report", "runtime", "sharding", "tracking", "training",
+        "checkpoint", "common", "config", "data", "generate", "hf", "kernels", "loaded", "models", "moe", "pipeline",
+        "planner", "report", "runtime", "sharding", "tracking", "training",
     )
 }  # fmt: skip
 """Module of each public name, within the package."""
 
 
 if TYPE_CHECKING:
-    from jaxstack.generate.load_run import load as load
+    from jaxstack.loaded.load_run import load as load
 
 
 def __getattr__(name: str) -> Any:
     if name == "load":
-        return importlib.import_module("jaxstack.generate.load_run").load
+        return importlib.import_module("jaxstack.loaded.load_run").load
     if name in _MODULES:
         return importlib.import_module(f"jaxstack.{_MODULES[name]}")
     raise AttributeError(f"module 'jaxstack' has no attribute {name!r}. It has load, {', '.join(_MODULES)}.")

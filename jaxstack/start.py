@@ -29,19 +29,20 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
       ConfigError: mesh, pipeline, kernels or watched names do not fit the model or the devices.
     """
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.training.features.watch import watched_of
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import Recipe, abstract_state
 
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
-    ctx = Context.create(pipeline_costs.resolve_partition(cfg, mesh), mesh)
+    ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(Recipe.of(cfg), ctx)
     warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
     chosen, split = estimate.resolve_split(cfg, ctx)
-    if ctx.pipeline is not None:
-        ctx = replace(ctx, pipeline=replace(ctx.pipeline, split=chosen.pipeline.split))
+    if ctx.layout.pipeline is not None:
+        pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
+        ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))
     warnings = () if warning is None else (warning,)
     return Setup(cfg, dataset, mesh, ctx, abstract, watched_of(cfg), warnings, split)
 
@@ -122,15 +123,15 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)
 
     from jaxstack import sharding
+    from jaxstack.families.context import make_context
     from jaxstack.models import family, params
-    from jaxstack.models.context import Context
     from jaxstack.planner import auto_mesh
     from jaxstack.training.state import Recipe, abstract_state
 
     if searched is not None:
         cfg = auto_mesh.choose(cfg, searched, kept=None)
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
-    state = abstract_state(Recipe.of(cfg), Context.create(cfg, mesh))
+    state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
     declared = params.flat_spec(family.spec(cfg.model))
     leaves, specs = sharding.shardings_of(state.params)
     leaves = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}

@@ -4,12 +4,12 @@ JAX is imported inside functions: it must start after `platform.configure`, and 
 """
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxstack import data, start
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import Config, resolve
-from jaxstack.config.buckets import with_buckets
+from jaxstack.config import Config, resolve, with_buckets
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -76,7 +76,7 @@ def log_step(run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | No
         from jaxstack.debug import replay
 
         with run.recompiles.expected():
-            for line in replay.explain_step(cfg, loop.step, replay.folder(cfg, loop.step)):
+            for line in replay.explain_step(cfg, loop.step, Path(cfg.run.dir) / "debug" / f"step_{loop.step}"):
                 run.console.print(line)
     return spike
 
@@ -94,7 +94,8 @@ def train(setup: "Setup", changes: list[str]) -> None:
     ctx = setup.ctx
     dataset = setup.dataset
     steps = start.make_steps(setup)
-    loader = DataLoader(cfg, dataset, ctx.sharding(ctx.batch))  # batch = f(seed, index), so no reader has a state
+    # A batch is a function of seed and index, so no reader has a state.
+    loader = DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch))
     teach = open_teacher(cfg, dataset.tokenizer, setup.mesh)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints

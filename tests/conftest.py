@@ -48,6 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests of `matrix` last, in an order that depends on the commit, and begin none after this time",
     )
     parser.addoption("--record-failed", type=Path, help="write the name of each failed test to this file, a line each")
+    parser.addoption("--record-skipped", type=Path, help="write the names of skipped tests, and files, to this file")
+    parser.addoption("--only", type=Path, help="run only tests and files that this file names, from --record-skipped")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -61,18 +63,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_configure(config: pytest.Config) -> None:
     # Workers of pytest-xdist report to this process, which also reports a test whose worker died.
-    if config.option.record_failed and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(FailedTests(config.option.record_failed))
+    for outcome in ("failed", "skipped"):
+        path = config.getoption(f"--record-{outcome}")
+        if path and not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Recorder(outcome, path))
 
 
-class FailedTests:
-    """Writes the names of failed tests to a file, for `tests/again.py`."""
+class Recorder:
+    """Writes the names of the tests with an outcome to a file: of those that failed, or of those that were skipped.
 
-    def __init__(self, path: Path) -> None:
+    A file that is skipped as a whole, for example because a package is missing, has its own name there.
+    """
+
+    def __init__(self, outcome: str, path: Path) -> None:
+        self.outcome = outcome
         self.path = path
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
+        self.record(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if self.outcome == "skipped":
+            self.record(report)
+
+    def record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.outcome == self.outcome:
             with self.path.open("a") as file:
                 file.write(f"{report.nodeid}\n")
 
@@ -95,6 +110,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         if {"rng", "seed"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("random")
+    if items and items[0].config.option.only:
+        names = set(items[0].config.option.only.read_text().splitlines())
+        items[:] = [item for item in items if item.nodeid in names or item.nodeid.partition("::")[0] in names]
     if items and items[0].config.option.minutes:
         random.Random(seed_of_commit()).shuffle(items)
         items.sort(key=one_of_many)

@@ -32,7 +32,7 @@ def module_of(root: Path, path: Path) -> str:
 def import_graph(root: Path) -> dict[str, set[str]]:
     """Returns the modules that each module imports, wherever the statement is.
 
-    `from package import name` counts as an import of the package only if the name is no module.
+    `from package import name` counts as an import of the package only unless the name is a module.
     """
     modules = {module_of(root, path): path for path in files(root)}
     graph: dict[str, set[str]] = {}
@@ -146,7 +146,7 @@ def count(root: Path) -> dict[str, float]:
         "files in circles": sum(map(len, groups)),
         **totals,
         "words of docstring": len(words.split()),
-        "'that of' and 'those of' per 1,000 words": 1000 * pairs(words) / len(words.split()),
+        "'that of' and 'those of' per 1,000 of them": 1000 * pairs(words) / len(words.split()),
         "Args: sections": words.count("Args:"),
         "lines of tests": sum(p.read_text().count("\n") for p in (root / "tests").rglob("*.py")),
     }

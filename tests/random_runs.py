@@ -10,7 +10,7 @@ from jaxstack.checkpoint import run_dir
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.config import Config, DataConfig, ModelConfig, RunConfig
 from jaxstack.data.tokenizers import ByteTokenizer
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
@@ -18,7 +18,7 @@ from jaxstack.training.state import Recipe, abstract_state, make_state
 def write_run(path: Path, model: ModelConfig, seq_len: int, step: int) -> Path:
     """Writes a run of bytes with random weights that differ, so that texts do, and returns its directory."""
     cfg = Config(model=replace(model, vocab_size=256), run=RunConfig(dir=str(path)), data=DataConfig(seq_len=seq_len))
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     run_dir.write(cfg, ByteTokenizer().to_json())
     rng = np.random.default_rng(1)
     with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:

@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from jaxstack.cli import parser
-from jaxstack.config import Config, ConfigError, DistributedConfig, parse, resolve
+from jaxstack.config import Config, ConfigError, DistributedConfig, resolve
+from jaxstack.config.reading import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -442,7 +443,7 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     traffic = runpy.run_path(str(ROOT / "benchmarks" / "traffic.py"))
     result = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "pipeline_results.md").read_text(encoding="utf-8")
     assert traffic["stages_rows"](result["stages"]["cases"]) in page
     for page, names in traffic["SHOWN"].items():
         assert traffic["rows"](result["cases"], names) in (ROOT / "docs" / "parallelism" / f"{page}.md").read_text(
@@ -450,12 +451,28 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
         )
 
 
+def test_the_code_of_the_readme_runs():
+    """Its first block has assertions."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert 15 <= len(block.splitlines()) <= 20
+    exec(block, {})
+
+
+def test_the_readme_counts_the_lines_of_the_core():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (most,) = re.findall(r"are the core, with fewer than ([\d,]+) lines", text)
+    core = re.findall(r"^\| \[jaxstack/\S+\]\((\S+\.py)\)", text, re.M)
+    assert f"The {['no', 'one', 'two', 'three', 'four', 'five', 'six'][len(core)]} files" in text
+    lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in core)
+    assert lines < int(most.replace(",", ""))
+
+
 def test_tables_and_counts_of_what_is_tested_are_those_of_the_tests():
     """A new case changes the number wherever a page names it. `python tests/test_meshes.py` prints its page's table."""
     import test_meshes
     import test_pipeline
 
-    for page, module in (("meshes", test_meshes), ("pipelines", test_pipeline)):
+    for page, module in (("meshes", test_meshes), ("pipeline_results", test_pipeline)):
         shown = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert module.table() in shown, (
             f"docs/{page}.md: run python tests/{module.__name__}.py and paste what it prints"

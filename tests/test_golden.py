@@ -12,9 +12,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxstack import sharding
-from jaxstack.config import parse, resolve
+from jaxstack.config import resolve
+from jaxstack.config.reading import parse
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.layout import Layout
 from jaxstack.sharding import AXES, ShardingError
 from jaxstack.training.state import Recipe, abstract_state
 
@@ -34,7 +37,7 @@ def test_shardings_are_those_on_file(name):
     flags = [f"--config={name}", "--mesh.data=1", *MESHES[name]]
     cfg = resolve(parse.parse_config(flags, ROOT), 256)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices())
-    state = abstract_state(Recipe.of(cfg), Context.create(cfg, mesh))
+    state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
     declared = params.flat_spec(decoder.spec(cfg.model))
     leaves, specs = sharding.shardings_of(state.params)
     named = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
@@ -66,7 +69,7 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     ]
     cfg = resolve(parse.parse_config([*flags, *(f"--mesh.{axis}={size}" for axis, size in mesh.items())], ROOT), 256)
     sizes = tuple(cfg.mesh.sizes.values())
-    ctx = Context(mesh=AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES)))  # type: ignore[arg-type]
+    ctx = Context(Layout(AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))))  # type: ignore[arg-type]
     leaves = jax.tree.leaves(abstract_state(Recipe.of(cfg), ctx))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
@@ -76,9 +79,9 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     # A run's `assert_sharded` would have refused the rules that split dense parameters over `fsdp` only.
     declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(decoder.spec(cfg.model)).items()}
     named = {axis for leaf in declared.values() for axis in leaf.axes}
-    rules = {axis: names for axis, names in ctx.rules.parameters.items() if axis in named}
-    sharding.assert_sharded(declared, sharding.Rules(rules).resolve(declared, ctx.mesh), ctx.mesh)
+    rules = {axis: names for axis, names in ctx.layout.rules.parameters.items() if axis in named}
+    sharding.assert_sharded(declared, sharding.Rules(rules).resolve(declared, ctx.layout.mesh), ctx.layout.mesh)
     if mesh == {"expert": 64}:
-        old = sharding.Rules(rules | {"embed": "fsdp"}).resolve(declared, ctx.mesh)
+        old = sharding.Rules(rules | {"embed": "fsdp"}).resolve(declared, ctx.layout.mesh)
         with pytest.raises(ShardingError, match=r"3\.\d times its even share on expert=64: not all"):
-            sharding.assert_sharded(declared, old, ctx.mesh)
+            sharding.assert_sharded(declared, old, ctx.layout.mesh)

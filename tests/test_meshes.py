@@ -33,9 +33,9 @@ from jaxstack.config import (
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.models import family as models
-from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -379,7 +379,7 @@ def gradients(
     """
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     spec = models.spec(cfg.model)
     abstract = abstract_state(Recipe.of(cfg), ctx)
     initial = make_state(Recipe.of(cfg), ctx, abstract).params
@@ -388,25 +388,25 @@ def gradients(
 
     def in_order(path: str, value: jax.Array) -> np.ndarray:
         whole = np.asarray(value)
-        if ctx.stages is None or path not in stacked:
+        if ctx.layout.stages is None or path not in stacked:
             return whole
-        stages = ctx.stages.of(path)
+        stages = ctx.layout.stages.of(path)
         assert not whole[stages.layer_of_slot < 0].any(), f"{path}: rows without a layer must stay zero"
         return whole[stages.slot_of_layer]
 
     def move(path: str, value: jax.Array) -> jax.Array:
         whole = in_order(path, value)
         whole = whole + rng.normal(0, 0.1, whole.shape).astype(np.float32)
-        if ctx.stages is not None and path in stacked:
+        if ctx.layout.stages is not None and path in stacked:
             rows = np.zeros(value.shape, np.float32)
-            rows[ctx.stages.of(path).slot_of_layer] = whole
+            rows[ctx.layout.stages.of(path).slot_of_layer] = whole
             whole = rows
         return jax.device_put(whole, value.sharding)
 
     moved = jax.tree.unflatten(jax.tree.structure(initial), [move(*item) for item in flatten(initial).items()])
     if batch is None:
         batch = random_batch(seed, cfg.data.packing, cfg.model, cfg.data.batch_size)
-    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+    placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     key = jax.random.key(seed) if cfg.model.dropout else None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params.partition(spec, abstract.params)[0])
     loss, grads, sums = jax.jit(make(cfg, ctx), out_shardings=(None, shardings, None))(moved, placed, key)
@@ -478,12 +478,12 @@ def test_a_family_has_twelve_meshes_that_vary_what_it_can(family):
 def test_a_mesh_of_ones_is_no_mesh_at_all():
     """The program is the same, operation for operation."""
     cfg = config("softmax", {}, accum=2, remat="selective", dropout=0.1)
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()[:1]))
     values = params.abstract(decoder.spec(cfg.model))
     batch, key = random_batch(0, False, cfg.model), jax.random.key(0)
     with_mesh, without = (
         str(jax.make_jaxpr(make_gradients(cfg, c))(values, batch, key))
-        for c in (ctx, dataclasses.replace(ctx, mesh=None))
+        for c in (ctx, dataclasses.replace(ctx, layout=dataclasses.replace(ctx.layout, mesh=None)))
     )
     assert "psum" not in with_mesh
     assert with_mesh == without
@@ -492,12 +492,12 @@ def test_a_mesh_of_ones_is_no_mesh_at_all():
 def test_tokens_are_numbered_alike_on_every_mesh():
     """Rows are split over data. A context shard has an early and a late chunk of a row, split further over tensor."""
     cfg = config("llama3", {"data": 2, "context": 2, "tensor": 2})
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()))
     P = jax.sharding.PartitionSpec
     number = np.arange(BATCH)[:, None] * SEQ + np.arange(SEQ)
     split = jax.shard_map(
-        lambda x: ctx.dropout_ids(ctx.row_indices(x.shape[0]), SEQ // 2),
-        mesh=ctx.mesh, in_specs=P("data"), out_specs=P("data", ("context", "tensor")),
+        lambda x: ctx.layout.dropout_ids(ctx.layout.row_indices(x.shape[0]), SEQ // 2),
+        mesh=ctx.layout.mesh, in_specs=P("data"), out_specs=P("data", ("context", "tensor")),
     )  # fmt: skip
     ids = np.asarray(split(number))
     chunks = [0, 3, 1, 2]  # of eight tokens each: the first context shard has the ends, the second the middle

@@ -20,6 +20,7 @@ import numpy as np
 from jaxstack import kernels
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxstack.config.objective import OBJECTIVES, Objective, Term
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, family, forward
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.context import Context
@@ -43,10 +44,10 @@ def batch_spec(cfg: Config) -> BatchSpec:
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Any, ctx: Context) -> dict[str, jax.Array]:
     """Returns a sum for each term; who calls divides each by the weights of its term in the whole batch."""
-    w = ctx.gather_params(spec(cfg)["second"], params["second"])["w"].astype(ctx.dtype)
-    targets, axes = batch["second_targets"], ctx.axes("vocab")  # each device has some of the vocabulary
+    w = ctx.layout.gather_params(spec(cfg)["second"], params["second"])["w"].astype(ctx.dtype)
+    targets, axes = batch["second_targets"], ctx.layout.axes("vocab")  # each device has some of the vocabulary
     second = kernels.cross_entropy(
-        hidden, w, targets, batch["second_weights"], vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.loss_chunk
+        hidden, w, targets, batch["second_weights"], vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.ops.loss_chunk
     )
     return decoder.loss(cfg, params, hidden, batch, ctx) | {"second": second}
 
@@ -82,12 +83,12 @@ if __name__ == "__main__":
         optim=OptimConfig(lr=3e-3, warmup_steps=20),
         mesh=MeshConfig(data=1, pipe=2, fsdp=2, tensor=2),
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state, train_step = make_state(Recipe.of(cfg), ctx, abstract), jit_train_step(cfg, ctx, abstract)
     rng = np.random.default_rng(0)
     for step in range(cfg.train.steps):
-        state, metrics = train_step(state, jax.device_put(make_batch(rng, cfg), ctx.sharding(ctx.batch)))
+        state, metrics = train_step(state, jax.device_put(make_batch(rng, cfg), ctx.layout.sharding(ctx.layout.batch)))
         # Read in every step: with many steps under way, simulated devices may wait for each other without end.
         loss, second = float(metrics["loss"]), float(metrics["loss_second"])
         if step % 100 == 0 or step == cfg.train.steps - 1:

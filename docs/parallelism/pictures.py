@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib import pyplot as plt
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
+from jaxstack.families.context import make_context
 from jaxstack.kernels import context_order
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
@@ -70,12 +71,12 @@ def holders(ctx: Context, spec: PartitionSpec, tokens: bool = False) -> np.ndarr
     grid = np.empty((ROWS, LENGTH), object)
     for i in np.ndindex(grid.shape):
         grid[i] = frozenset()
-    for device, index in NamedSharding(ctx.mesh, spec).devices_indices_map(grid.shape).items():
+    for device, index in NamedSharding(ctx.layout.mesh, spec).devices_indices_map(grid.shape).items():
         for i in np.ndindex(grid[index].shape):
             at = tuple((s.start or 0) + n for s, n in zip(index, i, strict=True))
             grid[at] |= {device.id}
     if tokens:
-        grid[:, context_order(ctx.mesh.shape["context"], LENGTH)] = grid.copy()
+        grid[:, context_order(ctx.layout.mesh.shape["context"], LENGTH)] = grid.copy()
     return grid
 
 
@@ -130,9 +131,9 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
     cfg = Config(
         model=ModelConfig(**sizes, moe=moe), data=DataConfig(batch_size=ROWS, seq_len=LENGTH), mesh=mesh_config
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS))
     declared = decoder.spec(cfg.model)
-    where = dict(zip(flat_spec(declared), jax.tree.leaves(ctx.parameters(declared)), strict=True))
+    where = dict(zip(flat_spec(declared), jax.tree.leaves(ctx.layout.parameters(declared)), strict=True))
 
     drawn = {"expert": SPARSE, "pipe": STAGES}.get(name, DENSE)
     shown = ACTIVATIONS[: {"context": 2, "pipe": 0}.get(name, 3)]
@@ -143,7 +144,7 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
         entries = (*where[path], *(None,) * 4)
         panel(axes, holders(ctx, PartitionSpec(*(entries[d] for d in dims))), title)
     for axes, (names, title) in zip(grid[len(drawn) :], shown, strict=False):
-        spec = ctx.narrow(ctx.rules.activation(names))
+        spec = ctx.layout.narrow(ctx.layout.rules.activation(names))
         panel(axes, holders(ctx, spec, tokens=names[1] in ("sequence", "residual")), title)
     if name == "context":
         scores(grid[-1], mesh_config.context)
@@ -176,8 +177,8 @@ def overview(path: Path) -> None:
 
     sizes = {"num_layers": 1, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
     cfg = Config(model=ModelConfig(**sizes), data=DataConfig(batch_size=ROWS), mesh=MeshConfig(2, fsdp=2, tensor=2))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, ROWS))
-    entries = ctx.parameters(decoder.spec(cfg.model))["layers"]["mlp"]["w_up"]
+    ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS))
+    entries = ctx.layout.parameters(decoder.spec(cfg.model))["layers"]["mlp"]["w_up"]
     panel(matrix, holders(ctx, PartitionSpec(*entries[1:])), "")
     matrix.set_title("data=2 fsdp=2 tensor=2:\ndevices of a matrix", fontsize=9)
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeAlias
 from jaxstack.checkpoint import manifest
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, flat
-from jaxstack.config.parse import parse_config, to_yaml
+from jaxstack.config.reading.parse import parse_config, to_yaml
 
 # A checkpoint holds the arrays of one model and one optimizer. Their shape or meaning depends on the fixed keys, except
 # for the free ones. All other keys may change when a run resumes.

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-import jaxstack
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.run_dir import Metadata
-from jaxstack.common import files
+from jaxstack.common import files, version
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import CheckpointConfig, ConfigError
@@ -102,7 +101,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries on which the meaning of a state depends."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     libraries = {name: importlib.metadata.version(name) for name in names}
-    return {"python": sys.version.split()[0], "jaxstack": jaxstack.__version__, **libraries}
+    return {"python": sys.version.split()[0], "jaxstack": version.__version__, **libraries}
 
 
 class Checkpoints:

@@ -14,11 +14,12 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.config import Config, ConfigError, DataConfig
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import HFTokenizer
-from jaxstack.generate import load_run
+from jaxstack.generate.prompts import require_decoder
+from jaxstack.loaded import load_run
 from jaxstack.runtime import preemption
 from jaxstack.tracking.console import printable
 
@@ -50,7 +51,7 @@ def main(args: Namespace) -> None:
     """
     path = Path(args.run)
     cfg, tokenizer = load_run.read_run(path)
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
     if template is not None and (end := chat.end_of_turn_id(template, tokenizer)) is not None:

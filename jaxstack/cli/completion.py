@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 from jsonargparse import Namespace
 
 from jaxstack.cli import parser as commands
-from jaxstack.config.parse import GROUPS, Parser, shipped
+from jaxstack.config.reading.parse import GROUPS, Parser, shipped
 
 SHELLS = ("bash", "zsh", "fish")
 

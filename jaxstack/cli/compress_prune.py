@@ -14,10 +14,11 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.compress_quantize import calibration, print_losses, worst
-from jaxstack.config import Config, ConfigError, MeshConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
-from jaxstack.generate import load_run
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.prune import Losses
     from jaxstack.compress.sparsify import Settings
     from jaxstack.compress.unfinished import Unfinished
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
     from jaxstack.models.surgery import Kept
 
 SIZES = {
@@ -76,7 +77,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: a run, sizes or mesh that do not fit together, or a folder that exists.
     """
-    opened, out = open_run(args), Path(args.out)
+    opened = open_run(args)
+    out = Path(args.out)
 
     from jaxstack.compress import unfinished
     from jaxstack.models import family, params
@@ -104,7 +106,7 @@ def main(args: Namespace) -> None:
 
 def _given(args: Namespace) -> dict[str, int]:
     """Returns the sizes that the command line names."""
-    return {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    return {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
 
 
 def open_run(args: Namespace) -> "TrainedRun":
@@ -113,7 +115,8 @@ def open_run(args: Namespace) -> "TrainedRun":
     Raises:
       ConfigError: see `main`.
     """
-    run, out = Path(args.run), Path(args.out)
+    run = Path(args.run)
+    out = Path(args.out)
     cfg, tokenizer = load_run.read_run(run)
     if out.exists():
         raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
@@ -132,7 +135,7 @@ def open_run(args: Namespace) -> "TrainedRun":
         from jaxstack.compress import prune, sparsify
 
         sizes = prune.smaller_sizes(cfg.model, _given(args))
-        for each in (cfg, on_mesh):  # the mesh of the run, and that of the calibration
+        for each in (cfg, on_mesh):  # the mesh of the run, and the mesh of the calibration
             replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
         if args.sparsity is not None:
             sparsify.check_groups(prune.smaller_model(cfg.model.base, sizes), settings(args).pattern)
@@ -174,18 +177,19 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
     from jaxstack.compress import prune
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.importance import measure
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
 
     sizes = prune.smaller_sizes(run.model, _given(args))
     found = measure(Walk.of(run.model, run.context), run.params, batches)
-    steps, losses = None, None
+    steps = None
+    losses = None
     if sizes.layers < run.model.num_layers and args.layers_by == "loss":
         search = prune.LayerSearch(run.config, run.context, run.params, batches)
         steps, losses = search.leave_out(sizes.layers // len(run.model.windows), partial(print, flush=True))
     kept = prune.choose(run.model, sizes, found, steps)
     cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
-    assert run.context.mesh is not None
-    context = Context.create(cfg, run.context.mesh)
+    assert run.context.layout.mesh is not None
+    context = make_context(cfg, run.context.layout.mesh)
     return replace(run, config=cfg, context=context, params=prune.keep(run.model, context, run.params, kept)), Report(
         found, kept, losses
     )

@@ -15,17 +15,18 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.export_model import write_tokenizer
-from jaxstack.config import ConfigError, LoraConfig, MeshConfig, parse
+from jaxstack.config import ConfigError, LoraConfig, MeshConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.scheme import Name, Scheme
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.quantize import Codes, Settings
-    from jaxstack.generate.trained_run import Evaluation, TrainedRun
+    from jaxstack.loaded.trained_run import Evaluation, TrainedRun
 
 
 def add_arguments(parser: Parser) -> None:
@@ -72,7 +73,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: a run, method, format or mesh that do not fit together, or a folder that exists.
     """
-    run, out = Path(args.run), Path(args.out)
+    run = Path(args.run)
+    out = Path(args.out)
     cfg, tokenizer = load_run.read_run(run)
     if out.exists():
         raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
@@ -99,7 +101,8 @@ def main(args: Namespace) -> None:
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
     if opened.model.moe.num_experts:
         check_experts(how.scheme, f"{run} has model.moe.num_experts={opened.model.moe.num_experts}")
-    rounding = replace(opened.context, quant=quant)  # the layers after a layer read what its rounded inputs make
+    # The layers after a layer read what its rounded inputs make.
+    rounding = replace(opened.context, ops=replace(opened.context.ops, quant=quant))
     walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
         folding.shared_inputs(walk.cfg)
@@ -136,7 +139,6 @@ def check_experts(scheme: Scheme, given: str) -> None:
     """Checks that experts can have a format.
 
     Args:
-      scheme: the format.
       given: says which run has experts.
 
     Raises:
@@ -180,7 +182,7 @@ def calibration(run: "TrainedRun", sequences: int) -> list["Batch"]:
     if not sequences:
         return []
     cfg = run.config
-    loader = DataLoader(cfg, data.load(cfg.data), run.context.sharding(run.context.batch))
+    loader = DataLoader(cfg, data.load(cfg.data), run.context.layout.sharding(run.context.layout.batch))
     return [loader.to_devices(batch) for batch in loader.iterate(0, -(-sequences // cfg.data.batch_size))]
 
 
@@ -223,7 +225,11 @@ def print_losses(before: "Evaluation", after: "Evaluation") -> None:
     """Prints the held-out loss before and after, in bits per byte where the tokenizer keeps the text."""
     from math import isnan
 
-    unit, a, b = "bits per byte", before.bits_per_byte, after.bits_per_byte
+    unit = "bits per byte"
+    a = before.bits_per_byte
+    b = after.bits_per_byte
     if isnan(a):
-        unit, a, b = "nats per token", before.loss, after.loss
+        unit = "nats per token"
+        a = before.loss
+        b = after.loss
     print(f"held-out loss: {a:.4f} before, {b:.4f} after ({b / a - 1:+.2%}), in {unit}")

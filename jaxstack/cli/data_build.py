@@ -6,7 +6,7 @@ from jsonargparse import Namespace
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.sources import Document, describe, describe_skipped, documents
 from jaxstack.data.tokenizers import make_tokenizer
 from jaxstack.data.tokens import TokenFileHeader, write_token_file
@@ -29,7 +29,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the source cannot be a token file, or cannot be read.
     """
-    cfg, out = args.data, args.out
+    cfg = args.data
+    out = args.out
     if cfg.source == "tokens":
         raise ConfigError("data.source=tokens is already a token file. Build from stdlib, path or hf.")
     if what := {"chat": "answers", "labels": "labels", "pairs": "translations"}.get(cfg.source):
@@ -49,7 +50,8 @@ def main(args: Namespace) -> None:
 
 def _counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterator[Document]:
     """Yields the documents and shows their number, from the first one on."""
-    task, size = None, 0
+    task = None
+    size = 0
     for n, document in enumerate(source, start=1):
         if task is None:
             task = progress.add_task(verb, total=None)

@@ -3,7 +3,7 @@
 from jsonargparse import Namespace
 
 from jaxstack.cli.data_build import summary
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.tokens import read_header, read_token_file
 
 

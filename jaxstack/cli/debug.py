@@ -1,7 +1,7 @@
 """Finds the operation that made the loss or a gradient of a step NaN or infinite, and its place in the code.
 
-The step is run again on the mesh of the run, whose devices a CPU may simulate. The state before it is that of the
-newest checkpoint, from which the steps in between are repeated.
+The step is run again on the mesh of the run, whose devices a CPU may simulate. It starts from the newest checkpoint
+before the step, and repeats the steps in between.
 """
 
 from dataclasses import replace
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, parse
+from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.runtime import platform
 
 
@@ -33,7 +34,8 @@ def main(args: Namespace) -> None:
       ConfigError: the folder is not a run, or has no such step.
     """
     run = Path(args.run)
-    cfg, step = _config(run), args.step or _bad_step(run)
+    cfg = _config(run)
+    step = args.step or _bad_step(run)
     folder = run / "debug" / f"step_{step}"
     if folder.exists():
         raise ConfigError(f"{folder} exists, with what was found before. Remove it, or name another step.")

@@ -23,13 +23,13 @@ from jaxstack.cli.chat import context_of
 from jaxstack.cli.generate import DTYPE
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import chat
-from jaxstack.generate import load_run
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.evaluate.tasks import Tasks
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
 
 
 def add_arguments(parser: Parser) -> None:
@@ -60,7 +60,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the run cannot be read or evaluated, or a task or text does not exist.
     """
-    path, names = Path(args.run), [name for word in args.tasks for name in word.split(",") if name]
+    path = Path(args.run)
+    names = [name for word in args.tasks for name in word.split(",") if name]
     cfg, tokenizer = load_run.read_run(path)
     if cfg.model.family != "decoder":
         raise ConfigError(
@@ -76,7 +77,8 @@ def main(args: Namespace) -> None:
     cfg = replace(cfg, train=replace(cfg.train, dtype=args.dtype or cfg.train.dtype))
     step = newest_step(path) if args.step is None else args.step  # so that the record names the one that was read
     run = load_run.open_run(path, cfg, tokenizer, args.mesh, step, rows=args.rows)
-    began, results = time.perf_counter(), []
+    began = time.perf_counter()
+    results = []
     for name, content in texts.items():
         results.append(text_result(run, name, content, context=context, overlap=overlap, rows=args.rows))
     if tasks is not None:

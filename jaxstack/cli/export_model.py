@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig, parse
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
 
 if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
@@ -42,7 +43,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the run cannot be read, or the folder exists.
     """
-    run, folder = Path(args.run), Path(args.folder)
+    run = Path(args.run)
+    folder = Path(args.folder)
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml. Name the run.dir of a training run.")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: an accelerator is not needed
@@ -125,22 +127,22 @@ def _read_params(run: Path) -> "Params":
 def _restore(run: Config, merge_adapters: bool = True) -> "Params":
     """Returns the newest parameters of a run with a checkpoint on one device."""
     from jaxstack import sharding
-    from jaxstack.models.context import Context
+    from jaxstack.families.context import make_context
     from jaxstack.training.services import init_from
 
     model = replace(run.model, pad_vocab_to=None)
     alone = replace(run, model=model, mesh=MeshConfig(data=1), pipeline=PipelineConfig())
     mesh = sharding.make_mesh(alone.mesh, 1, sharding.find_devices()[:1])
-    return init_from.restore_params(alone, Context.create(alone, mesh), merge_adapters=merge_adapters)
+    return init_from.restore_params(alone, make_context(alone, mesh), merge_adapters=merge_adapters)
 
 
 def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "generation"]) -> None:
     """Makes a run directory of one branch with the trunk, which begins at step 0 with the parameters of a run."""
     from jaxstack import sharding
     from jaxstack.checkpoint import manifest, run_dir, store
+    from jaxstack.families.context import make_context
     from jaxstack.hf import safetensors
     from jaxstack.models import branches
-    from jaxstack.models.context import Context
     from jaxstack.training.services import init_from
     from jaxstack.training.state import Recipe, abstract_state, make_state, start_from
 
@@ -161,7 +163,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
         pipeline=PipelineConfig(),
     )
     mesh = sharding.make_mesh(MeshConfig(data=1), cfg.microbatch_size, sharding.find_devices()[:1])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     state = start_from(cfg.model, make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)), values)
     metadata = store.metadata(saved, max(manifest.complete_steps(saved))) | {"config": asdict(cfg), "next_batch": 0}
     metadata.pop("position", None)  # of the data of the other run
@@ -186,16 +188,19 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
     base: str | None
     if isinstance(source, hf.PretrainedFolder):
         with source:
-            adapters, base = source.adapters, str(source.folder)
+            adapters = source.adapters
+            base = str(source.folder)
             if adapters is None:
                 raise ConfigError(f"{run} has no adapters yet. Train it until it has saved a checkpoint.")
-            model, family = replace(source.model, lora=adapters.lora), source.family
+            model = replace(source.model, lora=adapters.lora)
+            family = source.family
             values = peft.place(adapters, source.model, Context())
     else:
         if not source.model.lora.rank:
             raise ConfigError(f"{run} has no adapters: model.lora.rank=0. Leave out --adapter to write the model.")
         base = _base_folder(str(source.run.init_from))
-        model, family = source.model, hf.family_of(source.model.base)
+        model = source.model
+        family = hf.family_of(source.model.base)
         values = _restore(source, merge_adapters=False)
     with safetensors.new_folder(folder) as made:
         peft.save_adapters(made, family, model, values, jnp.dtype(dtype), base)

@@ -16,15 +16,16 @@ from jsonargparse import Namespace
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
-from jaxstack.generate import load_run
+from jaxstack.generate.prompts import require_decoder
+from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
 
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
-    from jaxstack.generate.trained_run import Draft
+    from jaxstack.loaded.trained_run import Draft
     from jaxstack.moe.placement import Placement
 
 DTYPE = get_type_hints(TrainConfig)["dtype"]
@@ -100,7 +101,7 @@ def main(args: Namespace) -> None:
     if cfg.model.family == "encoder_decoder":
         translate(cfg, tokenizer, args)
         return
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     if args.language is not None:
         raise ConfigError(f"--language={args.language} is for encoder-decoders. Leave it out.")
     if args.out is not None:
@@ -179,7 +180,7 @@ def open_draft(args: Namespace, cfg: Config, longest: int) -> "Draft":
       ConfigError: it cannot be read, or beams or penalties do not fit a draft.
     """
     from jaxstack.generate import speculative
-    from jaxstack.generate.trained_run import Draft
+    from jaxstack.loaded.trained_run import Draft
 
     speculative.check(cfg.sample)
     small, tokenizer = load_run.read_run(Path(args.draft))
@@ -253,7 +254,7 @@ def check_memory(longest: int, cfg: Config, placement: "Placement | None") -> No
     """
     from jaxstack.planner import generation_memory
 
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     generation_memory.check_generation(cfg, longest, placement)
 
 

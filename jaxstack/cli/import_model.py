@@ -15,9 +15,10 @@ import yaml
 from jsonargparse import Namespace
 
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, parse, resolve
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, resolve
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading import parse
+from jaxstack.config.reading.parse import Parser, user_path
 
 if TYPE_CHECKING:  # `jaxstack.hf` imports JAX, for which help must not wait
     from jaxstack import hf
@@ -54,7 +55,9 @@ def main(args: Namespace) -> None:
     from jaxstack.models import family, params
     from jaxstack.training.services import init_from
 
-    folder, run, flags = Path(args.folder), Path(args.out), list(args.words)
+    folder = Path(args.folder)
+    run = Path(args.out)
+    flags = list(args.words)
     for path in (args.folder, args.out):
         flags.remove(next(word for word in flags if user_path(word) == path))
     flags = [re.sub(r"^--pad_vocab_to(?==|$)", "--model.pad_vocab_to", word) for word in flags]
@@ -96,8 +99,6 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     """Returns the configuration of the run: the folder's model, tokenizer and weights, and the flags for the rest.
 
     Args:
-      found: the Hugging Face folder.
-      run: run directory to make.
       flags: `--config` files, whose model and tokenizer are ignored, and dotted flags.
 
     Raises:
@@ -122,7 +123,8 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     if (folder / "tokenizer.json").is_file():
         decided["data"] = {"tokenizer": str(folder / "tokenizer.json")}
     with files.scratch_folder(Path(tempfile.gettempdir(), "jaxstack")) as scratch:
-        first, last = scratch / "usual.yaml", scratch / "decided.yaml"
+        first = scratch / "usual.yaml"
+        last = scratch / "decided.yaml"
         first.write_text(yaml.safe_dump(usual))
         last.write_text(yaml.safe_dump(decided))
         cfg = parse.parse_config([f"--config={first}", *flags, f"--config={last}"])

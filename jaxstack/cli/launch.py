@@ -16,7 +16,7 @@ from jsonargparse import Namespace
 from jaxstack.common.errors import ConfigError
 from jaxstack.config import Config
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
-from jaxstack.config.parse import Parser
+from jaxstack.config.reading.parse import Parser
 from jaxstack.runtime.targets import TARGETS, Job, Target
 
 _FIELDS = {
@@ -65,7 +65,8 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: an argument, the training command or the file cannot be used, or the submitting tool is missing.
     """
-    target, cfg = TARGETS[args.on], _training_config(args)
+    target = TARGETS[args.on]
+    cfg = _training_config(args)
     job = _job(args, target, cfg)
     _check_machines(args, target, job, cfg)
     path = Path(args.out or f"{job.name}.{target.suffix}")
@@ -79,7 +80,7 @@ def main(args: Namespace) -> None:
     print(f"{_write(path, target.render(job))} {path}; submit it with: {submit}", flush=True)
     if args.submit:
         words = shlex.split(submit)
-        os.execvp(words[0], words)  # signals, output and exit code are those of the tool
+        os.execvp(words[0], words)  # the tool takes over signals, output and exit code
 
 
 def _training_config(args: Namespace) -> Config:
@@ -100,7 +101,8 @@ def _training_config(args: Namespace) -> Config:
 def _job(args: Namespace, target: Target, cfg: Config) -> Job:
     """Returns the job, after checking that the target uses every argument that was given."""
     names = [*_FIELDS, "gpus", "hosts", "hours", "spot"]
-    given = {name: value for name in names if (value := vars(args)[name]) not in (None, "") and value is not False}
+    arguments = {name: vars(args)[name] for name in names}
+    given = {name: value for name, value in arguments.items() if value not in (None, "") and value is not False}
     for name in target.needs:
         if name not in given:
             raise ConfigError(f"--{name} is missing. `jaxstack launch --on {args.on}` needs {_flags(target.needs)}.")
@@ -144,7 +146,8 @@ def _check_machines(args: Namespace, target: Target, job: Job, cfg: Config) -> N
         raise ConfigError(
             f"--nodes={job.nodes} is not the number of --hosts, which are {len(job.hosts)}. Leave it out."
         )
-    devices, needed = job.nodes * (job.gpus or 0), math.prod(cfg.mesh.known_sizes.values())
+    devices = job.nodes * (job.gpus or 0)
+    needed = math.prod(cfg.mesh.known_sizes.values())
     wrong = devices % needed if cfg.mesh.open_axis else devices - needed
     if devices and wrong and not args.auto_mesh:
         raise ConfigError(

@@ -19,7 +19,7 @@ from jaxstack.runtime import preemption
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from jaxstack.config.parse import Parser
+    from jaxstack.config.reading.parse import Parser
 
 
 class Command(NamedTuple):
@@ -77,7 +77,6 @@ def run(program: str, words: Sequence[str]) -> None:
 
     Args:
       program: what the user called, `jaxstack` or `train.py`. Error lines begin with it and the command's name.
-      words: name of the command and its arguments.
     """
     try:
         _run(program, words)
@@ -138,7 +137,6 @@ def ending(error: Exception, words: Sequence[str]) -> tuple[int, str]:
     """Returns the exit code of an error, and its line for the user.
 
     Args:
-      error: what ended the command.
       words: the command line, in which a file that cannot be used may be named.
 
     Raises:
@@ -160,7 +158,8 @@ def ending(error: Exception, words: Sequence[str]) -> tuple[int, str]:
     if code == Exit.NOT_SAVED:
         where = f": {file}" if file else ""
         return code, f"error: {error.strerror}{where}. Make room or repair the disk, and try again."
-    named = (word for word in words if (value := word.rpartition("=")[2]) and value in file)
+    values = {word: word.rpartition("=")[2] for word in words}
+    named = (word for word, value in values.items() if value and value in file)
     return code, f"error: {next(named, file)} cannot be used: {error.strerror}: {file}. Check the path."
 
 
@@ -168,7 +167,6 @@ def execute(words: Sequence[str], program: str | None = None) -> None:
     """Executes a command line: `["plan", "--target=v5e:4x4"]`.
 
     Args:
-      words: name of the command and its arguments.
       program: name to show in usage and errors. None means `jaxstack` and the name of the command.
 
     Raises:
@@ -205,10 +203,11 @@ def parser_of(name: str, program: str | None = None) -> "Parser":
     """Returns the parser of a command's arguments.
 
     Args:
-      name: key of `COMMANDS`.
       program: name to show in usage and errors. None means `jaxstack` and the name of the command.
     """
-    from jaxstack.config.parse import Parser  # here: it takes a tenth of a second, for which the overview must not wait
+    from jaxstack.config.reading.parse import (
+        Parser,  # here: it takes a tenth of a second, for which the overview must not wait
+    )
 
     module = importlib.import_module(f"jaxstack.cli.{COMMANDS[name].module}")
     parser = Parser(prog=program or f"jaxstack {name}", description=module.__doc__)
@@ -262,7 +261,7 @@ def overview(words: Sequence[str]) -> str:
     ]
     lines += ["explain a group of keys and a key of the configuration."]
     if words:
-        from jaxstack.config.parse import GROUPS  # here: it takes a tenth of a second
+        from jaxstack.config.reading.parse import GROUPS  # here: it takes a tenth of a second
 
         if words[0] in GROUPS:
             lines.append(f"`jaxstack train --help.{words[0]}` explains the group of keys {words[0]}.")

@@ -10,7 +10,7 @@ import time
 from jsonargparse import Namespace
 
 from jaxstack.config import Config, ConfigError, resolve
-from jaxstack.config.parse import Parser
+from jaxstack.config.reading.parse import Parser
 
 BYTES = 256
 """Size of the vocabulary of `data.tokenizer=bytes`."""

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 
 
 def add_arguments(parser: Parser) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxstack.common import files
 from jaxstack.config.bounds import PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 
 
 def add_arguments(parser: Parser) -> None:

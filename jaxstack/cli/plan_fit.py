@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxstack.common import files
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.planner import scaling_law
 from jaxstack.report import runs
 

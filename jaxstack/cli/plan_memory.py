@@ -8,7 +8,7 @@ from typing import Literal
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan_target import STYLES, Plan, add_target
-from jaxstack.config.parse import Parser
+from jaxstack.config.reading.parse import Parser
 
 GIB = 2**30
 

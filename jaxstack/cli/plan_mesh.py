@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.config import SEARCHED_KEYS, ConfigError
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
-from jaxstack.config.parse import Parser, given_keys
+from jaxstack.config.reading.parse import Parser, given_keys
 
 if TYPE_CHECKING:
     from jaxstack.planner.mesh_plan import Devices

@@ -18,7 +18,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeFloat, PositiveFloat, PositiveFraction
-from jaxstack.config.parse import Parser, given_keys, user_path
+from jaxstack.config.reading.parse import Parser, given_keys, user_path
 from jaxstack.planner.scaling_law import BESIROGLU, HOFFMANN, Fit, published
 
 if TYPE_CHECKING:  # JAX must start after the environment is set

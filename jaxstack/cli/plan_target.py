@@ -12,7 +12,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common import files
 from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveFloat
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     from jaxstack.models.context import Context

@@ -8,7 +8,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens, budget_of
 from jaxstack.config.bounds import PositiveFraction
-from jaxstack.config.parse import Parser
+from jaxstack.config.reading.parse import Parser
 
 
 def add_arguments(parser: Parser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.runtime import platform
 
 

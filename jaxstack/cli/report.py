@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxstack.common import files
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.report import comparison, evaluations, page, runs, style
 
 

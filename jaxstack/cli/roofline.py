@@ -14,7 +14,7 @@ from jaxstack.common import files
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     import jax
@@ -112,6 +112,6 @@ def _link(gigabytes: float | None, chip: "Chip", ctx: "Context") -> float | None
     Raises:
       ConfigError: a mesh of several devices needs it, and neither the flag nor the chip gives it.
     """
-    if not (gigabytes or chip.interconnect_bandwidth) and ctx.mesh is not None and ctx.mesh.size > 1:
+    if not (gigabytes or chip.interconnect_bandwidth) and ctx.layout.mesh is not None and ctx.layout.mesh.size > 1:
         raise ConfigError("--link is missing, but the mesh has several devices. Give the GB/s that one device sends.")
     return 1e9 * gigabytes if gigabytes else None

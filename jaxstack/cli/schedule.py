@@ -7,7 +7,7 @@ from jsonargparse import Namespace
 from jaxstack.common import files
 from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.config.bounds import PositiveFloat, PositiveInt, Probability
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 
 MAX_UNITS = 20_000
 """Largest number of forward units of a schedule. Its table and chart grow with it."""

@@ -15,13 +15,14 @@ from jaxstack.cli import generate
 from jaxstack.cli.chat import context_of, template_of
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
-from jaxstack.config.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.chat import end_of_turn_id
-from jaxstack.generate import load_run
+from jaxstack.generate.prompts import require_decoder
+from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.continuous import ContinuousBatch
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
 
 Port = Annotated[int, Interval(0, 65535)]
 """A port of TCP, or 0."""
@@ -83,7 +84,7 @@ def main(args: Namespace) -> None:
     """
     path = Path(args.run)
     cfg, tokenizer = load_run.read_run(path)
-    load_run.require_decoder(cfg.model)
+    require_decoder(cfg.model)
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -175,7 +176,7 @@ def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int
 
     engine = run.engine(run.config.sample.domain)
     size = args.prompt_cache
-    if engine.ctx.replicas > 1:
+    if engine.ctx.layout.replicas > 1:
         if size:
             raise ConfigError(
                 f"--prompt_cache={size} needs a mesh without data, fsdp and expert, whose replicas have prompts of "

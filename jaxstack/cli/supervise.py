@@ -20,7 +20,7 @@ from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.errors import Exit
 from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
-from jaxstack.config.parse import Parser, parse_config
+from jaxstack.config.reading.parse import Parser, parse_config
 from jaxstack.tracking.jsonl import is_step, read_lines
 
 MAX_WAIT_S = 300
@@ -93,8 +93,6 @@ def start(command: Sequence[str], cfg: Config, shrink: bool) -> subprocess.Popen
     """Starts a run.
 
     Args:
-      command: the training command.
-      cfg: its configuration.
       shrink: make the mesh smaller if there are fewer devices than it needs.
     """
     if not shrink or cfg.mesh.open_axis:  # an open axis takes the devices that there are
@@ -120,9 +118,7 @@ def fit_mesh(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
     """Returns the largest mesh on fewer devices, with fewer replicas or FSDP shards. Axes that split the model stay.
 
     Args:
-      mesh: the mesh of the configuration.
       batch: sequences of one microbatch, which replicas and shards divide among themselves.
-      devices: number of devices.
 
     Raises:
       ConfigError: the other axes need more devices than there are.
@@ -199,7 +195,8 @@ class Supervisor:
         """Runs the process that `start` returns, again and again; returns the exit code to end with."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
-        reached, failed = self._latest_step(), 0
+        reached = self._latest_step()
+        failed = 0
         fault: int | None = None  # the step at which the last try failed with an error of the program
         while True:
             self._child = start()

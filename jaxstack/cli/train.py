@@ -3,7 +3,7 @@
 from jsonargparse import Namespace
 
 from jaxstack.config import SEARCHED_KEYS
-from jaxstack.config.parse import Parser, given_keys
+from jaxstack.config.reading.parse import Parser, given_keys
 
 
 def add_arguments(parser: Parser) -> None:

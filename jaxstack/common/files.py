@@ -47,7 +47,6 @@ def read_json(path: Path, fix: str) -> inputs.Json:
     """Returns the content of a JSON file that a user, a crash or a failing disk may have damaged.
 
     Args:
-      path: of the file.
       fix: what the user can do about a file that cannot be read, as a sentence.
 
     Raises:
@@ -118,11 +117,6 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg")
 def writable(flag: str, name: str, suffixes: tuple[str, ...]) -> Path:
     """Returns the path of a file to write, after checking what would fail only once the work is done.
 
-    Args:
-      flag: flag that names the file, for the message.
-      name: its value.
-      suffixes: the suffixes that the file may have.
-
     Raises:
       ConfigError: another suffix, a folder of that name, or a folder around it that does not exist.
     """
@@ -159,7 +153,7 @@ def remove_scratch_folders() -> None:
 
 
 def short_path(file: str) -> str:
-    """Returns the path of a source file below the folder that the user is in, or below that of this package."""
+    """Returns the path of a source file, relative to the current folder or else to the folder of this package."""
     path = Path(file)
     for base in (Path.cwd(), Path(__file__).parents[2]):
         if path.is_relative_to(base):

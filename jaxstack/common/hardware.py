@@ -23,7 +23,7 @@ class Chip:
         one direction.
       source: data sheet that these figures are from.
       devices: devices of JAX on one chip, which share its compute, memory and links equally.
-      linked_devices: most devices that the links connect: those of a host, or of a TPU slice.
+      linked_devices: most devices that the links connect: the devices of a host, or of a TPU slice.
       network_bandwidth: bytes/s that a device sends to other hosts or slices in one direction, or 0 where the maker
         describes no such system.
       network_source: system that `linked_devices` and `network_bandwidth` are from.
@@ -232,7 +232,8 @@ def find_chip(name: str) -> str:
     Raises:
       ConfigError: there is no such chip; the message names the nearest ones.
     """
-    wanted, keys = _plain(name), {_plain(key): key for key in CHIPS}
+    wanted = _plain(name)
+    keys = {_plain(key): key for key in CHIPS}
     kinds = {kind.lower(): key for key, chip in CHIPS.items() for kind in chip.kinds}
     if found := kinds.get(name.lower(), keys.get(wanted)):
         return found

@@ -10,8 +10,10 @@ def total_and_free() -> tuple[float, float]:
 
     A container's limit counts (cgroup, version 2 or 1).
     """
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    total, free = memory.total + swap.total, memory.available + swap.free
+    memory = psutil.virtual_memory()
+    swap = psutil.swap_memory()
+    total = memory.total + swap.total
+    free = memory.available + swap.free
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -20,7 +22,8 @@ def total_and_free() -> tuple[float, float]:
             most, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in (limit, used))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        total, free = min(total, most), min(free, max(most - now, 0))
+        total = min(total, most)
+        free = min(free, max(most - now, 0))
     return total, free
 
 

@@ -40,7 +40,6 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
     Args:
       path: of the file. It is opened without waiting, so a pipe without a writer cannot stop the process.
-      most: largest number of bytes.
 
     Raises:
       OSError, ValueError: it cannot be opened, is not a regular file, or is too large.
@@ -151,7 +150,6 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
     """Returns arrays of an .npz file, never unpickled.
 
     Args:
-      path: of the file.
       names: arrays to read. None means all.
 
     Raises:

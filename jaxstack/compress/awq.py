@@ -34,7 +34,6 @@ def awq_scales(
       weights: matrices [O, I] that read the same inputs.
       gram: sum over tokens of x x^T [I, I].
       size: mean absolute value of each input [I].
-      scheme: the format.
       dtype: dtype in which scales are stored.
     """
 

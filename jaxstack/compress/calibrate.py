@@ -1,7 +1,7 @@
 """Runs a model layer by layer over calibration batches, and measures the inputs of every matrix on any mesh.
 
 Each layer sees the outputs of the layers before it after their compression, so that later layers make up for earlier
-errors. The layers of one step of the loop (those of a period of windows) are measured together, before any of them is
+errors. The layers of one step of the loop (a period of windows) are measured together, before any of them is
 compressed.
 """
 
@@ -113,8 +113,6 @@ class Walk:
         """Compresses one layer after the other, and yields their index and parameters.
 
         Args:
-          values: parameters of the model, on its mesh.
-          batches: calibration batches on the devices.
           compress: receives the index of a layer, its parameters without the axis of layers, and a function that
             returns the statistics of its matrices by path. It returns the parameters to use instead, with the same
             shapes.
@@ -153,19 +151,19 @@ class Walk:
     @cached_property
     def _layer_specs(self) -> PyTree:
         """How the parameters of one layer are sharded."""
-        return self.ctx.parameters(self._layer) if self._meshed else None
+        return self.ctx.layout.parameters(self._layer) if self._meshed else None
 
     @property
     def _meshed(self) -> bool:
-        return self.ctx.mesh is not None and self.ctx.mesh.size > 1
+        return self.ctx.layout.mesh is not None and self.ctx.layout.mesh.size > 1
 
     @cached_property
     def _stream_spec(self) -> PartitionSpec | None:
-        return self.ctx.activation(("batch", None, None)) if self._meshed else None
+        return self.ctx.layout.activation(("batch", None, None)) if self._meshed else None
 
     @cached_property
     def _batch_spec(self) -> PartitionSpec | None:
-        return self.ctx.batch if self._meshed else None
+        return self.ctx.layout.batch if self._meshed else None
 
     @cached_property
     def _embed(self) -> Callable[[Params, Batch], jax.Array]:
@@ -176,8 +174,8 @@ class Walk:
 
         if not self._meshed:
             return jax.jit(work)
-        where = self.ctx.parameters(family.spec(self.cfg))
-        return jax.jit(self.ctx.local(work, (where, self._batch_spec), self._stream_spec))
+        where = self.ctx.layout.parameters(family.spec(self.cfg))
+        return jax.jit(self.ctx.layout.local(work, (where, self._batch_spec), self._stream_spec))
 
     def _cast(self, values: Params) -> Params:
         return params.cast_matrices(family.spec(self.cfg), values, self.ctx.dtype)
@@ -191,7 +189,7 @@ class Walk:
 
         if not self._meshed:
             return jax.jit(take)
-        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.sharding, self._layer_specs))
+        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.layout.sharding, self._layer_specs))
 
     @cached_property
     def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]], Turn]]:
@@ -211,23 +209,22 @@ class Walk:
             for leaf, (inputs, sizes) in seen.items():
                 which, _, path = paths[leaf].partition("/")
                 found[int(which)][path] = self._measure(self.matrices[path], inputs, sizes)
-            turn = jax.tree.map(partial(self._total, self.ctx.axes("batch")), _turn(before, x))
+            turn = jax.tree.map(partial(self._total, self.ctx.layout.axes("batch")), _turn(before, x))
             return x, found, turn
 
         if not self._meshed:
             return jax.jit(work)
         where = ([self._layer_specs] * period, self._stream_spec, self._batch_spec)
-        return jax.jit(self.ctx.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec())))
+        return jax.jit(self.ctx.layout.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec())))
 
     def _measure(self, p: Param, x: jax.Array, sizes: tuple[jax.Array, ...]) -> Statistics:
         """Returns the statistics of the inputs of a matrix, equal on all devices.
 
         Args:
-          p: the matrix.
           x: its inputs on this device [..., *in]; for experts rows that are sorted by expert [N, I].
           sizes: for experts, the number of rows of each.
         """
-        stored = self.ctx.axes("batch")
+        stored = self.ctx.layout.axes("batch")
         for dim in range(p.in_axes):
             split = tuple(axis for axis in self._axes(p.axes[p.batch_axes + dim]) if axis not in stored)
             x = collectives.all_gather_invariant(x, split, x.ndim - p.in_axes + dim)
@@ -247,10 +244,10 @@ class Walk:
 
     def _axes(self, name: str) -> collectives.Axes:
         """Returns the mesh axes above 1 that split a logical axis of parameters."""
-        mesh = self.ctx.mesh
+        mesh = self.ctx.layout.mesh
         if mesh is None:
             return ()
-        return tuple(axis for axis in names_of(self.ctx.rules.parameters[name]) if mesh.shape[axis] > 1)
+        return tuple(axis for axis in names_of(self.ctx.layout.rules.parameters[name]) if mesh.shape[axis] > 1)
 
     def _total(self, stored: collectives.Axes, a: jax.Array) -> jax.Array:
         """Returns the sum over devices with different tokens; devices with the same tokens have the same sums."""
@@ -268,7 +265,8 @@ def _sums(x: jax.Array, chosen: jax.Array) -> Statistics:
 
 def _turn(before: jax.Array, after: jax.Array) -> Turn:
     """Returns by how much vectors [B, S, D] turn."""
-    before, after = before.astype(jnp.float32), after.astype(jnp.float32)
+    before = before.astype(jnp.float32)
+    after = after.astype(jnp.float32)
     lengths = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
     distance = 1 - (before * after).sum(-1) / jnp.maximum(lengths, jnp.finfo(jnp.float32).tiny)
     return Turn(distance.sum(), (collectives.zeros(distance.shape, jnp.float32, distance) + 1).sum())

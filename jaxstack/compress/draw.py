@@ -12,17 +12,16 @@ from jaxstack.models.surgery import Kept
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
 
-STAYS, LEAVES, OUT = "#2563eb", "#d1d5db", "#dc2626"
+STAYS = "#2563eb"
+LEAVES = "#d1d5db"
+OUT = "#dc2626"
 
 
 def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> None:
     """Writes a PNG with a chart of the layers, one of the heads, one of hidden units, and one of experts or channels.
 
     Args:
-      found: importance of the parts of the model.
-      kept: what stays.
       losses: of the model without each step of layers, if they were measured.
-      path: of the file.
     """
     import matplotlib
 
@@ -57,10 +56,12 @@ def _layers(axes: "Axes", found: Importance, kept: Kept, losses: Losses | None) 
     colors = [STAYS if step * period in kept.layers else LEAVES for step in steps]
     if losses is None:
         axes.bar(steps, found.turns, color=colors)
-        title, unit = "Layers: angle between input and output", "1 - cosine, mean over tokens"
+        title = "Layers: angle between input and output"
+        unit = "1 - cosine, mean over tokens"
     else:
         axes.bar(steps, [loss - losses.whole for loss in losses.without], color=colors)
-        title, unit = "Layers: loss without this one, above that of all", "nats per token"
+        title = "Layers: loss without this one, above that of all"
+        unit = "nats per token"
     names = [str(s) if period == 1 else f"{s * period}-{s * period + period - 1}" for s in steps]
     axes.set(title=title, ylabel=unit, xlabel="layer (gray: left out)" if LEAVES in colors else "layer")
     every = max(1, len(steps) // (16 if period == 1 else 6))

@@ -4,9 +4,9 @@ The squared error of a layer's outputs is quadratic in its weights, with the mat
 Hessian. Once an input's weights are rounded, the best change of the weights that are still free is known in closed
 form (optimal brain surgery). A Cholesky factor of the inverse holds what each of these changes needs.
 
-Inputs with the most energy come first, while the most others can still make up for them. Scales are those of the
-matrix before any change, so that this order does not mix the groups; they may clip a few numbers where that has the
-least error, weighted by the energy of the inputs.
+Inputs with the most energy come first, while the most others can still make up for them. Scales are computed
+from the matrix before any change, so that this order does not mix the groups. They may clip a few numbers where that
+has the least error, weighted by the energy of the inputs.
 """
 
 from functools import partial
@@ -32,8 +32,6 @@ def gptq(
     Args:
       w: [O, I].
       gram: sum over tokens of x x^T [I, I]. Inputs that are always zero are allowed.
-      scheme: the format.
-      damp: see `DAMP`.
       dtype: dtype in which scales are stored.
 
     Returns:

@@ -24,8 +24,8 @@ class Importance:
 
     Attributes:
       turns: 1 - cosine of the residual stream before and after each step of layers, mean over tokens [L / period].
-      heads: norms of the outputs of query heads, times those of their output projections [L, H].
-      neurons: norms of hidden units, times those of their output weights, by their group of parameters: `mlp` [L, F],
+      heads: norm of the outputs of each query head, times the norm of its output projection [L, H].
+      neurons: norm of each hidden unit, times the norm of its output weights, by the group of parameters: `mlp` [L, F],
         `moe` [L, E, F], `moe/shared` [L, F].
       experts: root of the summed squares of each expert's weighted outputs [L, E]; E = 0 in a dense model.
       channels: norms of what attention and MLPs read, summed over layers [D].
@@ -50,11 +50,6 @@ def measure(walk: Walk, values: Params, batches: Sequence[Batch]) -> Importance:
 
     The rows of an expert are not in the order of sequences. The norm of its units is that over all tokens, times the
     weights of the router.
-
-    Args:
-      walk: the model.
-      values: its parameters, on its mesh.
-      batches: calibration batches on the devices.
     """
     layers: list[_Layer] = []
     turns: dict[int, float] = {}
@@ -81,7 +76,8 @@ def measure(walk: Walk, values: Params, batches: Sequence[Batch]) -> Importance:
 
 def _of_layer(walk: Walk, layer: Params, found: Mapping[str, Statistics], sequences: int) -> _Layer:
     """Returns the importance of the parts of one layer."""
-    neurons, experts = {}, np.zeros(0)
+    neurons = {}
+    experts = np.zeros(0)
     for path, p in walk.matrices.items():
         group, _, name = path.rpartition("/")
         if name != "w_down":

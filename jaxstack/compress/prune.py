@@ -49,14 +49,14 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
     """Returns the sizes of the smaller model.
 
     Args:
-      cfg: the model.
       given: sizes by their name in `Sizes`; `None` means as before. By default each key head keeps its number of query
         heads, if `heads` allows it.
 
     Raises:
       ConfigError: a size that the model cannot have.
     """
-    old, wanted = sizes_of(cfg), {name: value for name, value in given.items() if value is not None}
+    old = sizes_of(cfg)
+    wanted = {name: value for name, value in given.items() if value is not None}
     if "experts" in wanted and not cfg.moe.num_experts:
         raise ConfigError(f"--experts={wanted['experts']}, but model.moe.num_experts=0. Leave it out.")
     for name, value in wanted.items():
@@ -159,10 +159,6 @@ class LayerSearch:
         """Returns the steps that stay, and the losses of the first round.
 
         Each round tries every step that is left, and leaves out the one without which the loss is lowest.
-
-        Args:
-          keep: number of steps that stay.
-          say: receives a line for each round.
         """
         left = list(range(self.cfg.model.num_layers // self._period))
         first = Losses(self.loss(left), [self.loss([s for s in left if s != out]) for out in left])
@@ -210,9 +206,6 @@ def choose(cfg: ModelConfig, sizes: Sizes, found: Importance, steps: np.ndarray 
     """Returns the parts that stay: of each kind those that matter most.
 
     Args:
-      cfg: the model.
-      sizes: from `smaller_sizes`.
-      found: importance of the parts.
       steps: steps of layers that stay. `None` means those that turn the residual stream most.
     """
     period = len(cfg.windows)
@@ -244,16 +237,9 @@ def largest(importance: np.ndarray, count: int) -> np.ndarray:
 
 
 def keep(cfg: ModelConfig, ctx: Context, values: Params, kept: Kept) -> Params:
-    """Returns the parameters of the parts that stay, sharded over the mesh.
-
-    Args:
-      cfg: the model.
-      ctx: how a smaller model is computed.
-      values: parameters of the model.
-      kept: what stays.
-    """
+    """Returns the parameters of the parts that stay, sharded over the mesh."""
     spec = family.spec(smaller_model(cfg, sizes_of_kept(kept)))
-    shardings = None if ctx.mesh is None else jax.tree.map(ctx.sharding, ctx.parameters(spec))
+    shardings = None if ctx.layout.mesh is None else jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
     new: Params = jax.jit(lambda values: surgery.keep(cfg, values, kept), out_shardings=shardings)(values)
     assert all(leaf.shape == p.shape for leaf, p in zip(flatten(new).values(), flat_spec(spec).values(), strict=True))
     return new

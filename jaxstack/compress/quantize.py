@@ -70,10 +70,7 @@ def quantize(
     """Yields one layer after the other, quantised.
 
     Args:
-      walk: the model.
-      values: its parameters, on its mesh.
       batches: calibration batches on the devices; none are needed for rounding to the nearest.
-      how: the settings.
       finished: returns a layer that an earlier call has yielded, or `None`.
     """
 
@@ -93,8 +90,6 @@ def each_layer(
     """Yields the layers after their compression, each with the inputs that the layers before it then give.
 
     Args:
-      walk: the model.
-      values: its parameters, on its mesh.
       batches: calibration batches on the devices; without any, the statistics are empty.
       compress: compresses a layer on the host, given the statistics of its inputs.
       finished: returns a layer that an earlier call has yielded, or `None`.
@@ -117,10 +112,8 @@ def quantize_layer(walk: Walk, layer: Params, statistics: dict[str, Statistics],
     """Quantises the matrices of one layer.
 
     Args:
-      walk: the model.
       layer: parameters without the axis of layers, on the host.
       statistics: of the inputs of each matrix by path; may be empty for rounding to the nearest.
-      how: the settings.
 
     Raises:
       ConfigError: the statistics are not finite.
@@ -211,7 +204,8 @@ def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
     Raises:
       ConfigError: a family whose tensors join matrices or are transposed.
     """
-    name, (group, _) = hf.family_of(replace(cfg, pad_vocab_to=None)), family.only_stack(cfg)
+    name = hf.family_of(replace(cfg, pad_vocab_to=None))
+    (group, _) = family.only_stack(cfg)
     found: Codes = {}
     for tensor, held in weights.hf_tensors(name, family.spec(replace(cfg, pad_vocab_to=None))).items():
         path, layout, at = held.sources[0]
@@ -226,7 +220,7 @@ def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
 
 
 def as_rows(p: Param, w: np.ndarray) -> np.ndarray:
-    """Returns a matrix [*in, *out] of one layer as [O, I]; those of experts as [E, O, I]."""
+    """Returns a matrix [*in, *out] of one layer as [O, I], and matrices of experts as [E, O, I]."""
     lead = w.shape[: p.batch_axes]
     inputs = prod(w.shape[p.batch_axes : p.batch_axes + p.in_axes])
     return w.reshape(*lead, inputs, -1).swapaxes(-1, -2)
@@ -238,7 +232,7 @@ def from_rows(p: Param, rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _expert(found: Statistics | None, expert: int, ndim: int) -> Statistics | None:
-    """Returns the statistics of one expert; those of a dense matrix as they are."""
+    """Returns the statistics of one expert. The statistics of a dense matrix do not change."""
     return found if found is None or ndim == 2 else Statistics(*(each[expert] for each in found))
 
 

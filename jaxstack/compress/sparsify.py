@@ -54,10 +54,7 @@ def sparsify(
     """Yields one layer after the other, with zeros in its matrices and without codes.
 
     Args:
-      walk: the model.
-      values: its parameters, on its mesh.
       batches: calibration batches on the devices; none are needed for `magnitude`.
-      how: the settings.
       finished: returns a layer that an earlier call has yielded, or `None`.
     """
 
@@ -71,27 +68,33 @@ def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistic
     """Sets weights of the matrices of one layer to zero.
 
     Args:
-      walk: the model.
       layer: parameters without the axis of layers, on the host.
       statistics: of the inputs of each matrix by path; may be empty for `magnitude`.
-      how: the settings.
 
     Raises:
       ConfigError: the statistics are not finite.
     """
-    old, new, errors = flatten(layer), {}, {}
+    old = flatten(layer)
+    new = {}
+    errors = {}
     for path, p in walk.matrices.items():
         rows = as_rows(p, old[path])
-        experts, made, off, size = rows if rows.ndim == 3 else rows[None], [], 0.0, 0.0
-        found = statistics.get(path)
+        experts = rows if rows.ndim == 3 else rows[None]
+        sparse = []
+        removed = 0.0
+        energy = 0.0
+        inputs = statistics.get(path)
         for e, w in enumerate(experts):
-            gram = None if found is None else found.gram if rows.ndim == 2 else found.gram[e]
-            made.append(_one(path, w, gram, how))
+            gram = None
+            if inputs is not None:
+                gram = inputs.gram if rows.ndim == 2 else inputs.gram[e]
+            sparse.append(_one(path, w, gram, how))
             if gram is not None:
-                off, size = off + _energy(made[-1] - w, gram), size + _energy(w, gram)
-        new[path] = from_rows(p, np.stack(made).reshape(rows.shape), old[path].shape)
-        if found is not None:
-            errors[path] = off / max(size, 1e-30)
+                removed += _energy(sparse[-1] - w, gram)
+                energy += _energy(w, gram)
+        new[path] = from_rows(p, np.stack(sparse).reshape(rows.shape), old[path].shape)
+        if inputs is not None:
+            errors[path] = removed / max(energy, 1e-30)
     layer = jax.tree_util.tree_map_with_path(lambda keys, a: new.get(path_of(keys), a), layer)
     return QuantizedLayer(layer, {}, errors)
 

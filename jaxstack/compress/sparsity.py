@@ -49,7 +49,8 @@ def parse_pattern(text: str) -> Pattern:
       ConfigError: the text is neither.
     """
     if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
-        kept, group = int(found[1]), int(found[2])
+        kept = int(found[1])
+        group = int(found[2])
         if 0 < kept < group:
             return Pattern(1 - kept / group, group)
     elif re.fullmatch(r"0?\.\d+", text) and float(text) > 0:
@@ -88,7 +89,6 @@ def wanda(w: jax.Array, gram: jax.Array, pattern: Pattern) -> jax.Array:
     Args:
       w: [O, I].
       gram: sum over tokens of x x^T [I, I].
-      pattern: which share becomes zero.
     """
     return jnp.where(_removed(jnp.abs(w) * jnp.sqrt(jnp.diag(gram)), pattern, len(w)), 0, w)
 
@@ -104,13 +104,13 @@ def sparsegpt(w: jax.Array, gram: jax.Array, pattern: Pattern, damp: float = DAM
     Args:
       w: [O, I].
       gram: sum over tokens of x x^T [I, I]. Inputs that are always zero are allowed.
-      pattern: which share becomes zero.
       damp: see `gptq.DAMP`.
 
     Returns:
       The matrix. It is NaN if the factors of the gram matrix cannot be computed: use a larger `damp`.
     """
-    inputs, group = w.shape[1], pattern.group or 1
+    inputs = w.shape[1]
+    group = pattern.group or 1
     block = _BLOCK // group * group or group
     factor = inverse_factor(gram, damp)
 
@@ -134,9 +134,9 @@ def _remove_in_block(w: jax.Array, own: jax.Array, pattern: Pattern) -> tuple[ja
     Args:
       w: [O, B].
       own: their part of the factor [B, B].
-      pattern: which share becomes zero.
     """
-    diagonal, group = jnp.diag(own), pattern.group
+    diagonal = jnp.diag(own)
+    group = pattern.group
 
     def remove(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         left, zero = carry

@@ -73,7 +73,6 @@ def open_folder(out: Path, settings: Mapping[str, Any]) -> Unfinished:
     """Opens or makes the folder of a result.
 
     Args:
-      out: the result.
       settings: what the finished layers depend on.
 
     Raises:

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, their defaults and their checks.
 
-YAML files in `configs/` and dotted flags (`--model.num_layers=4`) fill these classes; see `jaxstack.config.parse`.
+YAML files in `configs/` and dotted flags (`--model.num_layers=4`) fill these classes; `reading/parse.py` reads them.
 Every default is declared here and nowhere else. JAX is not imported, so that `train.py --help` responds at once.
 
 A check raises `ConfigError` with one line that names the key and its value, and then says what to do.
@@ -12,7 +12,7 @@ from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.model import LoraConfig, ModelConfig, RopeScaling
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
-from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
+from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_buckets, with_values
 from jaxstack.config.training import (
     CheckpointConfig,
     DebugConfig,
@@ -50,5 +50,6 @@ __all__ = [
     "WeightChange",
     "flat",
     "resolve",
+    "with_buckets",
     "with_values",
 ]

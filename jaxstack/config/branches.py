@@ -1,13 +1,9 @@
-"""Keys of the group `model.branches`, and the checks of `model.family=branches` against other groups."""
+"""Keys of the group `model.branches`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxstack.config.bounds import PositiveFloat, PositiveInt, check_bounds, require
 from jaxstack.config.objective import Objective, Term
-
-if TYPE_CHECKING:
-    from jaxstack.config.run import Config
 
 
 @dataclass(frozen=True)
@@ -44,39 +40,3 @@ class BranchesConfig:
         """Returns what a trunk with two branches is trained for, with `more` terms of the branch `understanding`."""
         terms = (Term("causal"), Term("masked", "masked_weights", self.masked_weight), *more)
         return Objective("held-out causal and masked loss", "nats per token", terms=terms)
-
-
-def check_branches(cfg: "Config") -> None:
-    """Checks that the keys of the family `branches` are used with it, and fit other keys.
-
-    Raises:
-      ConfigError: a key does not suit the family.
-    """
-    model, data, own, default = cfg.model, cfg.data, cfg.model.branches, BranchesConfig()
-    if model.family != "branches":
-        for key, given in vars(own).items():
-            require(
-                given == getattr(default, key),
-                f"model.branches.{key}={given} is for models with two branches, but model.family={model.family}. Add "
-                f"--model.family=branches, or leave it out.",
-            )
-        return
-    depth = own.depth(model.num_layers)
-    require(
-        depth < model.num_layers,
-        f"model.branches.layers={depth} leaves no layer of model.num_layers={model.num_layers} for the trunk. Lower "
-        f"branches.layers, or raise num_layers.",
-    )
-    require(
-        not own.freeze_trunk or cfg.run.init_from is not None,
-        "model.branches.freeze_trunk=true keeps the trunk of an existing model, but run.init_from is not set. Name a "
-        "run, or use freeze_trunk=false.",
-    )
-    unused: tuple[tuple[str, object, bool, str], ...] = (
-        ("model.windows", list(model.windows), model.windows != (0,), "[0]"),
-        ("model.first_attention_norm", "false", not model.first_attention_norm, "true"),
-        ("data.domains", list(data.domains), bool(data.domains), "[]"),
-        ("sample.beams", cfg.sample.beams, cfg.sample.beams > 1, "1"),
-    )
-    for key, given, used, instead in unused:
-        require(not used, f"{key}={given} does not suit model.family=branches. Use {key}={instead}.")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from jaxstack.config.bounds import Interval, PositiveInt, ShortRepr, check_bounds, expand_home, require
 from jaxstack.config.denoisers import DenoiserConfig
-from jaxstack.config.seq2seq import check_denoisers
+from jaxstack.config.pictures import PICTURES
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
 SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "digits", "images"]
@@ -143,7 +143,7 @@ class DataConfig:
         _check_mixture(self)
         _check_format(self)
         _check_folders(self)
-        check_denoisers(self)
+        _check_denoisers(self)
         require(
             self.source in _WITHOUT_PATH or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
@@ -291,3 +291,54 @@ def _check_folders(cfg: DataConfig) -> None:
         not cfg.skip or any(one.source == "path" for one in sources),
         "data.skip=true is for the files of folders, but no source is a folder. Use data.source=path, or remove it.",
     )
+
+
+def _check_denoisers(data: DataConfig) -> None:
+    """Checks the keys of the group `data` that are for encoder-decoders.
+
+    Raises:
+      ConfigError: they do not fit each other.
+    """
+    names = [one.source for one in data.mixture or (data,)]
+    shown, texts_only = list(data.denoisers), not {"pairs", *PICTURES} & {*names}
+    require(
+        not texts_only or not data.languages,
+        f"data.languages={list(data.languages)} is for translations and for names of pictures, but data.source="
+        f"{names[0]} has neither. Remove it, or use data.source=pairs.",
+    )
+    require(
+        len({*data.languages}) == len(data.languages),
+        f"data.languages={list(data.languages)} names a language twice. Name each once.",
+    )
+    require(
+        bool(data.denoisers) or not texts_only or data.target_len is None,
+        f"data.target_len={data.target_len} is for data.denoisers or data.source=pairs. Remove it, or set one of them.",
+    )
+    if not data.denoisers:
+        return
+    whole = [name for name in names if name in ("chat", "labels")]
+    require(
+        not whole,
+        f"data.denoisers={shown} hides spans of texts, which data.source={''.join(whole[:1])} does not have. Use "
+        f"data.source=path.",
+    )
+    require(
+        {*names} != {"pairs"},
+        f"data.denoisers={shown} hides spans of texts, but data.source=pairs has translations. Remove data.denoisers.",
+    )
+    require(
+        not data.packing,
+        f"data.denoisers={shown} hides spans of rows that span documents, and data.packing=true would part them. Use "
+        f"data.packing=false.",
+    )
+    require(
+        not data.domains,
+        f"data.denoisers={shown} makes rows that span documents, but data.domains={list(data.domains)} chooses experts "
+        f"by document. Use one of the two.",
+    )
+    for each in data.denoisers:
+        require(
+            each.mode is None or bool(each.mode.strip()),
+            f"data.denoisers={shown} has an empty mode. Name a token such as [R], or leave it null.",
+        )
+        each.text_length(data.seq_len, data.target_len)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from jaxstack.config.bounds import (
     Interval,
@@ -14,9 +14,6 @@ from jaxstack.config.bounds import (
     require,
 )
 from jaxstack.config.scheme import Scheme
-
-if TYPE_CHECKING:
-    from jaxstack.config.run import Config
 
 
 @dataclass(frozen=True)
@@ -221,27 +218,3 @@ def sequence_parts(mesh: MeshConfig) -> int:
     """
     split = max(mesh.tensor, 1) if mesh.sequence_parallel else 1
     return split if mesh.context in (1, -1) else mesh.context * math.lcm(split, 2)
-
-
-def check_products(cfg: "Config") -> None:
-    """Checks that products in few bits fit the mesh, and inputs the codes of weights.
-
-    Raises:
-      ConfigError: they do not.
-    """
-    kernels = cfg.kernels
-    require(
-        kernels.decode_group is None or kernels.decode_weights != "float",
-        f"kernels.decode_group={kernels.decode_group} is for codes, and kernels.decode_weights is float. Use "
-        f"decode_weights=int4, or decode_group=null.",
-    )
-    require(
-        cfg.train.quant != "int8" or kernels.decode_scheme in (None, Scheme(8)),
-        f"kernels.decode_weights={kernels.decode_weights} with kernels.decode_group={kernels.decode_group} cannot be "
-        f"multiplied with inputs of train.quant=int8. Use int8 and null, or decode_weights=float.",
-    )
-    require(
-        cfg.mesh.partitioner == "manual" or cfg.train.quant == "none",
-        f"train.quant={cfg.train.quant} would sum gradients over devices in train.dtype with mesh.partitioner=auto. "
-        f"Use mesh.partitioner=manual, or train.quant=none.",
-    )

@@ -1,12 +1,8 @@
 """Keys of pictures, which the families that read them share, and the size that the data fill in."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from jaxstack.config.bounds import PositiveInt, check_bounds, require
-
-if TYPE_CHECKING:
-    from jaxstack.config.run import Config
 
 PICTURES = ("digits", "images")
 """The values of `data.source` whose data are pictures."""
@@ -51,30 +47,3 @@ class PictureConfig:
     def _known_image(self) -> tuple[int, ...]:
         assert self.image, "the size of pictures is filled from the data before the model is built"
         return self.image
-
-
-def with_image(cfg: "Config", size: PictureConfig, image: tuple[int, ...]) -> "Config":
-    """Returns the configuration with the size of the pictures of the data.
-
-    Args:
-      cfg: the configuration as the user gave it.
-      size: that of its model's pictures.
-      image: height, width and channels. Empty: those of the model.
-
-    Raises:
-      ConfigError: the size is not known or not that of the model, or `data.seq_len` is not the number of patches.
-    """
-    group = f"model.{size.family}"
-    require(
-        bool(size.image or image) and (not image or size.image in ((), image)),
-        f"{group}.image={list(size.image)} is not the size of the pictures of the data, "
-        f"{list(image) or 'which are not read here'}. Give their height, width and channels, such as [8, 8, 1].",
-    )
-    size = replace(size, image=size.image or image)
-    require(
-        cfg.data.seq_len == size.num_patches,
-        f"data.seq_len={cfg.data.seq_len} is not the number of patches of a picture: {list(size.image)} with "
-        f"{group}.patch_size={size.patch_size} has {size.num_patches}. Use --data.seq_len={size.num_patches}.",
-    )
-    changed: dict[str, PictureConfig] = {size.family: size}
-    return replace(cfg, model=replace(cfg.model, **changed))  # type: ignore[arg-type]

@@ -2,13 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from jaxstack.config.bounds import Interval, PositiveFloat, check_bounds, require
 from jaxstack.config.objective import Term
-
-if TYPE_CHECKING:
-    from jaxstack.config.run import Config
 
 SentenceTask: TypeAlias = Literal["next", "distance", "reordering"]
 
@@ -43,36 +40,3 @@ class SentencesConfig:
     def terms(self) -> tuple[Term, ...]:
         """Returns the losses of the tasks, whose weights are 1 at the first token of a window with the task."""
         return tuple(Term(task, f"{task}_weights", self.weight) for task in self.tasks)
-
-
-def check_sentences(cfg: "Config") -> None:
-    """Checks that tasks on sentences are used with a model and data that have them.
-
-    Raises:
-      ConfigError: the tasks do not suit the family or the data.
-    """
-    model, data, own, default = cfg.model, cfg.data, cfg.model.sentences, SentencesConfig()
-    if not own.tasks:
-        for key, given in vars(own).items():
-            require(
-                given == getattr(default, key),
-                f"model.sentences.{key}={given} is for tasks on sentences, but model.sentences.tasks is empty. Name "
-                f"one, such as [next], or leave it out.",
-            )
-        return
-    shown = f"model.sentences.tasks={list(own.tasks)}"
-    require(
-        model.masks_tokens,
-        f"{shown} is learned beside hidden tokens, which model.family={model.family}"
-        f"{' with model.labels' * bool(model.labels)} does not learn. Use --model.family=encoder without labels, or "
-        f"tasks=[].",
-    )
-    require(
-        not data.packing,
-        f"{shown} compares parts of a window, which data.packing=true keeps apart. Use data.packing=false.",
-    )
-    require(
-        data.seq_len >= 4 * own.parts,
-        f"data.seq_len={data.seq_len} is too short for {shown} with up to {own.parts} parts of 4 tokens or more. Raise "
-        f"it.",
-    )

@@ -1,7 +1,7 @@
 """Keys of the groups `run`, `train`, `optim`, `checkpoint`, `sample` and `profile`: the run and its training loop."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from jaxstack.config.bounds import (
     MAX_INT,
@@ -17,10 +17,7 @@ from jaxstack.config.bounds import (
     expand_home,
     require,
 )
-from jaxstack.config.scheme import NF4_GROUPS, Scheme
-
-if TYPE_CHECKING:
-    from jaxstack.config.run import Config
+from jaxstack.config.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,23 @@ class TrainConfig:
     def rounding(self) -> Scheme | None:
         """The format to which the forward pass rounds matrices, or `None` without `qat`."""
         return None if self.qat == "none" else Scheme.of(self.qat, self.qat_group)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Learning from a larger model. See docs/compression.md."""
+
+    teacher: str | None = None
+    """Run or Hugging Face folder of the teacher, a decoder with the same tokenizer. Null means none."""
+    weight: PositiveFraction = 0.5
+    """Weight of what the teacher says of the next token; the weight of the token itself is the rest to 1."""
+    temperature: PositiveFloat = 1.0
+    """Divisor of the logits of teacher and model. The loss of the teacher's part is multiplied by its square."""
+    top_tokens: PositiveInt = 64
+    """Number of most probable tokens whose probabilities are learned. All others together count as one token."""
+
+    def __post_init__(self) -> None:
+        check_bounds("distill", self)
 
 
 @dataclass(frozen=True)
@@ -257,46 +271,6 @@ class ProfileConfig:
             return None
         span = int(first), int(last)
         return span if 1 <= span[0] <= span[1] else None
-
-
-def check_qat(cfg: "Config") -> None:
-    """Checks that the matrices which training rounds can be stored.
-
-    Raises:
-      ConfigError: the model is not a decoder, fp8 has groups, or the layout of nf4 has no such group.
-    """
-    name, group = cfg.train.qat, cfg.train.qat_group
-    require(
-        name == "none" or cfg.model.family == "decoder",
-        f"train.qat={name} rounds what `jaxstack compress quantize` stores, which reads decoders, but "
-        f"model.family={cfg.model.family}. Use train.qat=none.",
-    )
-    require(
-        name != "fp8" or group is None,
-        f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",
-    )
-    require(
-        name != "nf4" or group in NF4_GROUPS,
-        f"train.qat=nf4 cannot be stored with train.qat_group={group}. Use one of {', '.join(map(str, NF4_GROUPS))}.",
-    )
-
-
-def check_keep_zeros(cfg: "Config") -> None:
-    """Checks that there are zeros to keep.
-
-    Raises:
-      ConfigError: nothing is read that could have them, or only adapters are trained.
-    """
-    require(
-        not cfg.optim.keep_zeros or cfg.run.init_from is not None,
-        "optim.keep_zeros=true keeps the zeros of an existing model, but run.init_from is not set. Name a run of "
-        "`jaxstack compress prune`, or use optim.keep_zeros=false.",
-    )
-    require(
-        not (cfg.optim.keep_zeros and cfg.model.lora.rank),
-        f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
-        f"optim.keep_zeros=false: frozen matrices keep their zeros.",
-    )
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class BinaryFile(NamedTuple):
 
     Attributes:
       train: its ids.
-      held_out: those of the file's own held-out part. `None` if it has none.
+      held_out: the ids of the file's own held-out part. `None` if it has no such part.
       tokenizer: of the ids.
       fingerprint: SHA-256 of the ids, or of evenly spaced parts of a large file.
     """
@@ -87,7 +87,8 @@ def open_binary(cfg: DataConfig) -> BinaryFile:
     else:
         layouts = [_nanogpt(file) for file in ([path / "train.bin", path / "val.bin"] if path.is_dir() else [path])]
     tokenizer = _tokenizer(cfg, layouts[0].file)
-    digest, texts = hashlib.sha256(), []
+    digest = hashlib.sha256()
+    texts = []
     for layout in layouts:
         ids = map_ids(layout.file, layout.dtype, layout.offset)
         state = FileState.of(layout.file)
@@ -174,7 +175,8 @@ def _megatron(path: Path) -> _Layout:
     sequence of each document with the number of all sequences at the end (int64).
     """
     index, file = (Path(_without_suffix(path) + suffix) for suffix in (".idx", ".bin"))
-    size, again = _size(index), "Make it again with Megatron's tools."
+    size = _size(index)
+    again = "Make it again with Megatron's tools."
     with index.open("rb") as opened:
         header = opened.read(_HEADER.size)
     if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
@@ -271,7 +273,8 @@ def _pieces(layout: _Layout, count: int) -> Iterator[tuple[int, np.ndarray]]:
     size = np.dtype(layout.dtype).itemsize
     step = length = _CHUNK
     if count * size >= _FULL_CHECK_BYTES:
-        step, length = -(-count // _PIECES), _CHUNK // _PIECES
+        step = -(-count // _PIECES)
+        length = _CHUNK // _PIECES
     for first in range(0, count, step):
         yield first, np.fromfile(layout.file, layout.dtype, length, offset=layout.offset + first * size)
 

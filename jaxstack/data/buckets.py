@@ -40,7 +40,6 @@ def whole_documents(tokens: Tokens, seq_len: int) -> Tokens:
     Conversations, texts with labels and pairs are returned as they are.
 
     Args:
-      tokens: documents.
       seq_len: tokens of a row, beside the last target.
 
     Raises:
@@ -66,10 +65,11 @@ def whole_documents(tokens: Tokens, seq_len: int) -> Tokens:
 def row_lengths(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     """Returns the row that each document needs, in tokens, and how many tokens of it are not padding, [D] each.
 
-    A row of pairs has inputs and targets in a fixed proportion. Its length is that of the inputs.
+    A row of pairs has inputs and targets in a fixed proportion. Its length is the length of its inputs.
     """
     if isinstance(tokens, PairTokens):
-        inputs, targets = tokens.middles - tokens.starts, tokens.ends - tokens.middles
+        inputs = tokens.middles - tokens.starts
+        targets = tokens.ends - tokens.middles
         longest, most = tokens.lengths
         return np.maximum(inputs, -(-targets * longest // most)), (inputs + targets) * longest / (longest + most)
     size_D = tokens.ends - tokens.starts - (tokens.labels is None)  # the last token is only a target
@@ -79,13 +79,9 @@ def row_lengths(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
     """Returns the lengths of `data.buckets=auto`: the fewest whose batches have at most `max_padding` of padding.
 
-    Lengths are multiples of 16, and the longest is `seq_len`. Their batches have as many tokens as that of the longest,
-    and a number of rows that the largest power of two within `batch_size` divides: they work on the meshes that it
-    works on. So the lengths, and with them the batches, do not depend on the mesh.
-
-    Args:
-      cfg: the longest row, the batch, the limit and the weights of the sources.
-      texts: the training text of each source.
+    Lengths are multiples of 16, and the longest is `seq_len`. A batch of each length has as many tokens as a batch of
+    the longest. The largest power of two within `batch_size` divides its rows: all lengths work on the same meshes.
+    So the lengths, and with them the batches, do not depend on the mesh.
 
     Raises:
       ConfigError: all lengths together have more padding.
@@ -100,7 +96,8 @@ def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
         used += share * float(used_D.sum())
     total = np.cumsum(weights)
     # cost[i]: tokens of all rows up to length i, if the last bucket has that length; best of `count` buckets
-    cost, chosen = possible * total, [[i] for i in range(possible.size)]
+    cost = possible * total
+    chosen = [[i] for i in range(possible.size)]
     for _ in range(possible.size):
         if used >= (1 - cfg.max_padding) * cost[-1]:
             return tuple(possible[chosen[-1]].tolist())
@@ -121,7 +118,7 @@ def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
 
 def _candidates(cfg: DataConfig, pairs: bool) -> list[int]:
     """Returns the lengths that `auto` may choose, ascending."""
-    from jaxstack.config.buckets import working_lengths
+    from jaxstack.config.checks.buckets import working_lengths
 
     rows = cfg.batch_size & -cfg.batch_size
     works = working_lengths(cfg, rows, 1, pairs)
@@ -152,10 +149,8 @@ class BucketReader:
 
     Args:
       texts: the training text of each source, from `whole_documents`.
-      names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`.
       sizes: rows and their length in each bucket, ascending.
-      seed: of the order of the documents within each bucket.
 
     Attributes:
       lengths: of the rows of each bucket.
@@ -171,7 +166,8 @@ class BucketReader:
         sizes: Sequence[WindowSizes],
         seed: int,
     ) -> None:
-        self.lengths, self._rows = [each["seq_len"] for each in sizes], [each["batch_size"] for each in sizes]
+        self.lengths = [each["seq_len"] for each in sizes]
+        self._rows = [each["batch_size"] for each in sizes]
         parts = [split_by_length(text, self.lengths) for text in texts]
         self._documents = [text.starts.size for text in texts]
         # Sequences of each source in each bucket, per sequence of the run; and from these the batches of each bucket.
@@ -195,7 +191,8 @@ class BucketReader:
         rows = zip(phases[0][1], self.lengths, strict=True)
         self.padding = 1 - used / float(sum(sum(each) * length for each, length in rows))
         self.shares = [float(each / sum(batches[0][1])) for each in batches[0][1]]
-        self._batches, self._sequences = batches, phases
+        self._batches = batches
+        self._sequences = phases
         read = [[(step, rows[j]) for step, rows in phases if any(rows[j])] for j in range(len(sizes))]
         self._all_readers = [
             MixtureReader([part[j] for part in parts], names, read[j], size, seed) if read[j] else None
@@ -243,7 +240,7 @@ class BucketReader:
         return bucket, reader, number
 
     def batches(self, rows: Sequence[np.ndarray] | None = None) -> "grain.MapDataset[Batch]":
-        """Returns an endless dataset of batches, whose arrays are those of `windows.batches`.
+        """Returns an endless dataset of batches, with the arrays of `windows.batches`.
 
         Args:
           rows: indices of the rows of each batch to read, for each bucket. `None` means all.
@@ -304,7 +301,8 @@ def held_out_batches(
     """
     import grain
 
-    lengths, size_J = [each["seq_len"] for each in sizes], np.array([each["batch_size"] for each in sizes])
+    lengths = [each["seq_len"] for each in sizes]
+    size_J = np.array([each["batch_size"] for each in sizes])
     bucket_D = np.searchsorted(lengths, row_lengths(tokens)[0])
     order_D = np.random.default_rng(0).permutation(bucket_D.size)
     counts_DJ = np.cumsum(bucket_D[order_D, None] == np.arange(len(sizes)), axis=0)
@@ -319,7 +317,8 @@ def held_out_batches(
         if tokens.file_state:
             tokens.file_state.require_unchanged()
         bucket, number = places[index]
-        found, count = windows[bucket], parts[bucket].starts.size
+        found = windows[bucket]
+        count = parts[bucket].starts.size
         assert found is not None
         row_B = np.arange(size_J[bucket]) if rows is None else rows[bucket]
         row_B = number * size_J[bucket] + row_B

@@ -52,12 +52,6 @@ def class_texts(cfg: DataConfig, names: Sequence[str]) -> list[list[str]]:
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, special: SpecialIds, target_len: int) -> Batch:
     """Returns rows of texts, each between a start and an end, which is the token that stands for the text.
 
-    Args:
-      texts: any number of texts.
-      tokenizer: of these texts.
-      special: ids of start and end.
-      target_len: T.
-
     Returns:
       - `tokens` [texts, T], int32: start, text, end, and zeros behind it.
       - `targets` [texts, T], int32: the token after each, and `loss_weights` [texts, T], float32: 1 where there is one.
@@ -117,7 +111,8 @@ class CaptionReader(CaptionedReader):
         captions = self.images.captions
         assert captions is not None
         index_B = self.locate(numbers_B)
-        classes_B, language_B = self.images.classes[index_B], self.languages_of(numbers_B)
+        classes_B = self.images.classes[index_B]
+        language_B = self.languages_of(numbers_B)
         batch = {name: array[language_B, classes_B] for name, array in captions.items()}
         return batch | {
             "patches": to_patches(self.images.pixels[index_B], self.patch_size),
@@ -149,8 +144,10 @@ def text_condition(texts: Batch, dropped_B: np.ndarray | bool = False) -> Batch:
       texts: from `encode_texts`; a text begins with its start.
       dropped_B: which texts are replaced by the empty one, its start and its end.
     """
-    tokens, ends = texts["tokens"], texts["pair_weights"] != 0
-    place, end_B = np.arange(tokens.shape[1]), ends.argmax(1)
+    tokens = texts["tokens"]
+    ends = texts["pair_weights"] != 0
+    place = np.arange(tokens.shape[1])
+    end_B = ends.argmax(1)
     eos_B = tokens[np.arange(len(tokens)), end_B]
     last_B = np.where(dropped_B, 1, end_B)[:, None]
     read = np.where(place < last_B, tokens, np.where(place == last_B, eos_B[:, None], 0))
@@ -162,7 +159,7 @@ class Given(NamedTuple):
 
     Attributes:
       condition: the class or the text of each.
-      nothing: that of no class, or the empty text, which guidance moves away from.
+      nothing: no class, or the empty text, which guidance moves away from.
     """
 
     condition: Batch

@@ -53,7 +53,8 @@ class PlainTemplate:
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
         """Returns the text, and the spans of the answers, see `ChatTemplate.render`."""
-        text, spans = "", []
+        text = ""
+        spans = []
         for message in messages:
             if "\0" in message["content"]:
                 raise ConfigError("a message contains a zero byte, which marks the end of an answer. Remove it.")
@@ -79,7 +80,6 @@ class JinjaTemplate:
     times: up to an answer, up to its end, and complete. Each must be a prefix of the next.
 
     Args:
-      name: the name of the template in error messages.
       saved: its source, and the special tokens that it may refer to.
 
     Raises:
@@ -89,7 +89,9 @@ class JinjaTemplate:
     def __init__(self, name: str, saved: SavedTemplate) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError(f"{name} needs the jinja2 library. Install jaxstack[hf].")
-        self._name, self._source, self._tokens = name, saved["source"], saved["tokens"]
+        self._name = name
+        self._source = saved["source"]
+        self._tokens = saved["tokens"]
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", saved["source"]) is not None
         try:
             _PROCESS.run(self._source, [])
@@ -100,7 +102,6 @@ class JinjaTemplate:
         """Runs the template on the first messages of a conversation.
 
         Args:
-          messages: the conversation.
           calls: for each text, the number of messages, and whether the prompt for an answer follows.
         """
         variables = [
@@ -149,7 +150,9 @@ class JinjaTemplate:
 
 def _remove_marks(text: str, name: str) -> tuple[str, Spans]:
     """Returns the text without marks, and the spans between them."""
-    plain, spans, start = "", [], None
+    plain = ""
+    spans = []
+    start = None
     for piece in re.split(f"([{OPEN}{CLOSE}])", text):
         if piece == OPEN and start is None:
             start = len(plain)
@@ -177,7 +180,6 @@ def read_template(tokenizer: str, *, required: bool = True) -> SavedTemplate | N
     """Returns the chat template in the folder of a tokenizer.json, or `None` for `bytes` and `chars`.
 
     Args:
-      tokenizer: value of `data.tokenizer`.
       required: whether a missing template is an error; otherwise the result is `None`.
 
     Raises:
@@ -274,7 +276,10 @@ def encode_conversations(
     Raises:
       ConfigError: all conversations are too long, or one has no token to learn.
     """
-    pieces, masks, names, too_long = [], [], [], []
+    pieces = []
+    masks = []
+    names = []
+    too_long = []
     for conversation in conversations:
         ids, starts, ends = tokenizer.encode_with_offsets(conversation.text)
         answers = np.zeros(ids.size, bool)

@@ -21,7 +21,9 @@ class ClassNames:
     keeps_text = False
 
     def __init__(self, names: tuple[str, ...], image: tuple[int, ...]) -> None:
-        self.names, self.image, self.vocab_size = names, image, len(names)
+        self.names = names
+        self.image = image
+        self.vocab_size = len(names)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of the names that a text lists.

@@ -159,7 +159,8 @@ def _check_message(number: int, message: Any) -> None:
     if not isinstance(message, dict) or message.keys() != {"role", "content"}:
         keys = ", ".join(message) if isinstance(message, dict) else type(message).__name__
         raise ConfigError(f"message {number} has {keys}. Give it role and content and nothing else.")
-    role, content = message["role"], message["content"]
+    role = message["role"]
+    content = message["content"]
     if role not in ROLES:
         raise ConfigError(f"message {number} has the role {role!r}. Use one of {', '.join(ROLES)}.")
     if not isinstance(content, str):
@@ -189,7 +190,9 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
 
 def _from_alpaca(value: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the messages of Alpaca's fields: the pairs of `history`, then the instruction with the input below it."""
-    history, instruction, text = value.get("history") or [], value["instruction"], value.get("input") or ""
+    history = value.get("history") or []
+    instruction = value["instruction"]
+    text = value.get("input") or ""
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise ConfigError("history is not a list of pairs. Write [[question, answer], ...].")
     if not isinstance(instruction, str) or not isinstance(text, str):

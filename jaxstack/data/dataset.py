@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError, DataConfig, resolve
-from jaxstack.config.buckets import with_buckets
+from jaxstack.config import Config, ConfigError, DataConfig, resolve, with_buckets
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
@@ -48,13 +47,13 @@ class Dataset:
     """Steps from which weights of the sources hold, with the weights."""
 
     special: SpecialIds | None = None
-    """Ids beside those of texts, for an encoder-decoder."""
+    """Ids beside the ids of texts, for an encoder-decoder."""
     buckets: tuple[int, ...] = ()
     """Lengths of rows, for `data.buckets=auto`."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, of which the model predicts one: those of the tokenizer, and special ones."""
+        """The number of ids that the model predicts: the ids of the tokenizer, and special ids."""
         return self.tokenizer.vocab_size if self.special is None else self.special.size
 
     @property
@@ -69,7 +68,7 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """For users: that of the only source, or the number of sources."""
+        """For users: the description of the only source, or the number of sources."""
         return self.sources[0].description if len(self.sources) == 1 else f"a mixture of {len(self.sources)} sources"
 
     @property
@@ -107,8 +106,6 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
     Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
 
     Args:
-      cfg: the sources.
-      labels: those of the model, for `data.source=labels`.
       captions: whether pictures have texts, see `ModelConfig.reads_captions`.
 
     Raises:
@@ -194,7 +191,8 @@ def _load_captions(cfg: DataConfig) -> Dataset:
     (source,) = pictures.sources
     assert isinstance(source.train, Images)
     assert isinstance(source.eval, Images)
-    train, held_out = replace(source.train, captions=captions), replace(source.eval, captions=captions)
+    train = replace(source.train, captions=captions)
+    held_out = replace(source.eval, captions=captions)
     text = f"{source.description}, named in {_format_count(len(texts), 'language')}"
     texts_sha = hashlib.sha256((source.fingerprint + fingerprint(train)).encode()).hexdigest()
     return Dataset(tokenizer, (Source(source.name, train, held_out, text, texts_sha),), special=special)
@@ -324,7 +322,8 @@ def _encode_pairs(name: str, cfg: DataConfig, tokenizer: Tokenizer, special: Spe
     found = read_translations(str(cfg.path), cfg.languages, left_out)
     tokens, texts = pairs.encode_pairs(found, tokenizer, special, cfg, left_out)
     held_out_D = pairs.hold_out(texts, cfg.eval_fraction)
-    train, held_out = tokens.documents(~held_out_D), tokens.documents(held_out_D)
+    train = tokens.documents(~held_out_D)
+    held_out = tokens.documents(held_out_D)
     content = (tokens.ids, tokens.middles, *(() if tokens.domains is None else (tokens.domains,)))
     fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
     parts = [

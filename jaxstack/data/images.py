@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, np.ndarray]
 
-_STREAM = 2  # keeps these draws apart from those of an epoch's order and of masks, which are seeded with other lists
+_STREAM = 2  # keeps these draws apart from the order of an epoch and from masks, which are seeded with other lists
 _GOLDEN = 11400714819323198485  # 2**64 divided by the golden ratio
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _FORMATS = ("PNG", "JPEG")  # by the content: the library runs other programs for some formats
@@ -190,7 +190,8 @@ def _npz(path: Path) -> tuple[Images, ClassNames]:
         raise ConfigError(
             f"data.path={path} is not an .npz file with `images` and `labels` ({error}). Save it with np.savez."
         ) from None
-    pixels, labels = arrays["images"], arrays["labels"]
+    pixels = arrays["images"]
+    labels = arrays["labels"]
     fits = pixels.dtype.kind in "biuf" and pixels.ndim in (3, 4) and pixels.size > 0
     fits = fits and labels.dtype.kind in "iu" and labels.shape == pixels.shape[:1]
     if not fits or labels.min() < 0 or labels.max() >= MOST_CLASSES:
@@ -265,7 +266,6 @@ class PictureReader:
 
         Args:
           rows: indices of the rows of each batch to read. `None` means all.
-          count: number of batches.
         """
         import grain
 
@@ -364,10 +364,7 @@ class ImageReader(PictureReader):
         - `classes` [B, S], int32: the class of the row; the number of classes means no class.
 
         Args:
-          numbers_B: numbers of the rows, counted over all batches.
-          index_B: index of the picture of each row.
           dropped_B: whether the row is learned without its condition.
-          patches: S.
         """
         classes_B = np.where(dropped_B, self.num_classes, self.images.classes[index_B]).astype(np.int32)
         return {"classes": np.repeat(classes_B[:, None], patches, 1)}
@@ -404,7 +401,8 @@ def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:
 
 def nearest_distances(of: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Returns for each vector [N, D] the Euclidean distance to the nearest one of other vectors [M, D]."""
-    of, among = of.astype(np.float64), among.astype(np.float64)
+    of = of.astype(np.float64)
+    among = among.astype(np.float64)
     squares = (of**2).sum(1)[:, None] + (among**2).sum(1) - 2 * of @ among.T
     return np.sqrt(squares.min(1).clip(0))
 

@@ -1,7 +1,7 @@
 """Decides which source each sequence of a mixture comes from, exactly by the weights.
 
 The share of a source after n sequences is the sum of its relative weights so far. The number of its sequences always
-differs from that share by less than one. The rule is that of Tijdeman 1980, "The chairman assignment problem" (Discrete
+differs from that share by less than one. The rule is from Tijdeman 1980, "The chairman assignment problem" (Discrete
 Mathematics 32), with t = 1 / (2K - 2) for K sources. The candidates are the sources that are at least t below their
 share. The next sequence comes from the candidate that would be the first to fall 1 - t below its share. The difference
 then never exceeds 1 - t, even if the weights change. The source that is furthest below its share would be a simpler
@@ -86,7 +86,8 @@ class Interleaving:
         segment_B = np.searchsorted(firsts, sequences, side="right") - 1
         source_B, index_B = np.empty((2, sequences.size), np.int64)
         for number in np.unique(segment_B).tolist():
-            here, segment = segment_B == number, self._segments[number]
+            here = segment_B == number
+            segment = self._segments[number]
             repeats, place = np.divmod(sequences[here] - segment.first, segment.sources.size)
             sources = segment.sources[place]
             source_B[here] = sources
@@ -121,7 +122,8 @@ class Interleaving:
         phase = bisect_right(self._starts, first) - 1
         end = self._starts[phase + 1] if phase + 1 < len(self._starts) else _NEVER
         smallest = min(share for share in self._shares[phase] if share)
-        period, steady = self._periods[phase], end if end == _NEVER else end - math.ceil(1 / smallest) - 2
+        period = self._periods[phase]
+        steady = end if end == _NEVER else end - math.ceil(1 / smallest) - 2
         repeats = period <= _MAX_PERIOD and first + 2 * period <= steady
         sources = self._choose(before.tolist(), first, period if repeats else min(_CHUNK, end - first))
         total = np.bincount(sources, minlength=self._sources)
@@ -140,7 +142,8 @@ class Interleaving:
         j + 1 - t. Of the sources that can be chosen, it takes the one with the
         earliest deadline.
         """
-        unit, t = self._unit, self._threshold
+        unit = self._unit
+        t = self._threshold
         waiting = [(self._reaches(k, counts[k] * unit + t), k) for k in range(self._sources)]
         heapify(waiting)
         ready: list[tuple[int, int]] = []

@@ -135,7 +135,8 @@ def encode_examples(examples: Iterable[Example], tokenizer: Tokenizer, seq_len: 
     before, after = tokenizer.frame() if isinstance(tokenizer, HFTokenizer) else ([], [])
     pieces: list[np.ndarray] = []
     labels: list[np.ndarray] = []
-    names, cut = [], 0
+    names = []
+    cut = 0
     room = seq_len - len(before) - len(after)
     for example in examples:
         found = tokenizer.encode_with_offsets(example.text)

@@ -12,7 +12,7 @@ from jaxstack import data
 from jaxstack.checkpoint.run_dir import Metadata
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError
-from jaxstack.config.parse import from_values
+from jaxstack.config.reading.parse import from_values
 from jaxstack.data.buckets import BucketReader, held_out_batches, whole_documents
 from jaxstack.data.captions import CaptionedImageReader, CaptionReader
 from jaxstack.data.dataset import source_names
@@ -45,12 +45,16 @@ class HeldOut:
         Raises:
           ConfigError: an encoder has no hidden token to evaluate.
         """
-        steps, rows = cfg.train.eval_steps, rows_by_length(cfg, sharding)
-        self.name, self.share, self._tokenizer = source.name, share, tokenizer
+        steps = cfg.train.eval_steps
+        rows = rows_by_length(cfg, sharding)
+        self.name = source.name
+        self.share = share
+        self._tokenizer = tokenizer
         self._reads_text = cfg.model.family == "decoder"
         if isinstance(source.eval, Images):
             reader = picture_reader(cfg, source.eval, shuffle=False)
-            self.local_batches, self.batches = [*reader.batches(rows[0], steps)], reader.batches(count=steps)
+            self.local_batches = [*reader.batches(rows[0], steps)]
+            self.batches = reader.batches(count=steps)
             return
         text = _documents(cfg, source.eval)
         if cfg.data.buckets:
@@ -70,7 +74,7 @@ class HeldOut:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """The mean number of bytes of the targets, without those of loss weight 0.
+        """The mean number of bytes of the targets that have a loss weight above 0.
 
         NaN if the ids do not say, and where hidden tokens or labels are learned: their loss does not encode a text.
         """
@@ -100,7 +104,8 @@ def bucket_sizes(cfg: Config) -> list[WindowSizes]:
 def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
     """Returns how the texts of a run are cut into batches; the tokenizer is for masks of words, and for spans."""
     masking: Masking | BranchWindows | SpanCorruption | None = None
-    seq_len, sentences = cfg.data.seq_len, None
+    seq_len = cfg.data.seq_len
+    sentences = None
     if cfg.model.masks_tokens:
         assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
         words = None
@@ -108,7 +113,8 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
             assert tokenizer is not None
             words = Words.of(tokenizer, cfg.model.vocab)
         branches = cfg.model.branches if cfg.model.family == "branches" else None
-        windows, tasks = branches.rates[0] if branches else 1, cfg.model.sentences
+        windows = branches.rates[0] if branches else 1
+        tasks = cfg.model.sentences
         sentences = SentenceTasks.of(tasks, seq_len, windows, tokenizer, cfg.model.token_types)
         never = (*sentences.before, *sentences.after) if sentences else ()
         masking = hidden = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words, never)
@@ -130,7 +136,8 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
 
 def picture_reader(cfg: Config, images: Images, shuffle: bool = True) -> PictureReader:
     """Returns the reader of training pictures, or without `shuffle` of held-out ones: always the same, with classes."""
-    model, seed = cfg.model, cfg.run.seed if shuffle else 0
+    model = cfg.model
+    seed = cfg.run.seed if shuffle else 0
     assert model.pictures is not None
     shared = images, seed, cfg.data.batch_size, model.pictures.patch_size
     if model.family == "contrastive":
@@ -145,15 +152,10 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
 
     That version read all sources of a mixture in the order of the first one. An epoch of a text that is cut had only
     the windows that are permuted.
-
-    Args:
-      index: of the next batch.
-      metadata: of the checkpoint.
-      dataset: what is read now.
-      eval_fraction: the fraction that is held out now.
     """
     cfg = from_values(metadata["config"])
-    names, now = source_names(cfg.data), [one.name for one in dataset.sources]
+    names = source_names(cfg.data)
+    now = [one.name for one in dataset.sources]
     if len(names) != len(now) or (len(names) > 1 and names != now):
         return Position(start_batch=0, start_read=[], read=[[]], sources=[], orders=[[]])
     same = metadata["data"] == dataset.fingerprint
@@ -164,7 +166,8 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
         for name, one in zip(names, dataset.sources, strict=True)
     ]
     reader = make_reader(cfg, dataset)
-    read, orders = reader.read_before(index), reader.orders()
+    read = reader.read_before(index)
+    orders = reader.orders()
     texts = [] if isinstance(dataset.train, Images) else [_documents(cfg, text) for text in dataset.training_texts]
     for counts, bucket in zip(read, orders, strict=True):
         for k, text in enumerate(texts):
@@ -173,7 +176,8 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
                 continue
             order["place in the mixture"] = 0
             if text.loss_mask is None:
-                length, windows = order["tokens of a row"], order["sequences of a pass"]
+                length = order["tokens of a row"]
+                windows = order["sequences of a pass"]
                 assert length is not None
                 assert windows is not None
                 passes, rest = divmod(counts[k], full_windows(len(text), length, bool(order["data.packing"])))
@@ -188,7 +192,8 @@ def make_reader(cfg: Config, dataset: data.Dataset) -> Reader:
     """Returns the reader of the training batches of a configuration, from the first one on."""
     if isinstance(dataset.train, Images):
         return picture_reader(cfg, dataset.train)
-    texts, names = [_documents(cfg, text) for text in dataset.training_texts], [one.name for one in dataset.sources]
+    texts = [_documents(cfg, text) for text in dataset.training_texts]
+    names = [one.name for one in dataset.sources]
     weights = cfg.data.weights()
     if cfg.data.buckets:
         return BucketReader(texts, names, weights, bucket_sizes(cfg), cfg.run.seed)
@@ -206,14 +211,10 @@ class DataLoader:
     """
 
     def __init__(self, cfg: Config, dataset: data.Dataset, sharding: jax.sharding.Sharding) -> None:
-        """Prepares to read batches; only the held-out ones are read at once.
-
-        Args:
-          cfg: sizes and seed.
-          dataset: training and held-out tokens.
-          sharding: the sharding of a batch over its rows.
-        """
-        self._cfg, self._dataset, self._sharding = cfg, dataset, sharding
+        """Prepares to read batches; only the held-out ones are read at once."""
+        self._cfg = cfg
+        self._dataset = dataset
+        self._sharding = sharding
         local = rows_by_length(cfg, sharding)
         counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
         self._local_rows = {rows.size: (rows, count) for rows, count in zip(local, counts, strict=True)}
@@ -226,7 +227,8 @@ class DataLoader:
 
     def _set_reader(self, reader: Reader, start: Start) -> None:
         """Reads training batches with a reader that has this start."""
-        self._reader, self._start = reader, start
+        self._reader = reader
+        self._start = start
         rows = rows_by_length(self._cfg, self._sharding)
         self._batches = reader.batches(rows) if isinstance(reader, BucketReader) else reader.batches(rows[0])
 
@@ -244,10 +246,6 @@ class DataLoader:
         """Continues a run at a batch, behind the sequences that were read before a checkpoint.
 
         If batches are as they were, nothing changes. Call it before batches are read.
-
-        Args:
-          index: of the next batch.
-          metadata: of the checkpoint.
 
         Returns:
           Lines for users: what is left out of a source that cannot continue where it was.
@@ -275,7 +273,7 @@ class DataLoader:
         return sum(one.share * one.bytes_per_token for one in self.held_out if one.share)
 
     def mean_loss(self, losses: Mapping[str, float]) -> float:
-        """Returns the held-out loss of the run, in which each source has its share, given those of the sources."""
+        """Returns the held-out loss of the run: the mean of the sources' losses, weighted by their shares."""
         return sum(one.share * losses[one.name] for one in self.held_out if one.share)
 
     def describe_sources(self) -> list[str]:

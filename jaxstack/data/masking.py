@@ -14,7 +14,7 @@ from jaxstack.data.tokenizers import Tokenizer
 
 Batch = dict[str, np.ndarray]
 
-_STREAM = 1  # keeps these draws apart from those of an epoch's order, which are seeded with two numbers
+_STREAM = 1  # keeps these draws apart from the order of an epoch, which is seeded with two numbers
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Masking:
         Args:
           batch: from `windows.batches`; arrays other than these three stay as they are.
           rows_B: number of each row in the run.
-          seed: 0 or more.
           first_read_BS: which tokens may be chosen, see `SequenceReader.first_read`. `None` means all.
         """
         targets = batch["tokens"]
@@ -80,13 +79,10 @@ class BranchWindows:
     def apply(self, batch: Batch, rows_B: np.ndarray, seed: int, first_read_BS: np.ndarray | None = None) -> Batch:
         """Returns a batch whose arrays have a third dimension, the window of a branch: [B, S, windows].
 
-        The arrays with the prefix `masked_` are those of the branch that learns hidden tokens.
+        The arrays with the prefix `masked_` belong to the branch that learns hidden tokens.
 
         Args:
           batch: from `windows.batches`; a row has all windows of both branches, one after the other.
-          rows_B: number of each row in the run.
-          seed: 0 or more.
-          first_read_BS: which tokens may be chosen, see `Masking.apply`.
         """
         count = sum(self.rates)
         cut = {name: np.stack(np.split(array, count, axis=1), 2) for name, array in batch.items()}
@@ -122,8 +118,7 @@ class Words:
         With WordPiece (BERT), a token that begins with `##` continues the word before it.
 
         Args:
-          tokenizer: of the ids.
-          size: V. Ids beyond the tokenizer's, such as that of the mask, are words of their own.
+          size: V. Ids beyond the tokenizer's, such as the id of the mask, are words of their own.
 
         Raises:
           ConfigError: the bytes of the ids are not known.

@@ -45,7 +45,6 @@ def phases_from(phases: Sequence[tuple[int, T]], first: int) -> list[tuple[int, 
 
     Args:
       phases: steps, and what holds from each on. The first step is 0.
-      first: index of the batch.
     """
     before = [each for step, each in phases if step <= first]
     return [(0, before[-1]), *((step - first, each) for step, each in phases if step > first)]
@@ -58,8 +57,6 @@ class MixtureReader:
     read.
 
     Args:
-      texts: the training text of each source.
-      names: of the sources, for error messages.
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`; fractions are exact, too.
       sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking and tasks.
       seed: of the order of the sequences within each source, and of the masks.
@@ -79,7 +76,9 @@ class MixtureReader:
         self._batch_size = sizes["batch_size"]
         read = [any(weight > 0 for weight in each) for each in zip(*(w for _, w in weights), strict=True)]
         masking = sizes.get("masking")
-        seq_len, packing, sentences = sizes["seq_len"], sizes["packing"], sizes.get("sentences")
+        seq_len = sizes["seq_len"]
+        packing = sizes["packing"]
+        sentences = sizes.get("sentences")
         for text, used in zip(texts, read, strict=True):
             if used and isinstance(masking, SpanCorruption) and not isinstance(text, PairTokens):
                 masking.require_text(len(text), "to train on")
@@ -97,13 +96,16 @@ class MixtureReader:
                     source=sum(one is not None for one in self._readers),
                 )
             self._readers.append(reader)
-        self._names, self._seed, self._masking = names, seed, masking
+        self._names = names
+        self._seed = seed
+        self._masking = masking
         self._weights = weights
         self._begin(Start())
 
     def _begin(self, start: Start) -> None:
         """Sets where reading starts, see `with_start`."""
-        self._first, self._read_before = start.batch, np.zeros(len(self._readers), np.int64)
+        self._first = start.batch
+        self._read_before = np.zeros(len(self._readers), np.int64)
         for counts in start.read:
             self._read_before += counts
         phases = phases_from(self._weights, start.batch)
@@ -113,7 +115,6 @@ class MixtureReader:
         """Returns a reader of the same texts that starts elsewhere.
 
         Args:
-          start: where.
           weights: of the sources. `None` means that they stay.
         """
         other = copy(self)
@@ -130,7 +131,7 @@ class MixtureReader:
         return [self.counts(index).tolist()]
 
     def batches(self, rows: np.ndarray | None = None) -> "grain.MapDataset[Batch]":
-        """Returns an endless dataset of batches, whose arrays are those of `windows.batches`.
+        """Returns an endless dataset of batches, with the arrays of `windows.batches`.
 
         Args:
           rows: indices of the rows of each batch to read. `None` means all.
@@ -162,7 +163,8 @@ class MixtureReader:
         row_B = sequences + self._read_before.sum()
         batch: Batch = {}
         for source in np.unique(source_B).tolist():
-            here, reader = source_B == source, self._readers[source]
+            here = source_B == source
+            reader = self._readers[source]
             assert reader is not None
             part = reader.read(index_B[here], row_B[here])
             if self._masking and not reader.is_complete:
@@ -183,7 +185,8 @@ class MixtureReader:
         source_B, index_B = self._locate(self._sequences(index))
         used = total = 0
         for source in np.unique(source_B).tolist():
-            reader, here = self._readers[source], source_B == source
+            reader = self._readers[source]
+            here = source_B == source
             assert reader is not None
             used += int(reader.used_tokens(index_B[here]).sum())
             total += int(here.sum()) * reader.row_tokens

@@ -38,21 +38,25 @@ def probabilities(train: Texts, held_out: Texts, order: int) -> Iterator[np.ndar
     """Yields the probability of every held-out byte, float64 [bytes], for the orders 1, 2, ..., `order`."""
     text, offset = _flatten(train)
     other, other_offset = _flatten(held_out)
-    code, other_code = np.zeros(text.size, np.uint64), np.zeros(other.size, np.uint64)
+    code = np.zeros(text.size, np.uint64)
+    other_code = np.zeros(other.size, np.uint64)
     p = np.full(other.size, 1 / 256)
     for n in range(1, order + 1):
         # code[i] packs the n bytes that end at i, the last one lowest. It is complete if offset[i] >= n - 1.
         shift = np.uint64(8 * (n - 1))
         code[n - 1 :] |= text[: text.size - (n - 1)].astype(np.uint64) << shift
         other_code[n - 1 :] |= other[: other.size - (n - 1)].astype(np.uint64) << shift
-        full, other_full = offset >= n - 1, other_offset >= n - 1
+        full = offset >= n - 1
+        other_full = other_offset >= n - 1
         if full.any():
             grams, count = np.unique(code[full], return_counts=True)
             first = np.flatnonzero(np.append(True, grams[1:] >> 8 != grams[:-1] >> 8))  # of each context
-            contexts, total = grams[first] >> 8, np.add.reduceat(count, first)
+            contexts = grams[first] >> 8
+            total = np.add.reduceat(count, first)
             followers = np.diff(first, append=grams.size)
             asked, back = np.unique(other_code[other_full], return_inverse=True)
-            gram, context = _lookup(grams, asked), _lookup(contexts, asked >> 8)
+            gram = _lookup(grams, asked)
+            context = _lookup(contexts, asked >> 8)
             # A context that was never seen has weight 0 for its counts and 1 for the lower order.
             norm = np.where(context >= 0, total[context] + followers[context], 1)
             own = np.where(gram >= 0, count[gram], 0) / norm
@@ -101,13 +105,11 @@ def baseline(
     As for the language model, the first token of a row is only context, and targets of loss weight 0 are not scored.
 
     Args:
-      train: the batches that the run trained on.
-      held_out: its evaluation batches.
       tokenizer: of the tokens. Its ids must represent the complete text, see `obstacle`.
-      orders: of the models to compare.
       padded: whether what is behind the last learned token of a row is padding, which is not read.
     """
-    texts, train_bytes = [], 0
+    texts = []
+    train_bytes = 0
     for batch in train:
         rows, counts = _row_bytes(batch, tokenizer)
         if padded:
@@ -115,7 +117,8 @@ def baseline(
             counts[:, 1:] *= np.logical_or.accumulate(learned[:, ::-1], axis=1)[:, ::-1]  # False behind the last one
         texts += [row[:size] for row, size in zip(rows, counts.sum(axis=1).tolist(), strict=True)]
         train_bytes += int(counts[:, 1:].sum())
-    scored_texts, masks = [], []
+    scored_texts = []
+    masks = []
     for batch in held_out:
         rows, counts = _row_bytes(batch, tokenizer)
         scored_texts += rows

@@ -21,7 +21,7 @@ _OPEN = 256  # rows that packing fills at the same time
 
 @dataclass(frozen=True)
 class PairTokens(Tokens):
-    """Pairs: each document is the ids of a text, and behind them those of its translation."""
+    """Pairs: each document is the ids of a text, and then the ids of its translation."""
 
     middles: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Start of each translation in `ids`, int64 [D]."""
@@ -38,7 +38,9 @@ class PairTokens(Tokens):
 
     def pair(self, index: int) -> Pair:
         """Returns the ids of a pair."""
-        start, middle, end = int(self.starts[index]), int(self.middles[index]), int(self.ends[index])
+        start = int(self.starts[index])
+        middle = int(self.middles[index])
+        end = int(self.ends[index])
         gate = 0 if self.domains is None else int(self.domains[index])
         return Pair(self.ids[start:middle], self.ids[middle:end], gate)
 
@@ -56,10 +58,6 @@ def encode_pairs(
     the token of the language to translate to.
 
     Args:
-      pairs: texts and translations.
-      tokenizer: of both.
-      special: ids of the ends, the start and the languages.
-      cfg: languages, domains, and lengths of a row.
       left_out: counts what is left out, by its reason.
 
     Returns:
@@ -68,12 +66,17 @@ def encode_pairs(
     Raises:
       ConfigError: a language without a domain, or no pair fits.
     """
-    domain_of, first_tokens = domains_of_languages(cfg.languages, cfg.domains), language_tokens(cfg.languages)
+    domain_of = domains_of_languages(cfg.languages, cfg.domains)
+    first_tokens = language_tokens(cfg.languages)
     lengths = (cfg.seq_len, cfg.target_length)
     pieces: list[np.ndarray] = []
-    sizes, texts, names, gates = [], [], [], []
+    sizes = []
+    texts = []
+    names = []
+    gates = []
     seen: set[tuple[str, str, str]] = set()
-    longest, reason = 0, "longer than a row"
+    longest = 0
+    reason = "longer than a row"
     for one in pairs:
         if one[1:] in seen:
             continue
@@ -123,7 +126,6 @@ def hold_out(texts: Sequence[str], fraction: float) -> np.ndarray:
     languages change nothing. Texts that differ only in upper case and spaces are the same.
 
     Args:
-      texts: the text of each pair.
       fraction: above 0 and below 1.
 
     Raises:
@@ -193,7 +195,6 @@ def pack(sizes_D2: np.ndarray, room: tuple[int, int]) -> list[list[int]]:
 
     Args:
       sizes_D2: inputs and targets of each pair, which fit a row.
-      room: inputs and targets of a row.
     """
     rows: list[list[int]] = []
     free = np.zeros((0, 2), np.int64)

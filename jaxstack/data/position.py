@@ -66,11 +66,6 @@ def continue_source(record: SourceRecord, orders: Sequence[Order | None], saved:
     """Returns how a source continues after a checkpoint.
 
     It is the source of the same name, or else of the same text. One that the checkpoint does not have begins.
-
-    Args:
-      record: the source.
-      orders: its orders in each bucket now.
-      saved: position of the checkpoint.
     """
     named = {one["name"]: number for number, one in reversed([*enumerate(saved["sources"])])}
     with_text = {one["text"]: number for number, one in reversed([*enumerate(saved["sources"])])}

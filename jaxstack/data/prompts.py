@@ -23,9 +23,7 @@ def held_out_prompts(cfg: Config, texts: Sequence[Tokens], tokenizer: Tokenizer)
     With `data.domains`, the prompts belong to `sample.domain`.
 
     Args:
-      cfg: the seed, the length of a sequence, and how samples are made.
       texts: the held-out text of each source; the sources take turns.
-      tokenizer: their tokenizer.
     """
     # The model reads at most `seq_len` tokens. Beam search needs room for all tokens that it adds.
     limit = cfg.data.seq_len - (cfg.sample.tokens if cfg.sample.beams > 1 else 0)
@@ -49,7 +47,8 @@ def _conversation(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generat
     """Returns what precedes the first answer of some conversation."""
     assert held_out.loss_mask is not None
     document = rng.integers(held_out.starts.size)
-    start, end = int(held_out.starts[document]), int(held_out.ends[document])
+    start = int(held_out.starts[document])
+    end = int(held_out.ends[document])
     return tokenizer.decode(held_out.ids[start : start + int(held_out.loss_mask[start:end].argmax())])
 
 
@@ -58,7 +57,8 @@ def _line(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> s
     bounds = np.cumsum(held_out.ends - held_out.starts)
     place = int(rng.integers(bounds[-1]))
     document = int(np.searchsorted(bounds, place, side="right"))
-    first, end = int(held_out.starts[document]), int(held_out.ends[document])
+    first = int(held_out.starts[document])
+    end = int(held_out.ends[document])
     start = max(end - max(int(bounds[document]) - place, _WINDOW), first)  # with room for some lines
     if held_out.ids[end - 1] == tokenizer.eos_id:
         end -= 1

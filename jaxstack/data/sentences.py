@@ -1,8 +1,8 @@
 """Tasks on the parts of a window, beside hidden tokens: BERT's next sentence, ERNIE's sentence distance and reordering.
 
-A window is cut into parts of equal length, which stand for sentences. The tasks are those of Devlin et al. 2018
-(arXiv:1810.04805, section 3.1) and of Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a window
-has, and what it reads, depends on the seed and the number of its row in the run alone.
+A window is cut into parts of equal length, which stand for sentences. The tasks are from Devlin et al. 2018
+(arXiv:1810.04805, section 3.1) and from Sun et al. 2019 (ERNIE 2.0, arXiv:1907.12412, section 4.2.2). Which task a
+window has, and what it reads, depends on the seed and the number of its row in the run alone.
 
 A window with a task has other text than what it was cut from: special tokens take the place of some, and the second
 half of a pair may come from anywhere. So an epoch need not have each token exactly once.
@@ -78,7 +78,8 @@ class SentenceTasks:
         Raises:
           ConfigError: it is too short, or has one document only.
         """
-        shown, needed = f"model.sentences.tasks={list(self.cfg.tasks)}", 4 * self.seq_len
+        shown = f"model.sentences.tasks={list(self.cfg.tasks)}"
+        needed = 4 * self.seq_len
         if len(stream) < needed:
             raise ConfigError(
                 f"{shown} needs {needed:,} tokens of text, four windows, but there are {len(stream):,} {where}. Use "
@@ -98,13 +99,12 @@ class SentenceTasks:
         the shape of `tokens`. The arrays `targets` and `loss_weights` stay as they are.
 
         Args:
-          batch: from `windows.batches`.
           stream: the text; each of its pieces is a document.
           first_B: offset in the stream of the first token of each row.
           rows_B: number of each row in the run.
-          seed: 0 or more.
         """
-        tokens, S = batch["tokens"].copy(), self.seq_len
+        tokens = batch["tokens"].copy()
+        S = self.seq_len
         targets = {task: np.zeros(tokens.shape, np.int32) for task in self.cfg.tasks}
         weights = {task: np.zeros(tokens.shape, np.float32) for task in self.cfg.tasks}
         types = np.zeros(tokens.shape, np.int32)
@@ -119,7 +119,8 @@ class SentenceTasks:
                     at, answer, second = self._pair(task, stream, begin, rng)
                     types[row, start + second : start + S] = 1
                 tokens[row, start : start + S] = self._ids(stream, at)
-                targets[task][row, start], weights[task][row, start] = answer, 1
+                targets[task][row, start] = answer
+                weights[task][row, start] = 1
         made: Batch = {f"{task}_targets": each for task, each in targets.items()}
         made |= {f"{task}_weights": each for task, each in weights.items()}
         return batch | {"tokens": tokens} | made | ({"token_types": types} if self.has_types else {})
@@ -135,7 +136,7 @@ class SentenceTasks:
     def _reorder(self, first: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
         """Returns a text in parts that change places, as offsets of its tokens, and the number of the order.
 
-        The orders of one part come first, then those of two parts, and so on, each in lexicographic order.
+        The orders of one part come first, then the orders of two parts, and so on, each in lexicographic order.
         """
         before, after = (np.full(len(each), _SPECIAL) for each in (self.before, self.after))
         text = first + np.arange(self.seq_len - before.size - after.size)
@@ -178,17 +179,17 @@ class SentenceTasks:
 def places(stream: TokenStream, first: int, end: int, size: int) -> list[list[tuple[int, int]]]:
     """Returns where a second text may begin, for each answer of the task `distance`, as ranges from first to last.
 
-    The document of the first text is that of its last token. Texts of one document have `size` tokens or more between
-    them.
+    The last token of the first text decides which document it is of. Texts of one document have `size` tokens or more
+    between them.
 
     Args:
       stream: the text; each of its pieces is a document.
       first: offset of the first token of the first text.
       end: offset behind its last token.
-      size: length of the second text.
     """
     document = int(stream.pieces(np.array(end - 1)))
-    begins, ends = int(stream.bounds_P[document]), int(stream.bounds_P[document + 1])
+    begins = int(stream.bounds_P[document])
+    ends = int(stream.bounds_P[document + 1])
     ranges = [
         [(end, end)],
         [(begins, first - 2 * size), (end + size, ends - size)],

@@ -37,10 +37,7 @@ def make_batch(
 
     Args:
       rows: the pairs of each of the B rows, which fit into it.
-      seq_len: S.
-      target_len: T.
       start_id: what the decoder reads first. After that it reads the targets, one position later.
-      gates: whether the experts are chosen by the pair.
 
     Returns:
       - `encoder_tokens`, `encoder_positions` and `encoder_segment_ids` [B, S], int32. Segments are the pairs of a row,
@@ -58,10 +55,13 @@ def make_batch(
             batch[side + name] = np.zeros((len(rows), length), np.int32)
     batch["loss_weights"] = np.zeros((len(rows), target_len), np.float32)
     for b, pairs in enumerate(rows):
-        at, out = 0, 0
+        at = 0
+        out = 0
         for number, pair in enumerate(pairs, start=1):
-            reads, writes = np.s_[b, at : at + pair.inputs.size], np.s_[b, out : out + pair.targets.size]
-            at, out = at + pair.inputs.size, out + pair.targets.size
+            reads = np.s_[b, at : at + pair.inputs.size]
+            writes = np.s_[b, out : out + pair.targets.size]
+            at = at + pair.inputs.size
+            out = out + pair.targets.size
             assert max(at - seq_len, out - target_len) <= 0, "pairs that do not fit must be left out before"
             batch["encoder_tokens"][reads] = pair.inputs
             batch["targets"][writes] = pair.targets
@@ -101,8 +101,6 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str] = (), spans: int = 0)
     the sentinels, descending.
 
     Args:
-      tokenizer: of the text.
-      names: tokens of languages and modes.
       spans: the largest number of spans of a row. 0 means that there are no sentinels.
 
     Raises:
@@ -112,12 +110,14 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str] = (), spans: int = 0)
     known = tokenizer.find if isinstance(tokenizer, HFTokenizer) else _find_none
     eos = tokenizer.eos_id
     if eos is None:
-        eos, size = size, size + 1
+        eos = size
+        size = size + 1
     named = {}
     for name in names:
         found = known(name)
         if found is None:
-            found, size = size, size + 1
+            found = size
+            size = size + 1
         named[name] = found
     sentinels: list[int] = []
     while spans and (found := known(f"<extra_id_{len(sentinels)}>")) is not None:
@@ -151,7 +151,7 @@ def ids_of(cfg: DataConfig, tokenizer: Tokenizer) -> SpecialIds | None:
 def language_tokens(languages: Sequence[str]) -> dict[str, str]:
     """Returns the token before a text that says what to translate it to, by language; one language needs none.
 
-    They are those of MADLAD-400: `<2de>`.
+    They are spelled as in MADLAD-400: `<2de>`.
     """
     return {language: f"<2{language}>" for language in languages if len(languages) > 1}
 

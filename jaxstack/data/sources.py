@@ -32,7 +32,6 @@ def documents(cfg: DataConfig, skipped: list[str] | None = None) -> Iterator[Doc
     """Yields the documents of the source `stdlib`, `path` or `hf`, reading one at a time.
 
     Args:
-      cfg: the source.
       skipped: takes the names of files that `data.skip` has skipped.
 
     Raises:

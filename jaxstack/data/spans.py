@@ -18,7 +18,7 @@ from jaxstack.data.tokenizers import Tokenizer
 
 Batch = dict[str, np.ndarray]
 
-_STREAM = 2  # keeps these draws apart from those of an epoch's order and of masks
+_STREAM = 2  # keeps these draws apart from the order of an epoch and from masks
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,6 @@ class SpanCorruption:
 
         Args:
           batch: its `tokens` are windows of `text_len` tokens.
-          rows_B: number of each row in the run.
-          seed: 0 or more.
           first_read_BS: not used. A denoiser fills its row, so the last rows of an epoch have some text a second time.
         """
         del first_read_BS
@@ -102,12 +100,11 @@ class SpanCorruption:
 
         Args:
           text: two ids or more.
-          denoiser: what to hide.
-          rng: determines where.
         """
         hidden, spans = denoiser.counts(text.size)
         if denoiser.span is None:
-            starts, sizes = np.array([text.size - hidden]), np.array([hidden])
+            starts = np.array([text.size - hidden])
+            sizes = np.array([hidden])
         else:
             starts, sizes = draw_spans(rng, text.size, hidden, spans)
         sentinels = np.array(self.ids.sentinels[:spans])
@@ -132,8 +129,6 @@ def draw_spans(rng: np.random.Generator, length: int, hidden: int, spans: int) -
     Spans have one token or more, and one or more between them. All such choices have the same probability.
 
     Args:
-      rng: draws the spans.
-      length: tokens of the text.
       hidden: tokens of all spans, at least `spans`.
       spans: number of spans, at most one more than the tokens that are not hidden.
     """

@@ -28,7 +28,8 @@ BYTES = 1 << 30
 CHARACTERS = 1 << 24
 """Longest text of one conversation."""
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 """Marks around an answer: Unicode noncharacters, which do not occur in text."""
 
 
@@ -54,7 +55,6 @@ class TemplateProcess:
         """Returns the texts of a template.
 
         Args:
-          source: of the template.
           calls: the variables of each text. Without any, the template is only compiled.
 
         Raises:
@@ -128,7 +128,7 @@ def compile_template(source: str) -> "jinja2.Template":
         return json.dumps(value, **{"ensure_ascii": False} | options)
 
     # The same environment as in transformers, except for `strftime_now`, which would make the data depend on the date.
-    # Templates that check whether it is defined, such as those of Llama 3, then use a fixed date.
+    # Templates that check whether it is defined, such as Llama 3's, then use a fixed date.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Marks, ext.loopcontrols]
     )

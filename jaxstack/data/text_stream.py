@@ -21,8 +21,6 @@ class TextStream:
         """Begins a text.
 
         Args:
-          tokenizer: converts ids to text.
-          prompt: the beginning of the text.
           end: tokens that end the text and do not belong to it, besides the end of a document.
         """
         self.prompt: list[int] = tokenizer.encode(prompt).tolist()
@@ -54,7 +52,8 @@ class TextStream:
         text = self.text if all else self._tokenizer.decode(self._settled()).rstrip(_INCOMPLETE)
         if not text.startswith(self._taken):  # a decoder that changes earlier text
             return f"\n{text}" if all else ""
-        piece, self._taken = text[len(self._taken) :], text
+        piece = text[len(self._taken) :]
+        self._taken = text
         return piece
 
     def _settled(self) -> list[int]:

@@ -52,12 +52,11 @@ class TokenStream:
 
         Args:
           first_B: offset of the first token of each row.
-          length: T.
           wrap: whether the first token of the stream follows the last one, where a new piece begins. Otherwise the last
             token is repeated.
 
         Returns:
-          For each token [B, T]: its index in `ids`; its piece, where those of the second time around count on; and its
+          For each token [B, T]: its index in `ids`; its piece, numbered on in the second time around; and its
           position within the part of that piece that is in the row.
         """
         at_BT = first_B[:, None] + np.arange(length)

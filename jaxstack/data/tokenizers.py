@@ -361,7 +361,6 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None =
     Args:
       name: `bytes`, `chars`, or the path of a tokenizer.json.
       texts: the training text. Only `chars` reads it, for its alphabet.
-      chat: a chat template to save with a tokenizer.json.
 
     Raises:
       ConfigError: the file does not exist, or is not a tokenizer.json.
@@ -408,9 +407,6 @@ def to_tokenizer_json(saved: JsonObject) -> JsonObject | None:
 
     Bytes and characters become the vocabulary of a byte pair encoding without merges. Byte 0, which does not occur in
     text, becomes the token `<|endoftext|>`.
-
-    Args:
-      saved: the tokenizer, as `to_json` returns it.
     """
     if saved["kind"] == "hf":
         return dict(saved["tokenizer"])

@@ -94,13 +94,15 @@ class Tokens:
 
     def clip(self, start: int, end: int) -> "Tokens":
         """Returns the part of the documents with `start <= offset < end` in `ids`; documents are cut at both ends."""
-        starts, ends = np.maximum(self.starts, start), np.minimum(self.ends, end)
+        starts = np.maximum(self.starts, start)
+        ends = np.minimum(self.ends, end)
         return replace(self, starts=starts, ends=ends).documents(starts < ends)
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
     """Encodes all documents in memory, each followed by the end-of-document id if the tokenizer has one."""
-    pieces, names = [], []
+    pieces = []
+    names = []
     for document in documents:
         names.append(document.name)
         pieces.append(_with_eos(document, tokenizer))
@@ -339,12 +341,14 @@ def verify_token_file(path: str | Path) -> TokenFileHeader:
 
 def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
     """Maps the ids into memory after checking the sizes of the files and the document starts."""
-    file, starts_file = _part(path, ".bin"), _part(path, ".starts.npy")
+    file = _part(path, ".bin")
+    starts_file = _part(path, ".starts.npy")
     for needed in (file, starts_file):
         if not needed.is_file():
             raise ConfigError(f"{needed} is missing beside {_part(path, '.json').name}. Build the token file again.")
     dtype = np.dtype(header.dtype).newbyteorder("<")
-    expected, found = header.count * dtype.itemsize, file.stat().st_size
+    expected = header.count * dtype.itemsize
+    found = file.stat().st_size
     if expected != found:
         raise ConfigError(
             f"{file} is truncated or belongs to another header: expected {expected:,} bytes ({header.count:,} tokens "
@@ -373,7 +377,6 @@ def map_ids(file: Path, dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
 
     Args:
       file: its content from `offset` on is ids.
-      dtype: of an id.
       offset: bytes before the first id.
     """
     with open(file, "rb") as opened:
@@ -385,7 +388,8 @@ def map_ids(file: Path, dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
 
 def _check_ids(path: str | Path, header: TokenFileHeader) -> None:
     """Checks hashes and ids. It reads the file in large chunks, since a memory map would be read page by page."""
-    file, dtype = _part(path, ".bin"), np.dtype(header.dtype).newbyteorder("<")
+    file = _part(path, ".bin")
+    dtype = np.dtype(header.dtype).newbyteorder("<")
     digest = hashlib.sha256()
     for start in range(0, header.count, _CHUNK):
         chunk = np.fromfile(file, dtype, _CHUNK, offset=start * dtype.itemsize)

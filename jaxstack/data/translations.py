@@ -43,7 +43,6 @@ def read_translations(path: str, languages: Collection[str], left_out: Counter[s
 
     Args:
       path: a file, a folder, or `package:NAME`.
-      languages: to read.
       left_out: counts what is left out, by its reason.
 
     Raises:
@@ -78,7 +77,8 @@ def read_translations(path: str, languages: Collection[str], left_out: Counter[s
 
 def _files(path: str) -> list[Path]:
     """Returns the files with translations, sorted; of a .po file and a .mo file of one name only the former."""
-    root, fix = Path(path), f"Give a file ({', '.join(SUFFIXES)}), a folder of them, or package:NAME."
+    root = Path(path)
+    fix = f"Give a file ({', '.join(SUFFIXES)}), a folder of them, or package:NAME."
     if path.startswith("package:"):
         spec = importlib.util.find_spec(name) if (name := path.removeprefix("package:")).isidentifier() else None
         if spec is None or not spec.submodule_search_locations:

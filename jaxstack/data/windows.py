@@ -52,11 +52,13 @@ class _Windows:
 
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
         """Returns the batch of these windows."""
-        first_B, length_B = self.first_W[window_B], self.length_W[window_B]
+        first_B = self.first_W[window_B]
+        length_B = self.length_W[window_B]
         if self.stream.labels is None:
             return _make_batch(self.stream, first_B, length_B, seq_len, packing, vocab_size)
         index_BS, piece_BS, position_BS = self.stream.locate(first_B, seq_len)
-        ids_BS, labels_BS = _checked_ids(self.stream, index_BS, vocab_size), self.stream.labels[index_BS]
+        ids_BS = _checked_ids(self.stream, index_BS, vocab_size)
+        labels_BS = self.stream.labels[index_BS]
         return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
 
     def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
@@ -64,7 +66,8 @@ class _Windows:
 
         With labels, it is the number of positions that have a token.
         """
-        first_B, length_B = self.first_W[window_B], self.length_W[window_B]
+        first_B = self.first_W[window_B]
+        length_B = self.length_W[window_B]
         if self.stream.labels is not None:
             return length_B
         return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
@@ -82,7 +85,8 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     """
     if isinstance(tokens, PairTokens):
         return PairWindows.of(tokens, packing)
-    room, length_D = seq_len + (tokens.labels is None), tokens.ends - tokens.starts
+    room = seq_len + (tokens.labels is None)
+    length_D = tokens.ends - tokens.starts
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"
     if not packing:
@@ -99,7 +103,8 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
             if not with_room[left]:
                 free_sizes &= ~(1 << left)
         else:
-            left, window = room, len(windows)
+            left = room
+            window = len(windows)
             windows.append([])
         windows[window].append(document)
         with_room[left - size].append(window)
@@ -127,15 +132,6 @@ def _epochs(
     NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows. Its
     epoch `e` of seed `s` also equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
     100 GB of uint16 tokens in windows of 2048.
-
-    Args:
-      tokens: the text.
-      seq_len: S.
-      seed: 0 or more.
-      packing: whether rows keep documents apart.
-      sentences: tasks that need to know the documents of a stream.
-      hides: whether tokens of the rows are learned, and not the next ones. Then the last token is learned, too.
-      source: index of the text among those that a mixture reads. Texts of equal length must not have one order.
     """
 
     def random(index: int) -> np.random.Generator:
@@ -172,15 +168,13 @@ def _cut(
     one row. With `hides`, each token is in exactly one row.
 
     Args:
-      tokens: the text.
       plain: its stream without packing. `None` means packing.
-      seq_len: S.
-      hides: see `_epochs`.
 
     Raises:
       ConfigError: the text is shorter than one window.
     """
-    total, packing = len(tokens), plain is None
+    total = len(tokens)
+    packing = plain is None
     if total < seq_len + 1:
         raise ConfigError(
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
@@ -211,8 +205,6 @@ def _last_rows(left: int, seq_len: int, hides: bool) -> np.ndarray:
 
     Args:
       left: positions of the stream that are in no other row. One of them is the last token, which predicts nothing.
-      seq_len: S.
-      hides: whether the last token is learned, too.
     """
     if left == 1 and not hides:
         return np.zeros(0, np.int64)
@@ -273,22 +265,20 @@ class SequenceReader:
     determine the order of an epoch. It does not depend on the sequences that were read before.
 
     Args:
-      tokens: the text.
       seq_len: S, the tokens of a row. One more token is read for the targets.
-      seed: 0 or more.
       packing: whether rows have segment ids and positions, see `batches`.
       sentences: rearranges windows for tasks on sentences. `None`: they stay as they are.
-      hides: whether tokens of the rows will be hidden and learned, and not the next ones.
-      source: index of the text among those that a mixture reads.
+      hides: whether the targets are hidden tokens of the rows. Then the last token is learned, too.
+      source: index of the text in a mixture. Texts of equal length must not have one order.
 
     Raises:
       ConfigError: the text is shorter than one window.
 
     Attributes:
       windows: number of sequences of one pass over the text.
-      is_complete: whether the batches are those of an encoder-decoder, so that nothing is masked.
+      is_complete: whether the batches are already complete batches of an encoder-decoder, so that nothing is masked.
       is_padded: whether documents are never cut, so that rows may have padding.
-      row_tokens: positions of a row: those of the inputs and of the targets, for an encoder-decoder.
+      row_tokens: positions of a row. For an encoder-decoder, it counts inputs and targets.
       order: what determines the windows of a pass and their order, beside the text. A number of sequences says what was
         read only to a reader that has the same.
     """
@@ -305,9 +295,14 @@ class SequenceReader:
         source: int = 0,
     ) -> None:
         self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences, hides, source)
-        self._tokens, self._seq_len, self._packing = tokens, seq_len, packing
-        self._sentences, self._seed, self._hides = sentences, seed, hides
-        self.is_complete, self.is_padded = isinstance(tokens, PairTokens), tokens.loss_mask is not None
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._packing = packing
+        self._sentences = sentences
+        self._seed = seed
+        self._hides = hides
+        self.is_complete = isinstance(tokens, PairTokens)
+        self.is_padded = tokens.loss_mask is not None
         self.row_tokens = sum(tokens.lengths) if isinstance(tokens, PairTokens) else seq_len
         one_document = self.is_padded and not packing  # a longer row has the same document
         self.order: Order = {
@@ -345,15 +340,15 @@ class SequenceReader:
         """Returns the rows of these sequences, whose numbers ascend.
 
         Args:
-          sequences: numbers of the sequences.
-          rows: numbers of the rows in the run, which seed what is drawn for each. `None` means those of the sequences.
+          rows: numbers of the rows in the run, which seed their draws. `None` means the numbers of the sequences.
 
         Raises:
           ConfigError: an id is past the vocabulary, or the file has changed.
         """
         if self._tokens.file_state:
             self._tokens.file_state.require_unchanged()
-        parts, seeds_B = [], sequences if rows is None else rows
+        parts = []
+        seeds_B = sequences if rows is None else rows
         for windows, here, window_B in self._by_epoch(sequences):
             part = windows.make_batch(window_B, self._seq_len, self._packing, self._tokens.vocab_size)
             if self._sentences and isinstance(windows, _Windows):
@@ -368,7 +363,8 @@ class SequenceReader:
         windows = self._epoch(index)
         if isinstance(windows, PairWindows):
             return windows.describe(window)
-        first, length = int(windows.first_W[window]), int(windows.length_W[window])
+        first = int(windows.first_W[window])
+        length = int(windows.length_W[window])
         return " + ".join(_source_ranges(self._tokens, windows.stream, first, length))
 
 
@@ -380,10 +376,8 @@ def batches(
     A batch has the next `batch_size` sequences of `SequenceReader`, so it may span two epochs.
 
     Args:
-      tokens: the text.
       seq_len: S, the tokens of a row. One more token is read for the targets.
       batch_size: B, the rows of a batch over all devices.
-      seed: 0 or more.
       packing: whether each epoch permutes, concatenates and cuts the documents, without padding. Batches then have
         `segment_ids` and `positions`, so that attention stays within documents.
       rows: indices of the rows of each batch to read. `None` means all.
@@ -432,8 +426,6 @@ def eval_batches(
     is padded with copies of its last window. The `loss_weights` of these copies are 0.
 
     Args:
-      tokens: the held-out text.
-      seq_len: S, the tokens of a row.
       batch_size: B, the rows of a batch over all devices.
       steps: the largest number of batches.
       packing: whether batches have `segment_ids` and `positions`, see `batches`.
@@ -494,10 +486,12 @@ def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int)
 
     Behind the end of a text that may be cut, a window continues at the beginning.
     """
-    place, end = first, first + length
+    place = first
+    end = first + length
     while place < end:
         if place >= len(stream):
-            place, end = place - len(stream), end - len(stream)
+            place = place - len(stream)
+            end = end - len(stream)
         piece = int(np.searchsorted(stream.bounds_P, place, side="right")) - 1
         start = int(stream.starts_P[piece] + place - stream.bounds_P[piece])
         size = int(min(stream.bounds_P[piece + 1], end)) - place

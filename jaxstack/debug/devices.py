@@ -62,11 +62,11 @@ class Devices:
         """Returns how the entries of variables are sharded."""
         return [PartitionSpec(self.split(v) or None) for v in variables]
 
-    def compile(self, f: Function, given: Sequence[PartitionSpec], made: Sequence[PartitionSpec]) -> Function:
-        """Returns `f`, from the values of some variables to those of others, for all devices at once."""
+    def compile(self, f: Function, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec]) -> Function:
+        """Returns `f`, which maps values of variables to values of other variables, for all devices at once."""
         if self.mesh is None:
             return jax.jit(f)
-        return self._map(lambda *values: [y[None] for y in f(*(x[0] for x in values))], given, made)
+        return self._map(lambda *values: [y[None] for y in f(*(x[0] for x in values))], in_specs, out_specs)
 
     def enter(self, equation: Any, inputs: Values) -> Values:
         """Returns the values that a `shard_map` gives to its program, from whole arrays."""
@@ -74,8 +74,8 @@ class Devices:
         divide = self._map(lambda *values: [x[None] for x in values], p["in_specs"], self.specs(p["jaxpr"].invars))
         return divide(*inputs)
 
-    def _map(self, f: Function, given: Sequence[PartitionSpec], made: Sequence[PartitionSpec]) -> Function:
-        specs = {"in_specs": tuple(given), "out_specs": [*made]}
+    def _map(self, f: Function, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec]) -> Function:
+        specs = {"in_specs": tuple(in_specs), "out_specs": [*out_specs]}
         return jax.jit(jax.shard_map(f, mesh=self.mesh, axis_names={*self.axes}, check_vma=self.typed, **specs))
 
     def constant(self, value: Any) -> Any:
@@ -120,9 +120,9 @@ class Devices:
 
 def alone(equation: Any, inputs: Values) -> tuple[Function, list[Any], Values]:
     """Returns an equation as a function, its variables without constants, and their values among the inputs."""
-    given = {v: value for v, value in zip(equation.invars, inputs, strict=True) if not isinstance(v, core.Literal)}
-    program = core.Jaxpr((), [*given], equation.outvars, [equation], equation.effects)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(program, ())), [*given], [*given.values()]
+    values = {v: value for v, value in zip(equation.invars, inputs, strict=True) if not isinstance(v, core.Literal)}
+    program = core.Jaxpr((), [*values], equation.outvars, [equation], equation.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(program, ())), [*values], [*values.values()]
 
 
 def communicates(equation: Any) -> bool:

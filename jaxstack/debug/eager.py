@@ -43,16 +43,12 @@ def make_eager_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the training step, run operation by operation, and lets `breakpoint()` stop in it.
 
-    Args:
-      cfg: the run.
-      ctx: its execution context.
-      abstract: shapes, dtypes and shardings of the state.
-      watched: what the step measures. `None` means nothing.
+    `abstract` has the shapes, dtypes and shardings of the state. `watched` is what the step measures, if anything.
 
     Raises:
       ConfigError: the pipeline has several stacks or weight units, so that loops of stages have other trip counts.
     """
-    ctx = _with_static_loops(cfg, ctx)
+    ctx = _with_static_loops(cfg.mesh.pipe, cfg.model.family, ctx)
     forward = make_eval_step(cfg.model, ctx, cfg.train.grad_accum)
     train_step = make_train_step(cfg, ctx, watched)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -69,18 +65,18 @@ def make_eager_step(
     return step
 
 
-def _with_static_loops(cfg: Config, ctx: Context) -> Context:
+def _with_static_loops(stages: int, family: str, ctx: Context) -> Context:
     """Returns a context whose pipeline, if there is one, has static trip counts, which Python loops need."""
-    program = ctx.pipeline
+    program = ctx.layout.pipeline
     if program is None:
         return ctx
     if program.stages.stacks or program.weight is not None:
         raise ConfigError(
             f"debug.eager=true runs pipelines of one stack of layers without weight units, but mesh.pipe="
-            f"{cfg.mesh.pipe} has model.family={cfg.model.family} and pipeline.schedule={program.schedule.name}. Use "
+            f"{stages} has model.family={family} and pipeline.schedule={program.schedule.name}. Use "
             f"pipeline.schedule=1f1b, or set mesh.pipe=1."
         )
-    return replace(ctx, pipeline=replace(program, static=True))
+    return replace(ctx, layout=replace(ctx.layout, pipeline=replace(program, static=True)))
 
 
 _kept: dict[Any, Any] = {}
@@ -121,7 +117,8 @@ def breakpoints() -> Iterator[None]:
         else:
             Debugger().set_trace(frame)
 
-    hook, sys.breakpointhook = sys.breakpointhook, stop
+    hook = sys.breakpointhook
+    sys.breakpointhook = stop
     try:
         yield
     finally:

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxstack.config import Config
+from jaxstack.config import ModelConfig
 from jaxstack.debug.search import Finding
 from jaxstack.debug.statistics import is_float
 from jaxstack.debug.way import Guide, Loop
-from jaxstack.models import family
 from jaxstack.pipeline import Program
 from jaxstack.pipeline.operations import LOOP, TICKS
 from jaxstack.pipeline.phases import Units
-from jaxstack.pipeline.program import WEIGHT_LOOPS, Part
+from jaxstack.pipeline.program import WEIGHT_LOOPS, StackPlan
 
 EMPTY = "slots_of_"
 """How the name of the work in a loop over layers begins, where some stages have fewer layers than others."""
@@ -50,11 +49,13 @@ class RunGuide(Guide):
     """The guide to the step of a run.
 
     Attributes:
-      cfg: the run.
-      program: its pipeline, or `None`. Its ticks are one loop, which `Program.static` excludes.
+      model: the run's model.
+      grad_accum: microbatches whose gradients a step adds up.
+      program: the run's pipeline, or `None`. Its ticks must be one loop, so `Program.static` is false.
     """
 
-    cfg: Config
+    model: ModelConfig
+    grad_accum: int = 1
     program: Program | None = None
     axis = "pipe"
 
@@ -70,7 +71,8 @@ class RunGuide(Guide):
     def idle(self, kind: str, loops: Sequence[Loop]) -> np.ndarray:
         """Returns which stages have no unit, or no layer, in a tick; see `Guide`."""
         assert self.program is not None
-        work, tick = kind.removeprefix(EMPTY), self.tick(loops)
+        work = kind.removeprefix(EMPTY)
+        tick = self.tick(loops)
         units = _units(self.program, work)
         assert units is not None
         assert tick is not None
@@ -104,20 +106,22 @@ class RunGuide(Guide):
         ticks = [loop.step for loop in loops if _last(loop, TICKS)]
         return ticks[-1] if ticks and self.program is not None else None
 
-    def place(self, found: Finding) -> Place | None:
+    def place(self, finding: Finding) -> Place | None:
         """Returns where in the pipeline a value was made, or `None` if that is outside of ticks."""
-        tick = self.tick(found.loops)
+        tick = self.tick(finding.loops)
         if tick is None or self.program is None:
             return None
-        stage, work = found.device.get(self.axis, 0), _work(found.scopes)
-        units, name = _units(self.program, work), None
+        stage = finding.device.get(self.axis, 0)
+        work = _work(finding.scopes)
+        stack = None
         if self.program.stages.stacks:
-            name = next((name for name in self.program.stages.parts if work.endswith(f"_{name}")), None)
+            stack = next((name for name in self.program.stages.parts if work.endswith(f"_{name}")), None)
+        units = _units(self.program, work)
         if units is None:
-            at = self._shared_work(work)
-            return Place(tick, stage, work, None if at is None else int(at[tick]), None, name)
-        group = self._group(work, tick, stage, found.loops)
-        return Place(tick, stage, work, int(units.microbatch_TP[tick, stage]), group, name)
+            microbatch_T = self._shared_work(work)
+            return Place(tick, stage, work, None if microbatch_T is None else int(microbatch_T[tick]), None, stack)
+        group = self._group(work, tick, stage, finding.loops)
+        return Place(tick, stage, work, int(units.microbatch_TP[tick, stage]), group, stack)
 
     def _shared_work(self, work: str) -> np.ndarray | None:
         """Returns the microbatch of each tick for work that all stages do together."""
@@ -132,7 +136,8 @@ class RunGuide(Guide):
     def _group(self, work: str, tick: int, stage: int, loops: Sequence[Loop]) -> int | None:
         """Returns the group of layers that a stage runs in a turn of a loop, or `None` if it has none left."""
         assert self.program is not None
-        part, units = _part(self.program, work), _units(self.program, work)
+        part = _part(self.program, work)
+        units = _units(self.program, work)
         assert units is not None
         turn = next((loop.step for loop in loops if loop.scopes.endswith(LOOP + work)), 0)
         if work.startswith("backward"):
@@ -157,17 +162,10 @@ def is_stack(loop: Loop) -> bool:
     return loop.function == "scan_stack"
 
 
-def layers_of(cfg: Config, stack: str | None) -> tuple[str, int]:
-    """Returns the name of a stack, or of the first one, and how many layers it has."""
-    stacks = family.of(cfg.model).stacks(cfg.model)
-    name = stack or next(iter(stacks))
-    return name, stacks[name].depth
-
-
 def _work(scopes: str) -> str:
     """Returns the name of the innermost loop of a tick, such as `forward`; empty outside."""
-    found = re.findall(rf"{LOOP}(\w+)", scopes)
-    return found[-1] if found else ""
+    names = re.findall(rf"{LOOP}(\w+)", scopes)
+    return names[-1] if names else ""
 
 
 def _last(loop: Loop, name: str) -> bool:
@@ -175,7 +173,7 @@ def _last(loop: Loop, name: str) -> bool:
     return loop.scopes.rpartition("/")[2].startswith(name)
 
 
-def _part(program: Program, work: str) -> Part:
+def _part(program: Program, work: str) -> StackPlan:
     return next((part for part in program.parts if part.loop and work.endswith(part.loop)), program.parts[0])
 
 

@@ -1,7 +1,7 @@
 """Programs whose every value is computed, and loops whose steps are run one after the other.
 
 Devices along the axis of a guide may compute for nothing, such as the stages of a pipeline that have no unit in a tick.
-What they make is discarded later. Here it is discarded at once, so that the search is not led astray by it.
+The step discards their results later. Here they are discarded at once, so that they do not mislead the search.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.debug.devices import Devices, Function, Values, alone, communicates
 from jaxstack.debug.statistics import Statistics, flags, is_float
-from jaxstack.debug.way import Loop, Seen, Way
+from jaxstack.debug.way import Loop, Reading, Way
 
 Key = TypeVar("Key")
 Step = tuple[Way, Values, list[int]]
@@ -35,7 +35,7 @@ def with_entries(devices: Devices, value: Any) -> Any:
     return jnp.asarray(value)[None] if devices.mesh is None else value
 
 
-class Program:
+class LevelProgram:
     """A program that runs on all devices.
 
     Attributes:
@@ -51,7 +51,9 @@ class Program:
           results: whether only the results are wanted.
         """
         self.made = [*jaxpr.outvars] if results else [v for equation in jaxpr.eqns for v in equation.outvars]
-        self._jaxpr, self._devices, self._guide = jaxpr, way.devices, way.guide
+        self._jaxpr = jaxpr
+        self._devices = way.devices
+        self._guide = way.guide
         self._kinds = [way.guide.idle_kind(way.scopes, way.scopes_of(equation)) for equation in jaxpr.eqns]
         if way.guide.axis not in way.devices.axes:
             self._kinds = [""] * len(jaxpr.eqns)
@@ -89,7 +91,8 @@ class Program:
         """Returns a result, in which an idle device has no bad value that it made of finite ones."""
         if not is_float(made) or self._guide.axis not in self._devices.split(equation.outvars[index]):
             return made  # what is equal on all stages is used
-        wrong, old = idle & ~jnp.isfinite(made), _updated(equation, index)
+        wrong = idle & ~jnp.isfinite(made)
+        old = _updated(equation, index)
         if old is not None:
             return jnp.where(wrong & jnp.isfinite(inputs[old]), inputs[old], made)
         if not communicates(equation):
@@ -121,7 +124,7 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
             made = {v for equation in equations for v in equation.outvars}
             read_by_them = [v for equation in equations for v in equation.invars if not isinstance(v, core.Literal)]
             given = [v for v in dict.fromkeys(read_by_them) if v not in made]
-            program = Program(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
+            program = LevelProgram(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
             known |= zip(program.made, program(way.loops, [known[v] for v in given]), strict=True)
             continue
         for number, equation in zip(numbers, equations, strict=True):
@@ -132,13 +135,14 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
 
 
 def _runs_stepwise(equation: Any, way: Way) -> bool:
-    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `Program`."""
+    """Returns whether an equation is a scan with steps, and no device computes it for nothing, see `LevelProgram`."""
     return equation.primitive.name == "scan" and equation.params["length"] > 0 and way.of_work(equation) is way
 
 
 def _updated(equation: Any, index: int) -> int | None:
     """Returns the index of the input of which a result is a later state, or `None`."""
-    name, p = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    p = equation.params
     if name == "while":
         return p["cond_nconsts"] + p["body_nconsts"] + index
     if name == "scan":
@@ -152,35 +156,37 @@ class _Steps:
 
     Attributes:
       body: the program of a step. The first of its results are carried to the next step.
-      seen: what they read of the carried arrays that the guide watches, in the order in which they ran.
+      readings: what they read of the carried arrays that the guide watches, in the order in which they ran.
     """
 
     body: Any
 
     def __init__(self, equation: Any, way: Way) -> None:
-        self._equation, self._way = equation, way
-        self.seen: tuple[Seen, ...] = ()
+        self._equation = equation
+        self._way = way
+        self.readings: tuple[Reading, ...] = ()
 
     def loop(self, step: int, length: int | None = None, reverse: bool = False) -> Loop:
         """Returns a step of this loop."""
-        way, equation = self._way, self._equation
+        way = self._way
+        equation = self._equation
         return Loop(way.frames_of(equation), step, length, reverse, way.scopes_of(equation))
 
-    def _program(self, jaxpr: Any) -> Program:
-        return Program(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
+    def _program(self, jaxpr: Any) -> LevelProgram:
+        return LevelProgram(jaxpr, replace(self._way, scopes=self._way.scopes_of(self._equation)), results=True)
 
     def _watch(self, loop: Loop, carry: Values) -> None:
         devices = self._way.devices
         for k in self._way.guide.watched(loop, carry):
             value = with_entries(devices, carry[k])
             entries = devices.spread(self.body.jaxpr.outvars[k], np.arange(len(value)))
-            self.seen += (Seen(loop.step, k, Statistics.of(value), entries),)
+            self.readings += (Reading(loop.step, k, Statistics.of(value), entries),)
 
     def _flags(self, variables: Sequence[Any], values: Values) -> np.ndarray:
         """Returns for each variable whether it is not finite, and whether it is NaN, on devices that count [n, 2]."""
         devices = self._way.devices
-        found = zip(variables, flags_of(devices, dict(enumerate(values))).values(), strict=True)
-        flags = [(bad & devices.counted(v)).any(1) for v, bad in found]
+        bad_entries = flags_of(devices, dict(enumerate(values))).values()
+        flags = [(bad & devices.counted(v)).any(1) for v, bad in zip(variables, bad_entries, strict=True)]
         return np.array(flags, bool).reshape(-1, 2)
 
     def _into(self, loop: Loop, devices: Devices | None = None) -> Way:
@@ -196,7 +202,8 @@ class Scan(_Steps):
         p = equation.params
         self.body = p["jaxpr"]
         constant, self._carried = scan_sizes(p)
-        self._consts, self._carry = inputs[:constant], inputs[constant : constant + self._carried]
+        self._consts = inputs[:constant]
+        self._carry = inputs[constant : constant + self._carried]
         self._arrays = inputs[constant + self._carried :]
         self._steps = range(p["length"])[:: -1 if p["reverse"] else 1]
         self._step = self._program(self.body.jaxpr)
@@ -225,17 +232,21 @@ class Scan(_Steps):
 
     def run(self) -> Values:
         """Runs all steps and returns what the loop computes. The steps in which a value became bad are kept."""
-        variables, carry, made = self.body.jaxpr.outvars, self._carry, {}
-        seen = np.zeros((len(variables), 2), bool)
-        seen[: self._carried] = self._flags(variables[: self._carried], carry)
+        variables = self.body.jaxpr.outvars
+        carry = self._carry
+        made = {}
+        before = np.zeros((len(variables), 2), bool)  # what was bad in an earlier step
+        before[: self._carried] = self._flags(variables[: self._carried], carry)
         for i in self._steps:
             self._watch(self.at(i), carry)
             results = self._run(i, carry)
             now = self._flags(variables, results)
-            if (new := (now & ~seen).any(1)).any():
-                self._first.append((replace(self.at(i), seen=self.seen), carry, [*map(int, np.flatnonzero(new))]))
-            seen |= now
-            carry, made[i] = results[: self._carried], results[self._carried :]
+            new = np.flatnonzero((now & ~before).any(1))
+            if new.size:
+                self._first.append((replace(self.at(i), readings=self.readings), carry, new.tolist()))
+            before |= now
+            carry = results[: self._carried]
+            made[i] = results[self._carried :]
         return [*carry, *_stack([made[i] for i in sorted(made)], axis=self._axis)]
 
     def steps(self, bad: Sequence[int]) -> Iterator[Step]:
@@ -247,7 +258,8 @@ class Scan(_Steps):
             if chosen := [k for k in new if k < self._carried or k in bad]:
                 yield self._into(loop), self._given(loop.step, carry), chosen
         tried = {loop.step for loop, _, _ in self._first}
-        variables, carry = self.body.jaxpr.outvars, self._carry
+        variables = self.body.jaxpr.outvars
+        carry = self._carry
         for i in self._steps:
             results = self._run(i, carry)
             if i not in tried:
@@ -286,18 +298,25 @@ class While(_Steps):
     def __init__(self, equation: Any, inputs: Values, way: Way) -> None:
         """Prepares the loop of an equation with its inputs."""
         super().__init__(equation, way)
-        p, devices = equation.params, way.devices
-        self._test, self.body = p["cond_jaxpr"], p["body_jaxpr"]
-        first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        p = equation.params
+        devices = way.devices
+        self._test = p["cond_jaxpr"]
+        self.body = p["body_jaxpr"]
+        first = p["cond_nconsts"]
+        second = p["cond_nconsts"] + p["body_nconsts"]
         self._of_test = [*map(devices.constant, self._test.consts), *inputs[:first]]
-        self._of_body, self._carry = inputs[first:second], inputs[second:]
+        self._of_body = inputs[first:second]
+        self._carry = inputs[second:]
 
     def steps(self, bad: Sequence[int]) -> Iterator[Step]:
         """Runs the turns; yields those in which one of the bad results is not finite any more."""
-        devices, variables = self._way.devices, self.body.jaxpr.outvars
-        test, body = self._program(self._test.jaxpr), self._program(self.body.jaxpr)
+        devices = self._way.devices
+        variables = self.body.jaxpr.outvars
+        test = self._program(self._test.jaxpr)
+        body = self._program(self.body.jaxpr)
         consts = [*map(devices.constant, self.body.consts)]
-        before, turn = self._flags(variables, self._carry)[:, 0], 0
+        before = self._flags(variables, self._carry)[:, 0]
+        turn = 0
         while True:
             loop = self.loop(turn)
             loops = (*self._way.loops, loop)
@@ -312,7 +331,70 @@ class While(_Steps):
             self._carry = [devices.choose(runs, v, new, old) for v, new, old in arrays]
             now = self._flags(variables, self._carry)[:, 0]
             new = [k for k in bad if now[k] and not before[k]]
-            before, turn = now, turn + 1
+            before = now
+            turn = turn + 1
             if new:
-                way = self._into(replace(loop, seen=self.seen), None if runs.all() else devices.only(runs))
+                way = self._into(replace(loop, readings=self.readings), None if runs.all() else devices.only(runs))
                 yield way, given, new
+
+
+def inline_single_steps(jaxpr: Any, way: Way) -> Any:
+    """Returns a program in which the work of each loop of a single step is among its own equations.
+
+    Such a loop is that over microbatches when there is one. Loops that the guide follows, and those with results for
+    each step, are kept.
+    """
+    if not any(_is_single(equation, way) for equation in jaxpr.eqns):
+        return jaxpr
+    now: dict[Any, Any] = {}
+    made = {v for equation in jaxpr.eqns for v in equation.outvars} | {*jaxpr.constvars, *jaxpr.invars}
+    equations = []
+    for equation in jaxpr.eqns:
+        equation = equation.replace(invars=_replaced(now, equation.invars))
+        if _is_single(equation, way) and made.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):
+            body = equation.params["jaxpr"].jaxpr
+            made |= _variables(body)
+            equations += _equations_of_step(equation, body, now)
+            now |= zip(equation.outvars, _replaced(now, body.outvars), strict=True)
+        else:
+            equations.append(equation)
+    return core.Jaxpr(jaxpr.constvars, jaxpr.invars, _replaced(now, jaxpr.outvars), equations, jaxpr.effects)
+
+
+def _is_single(equation: Any, way: Way) -> bool:
+    """Returns whether an equation is a loop of a single step that can be replaced."""
+    if equation.primitive.name != "scan" or equation.params["length"] != 1 or equation.params["jaxpr"].consts:
+        return False
+    if len(equation.outvars) != scan_sizes(equation.params)[1]:
+        return False
+    return not way.guide.is_followed(Scan.loop_of(equation, way))
+
+
+def _variables(body: Any) -> set[Any]:
+    return {*body.invars} | {v for equation in body.eqns for v in equation.outvars}
+
+
+def _replaced(now: Mapping[Any, Any], atoms: Any) -> list[Any]:
+    """Returns what takes the place of each atom."""
+    return [a if isinstance(a, core.Literal) else now.get(a, a) for a in atoms]
+
+
+def _equations_of_step(equation: Any, body: Any, now: dict[Any, Any]) -> list[Any]:
+    """Returns the equations of a loop's body with its inputs in `now`: arrays over steps lose this dimension."""
+    same = sum(scan_sizes(equation.params))
+    now |= zip(body.invars[:same], equation.invars[:same], strict=True)
+    equations = [
+        equation.replace(
+            invars=[array],
+            outvars=[entry],
+            primitive=core.primitives.squeeze_p,
+            params={"dimensions": (0,)},
+            effects=set(),
+        )
+        for array, entry in zip(equation.invars[same:], body.invars[same:], strict=True)
+    ]
+    outer = equation.source_info.name_stack
+    for inner in body.eqns:
+        source = inner.source_info.replace(name_stack=outer + inner.source_info.name_stack)
+        equations.append(inner.replace(invars=_replaced(now, inner.invars), source_info=source))
+    return equations

@@ -17,7 +17,7 @@ from jaxstack import data, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import inputs as input_files
 from jaxstack.common.tree import Batch, flatten
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.data.loader import DataLoader
 from jaxstack.debug import rules, search
 from jaxstack.debug.describe import describe
@@ -25,6 +25,7 @@ from jaxstack.debug.devices import alone, communicates
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
 from jaxstack.debug.update import explain_update
+from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
@@ -35,19 +36,20 @@ from jaxstack.training.state import Recipe, TrainState, abstract_state, make_sta
 from jaxstack.training.step import dropout_key
 
 
-def mesh_of(cfg: Config) -> Mesh:
+def mesh_of(mesh: MeshConfig, microbatch_size: int) -> Mesh:
     """Returns the mesh of a run, on the devices that are there.
 
     Raises:
       ConfigError: there are fewer devices than the run had.
     """
-    devices, needed = sharding.find_devices(), math.prod(cfg.mesh.sizes.values())
-    if cfg.mesh.open_axis is None and len(devices) < needed:
+    devices = sharding.find_devices()
+    needed = math.prod(mesh.sizes.values())
+    if mesh.open_axis is None and len(devices) < needed:
         raise ConfigError(
             f"the run has a mesh of {needed} devices, and there are {len(devices)}. To simulate them on the CPU, set "
             f"JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES={needed}."
         )
-    return sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices if cfg.mesh.open_axis else devices[:needed])
+    return sharding.make_mesh(mesh, microbatch_size, devices if mesh.open_axis else devices[:needed])
 
 
 class Replay:
@@ -55,11 +57,11 @@ class Replay:
 
     def __init__(self, run: Config) -> None:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
-        self.mesh = mesh_of(run)
-        self.context = Context.create(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
+        self.mesh = mesh_of(run.mesh, run.microbatch_size)
+        self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
         self.cfg, _ = estimate.resolve_split(run, self.context)
         self._dataset = data.load_for(self.cfg)
-        self._loader = DataLoader(self.cfg, self._dataset, self.context.sharding(self.context.batch))
+        self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
         self._teach = init_from.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
 
     def before(self, step: int) -> tuple[TrainState, Batch, int]:
@@ -68,7 +70,8 @@ class Replay:
         Raises:
           ConfigError: the newest checkpoint before the step is damaged, or batches were other ones at the step.
         """
-        cfg, ctx = self.cfg, self.context
+        cfg = self.cfg
+        ctx = self.context
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         start = max((number for number in manifest.steps(saved) if number < step), default=0)
         abstract = abstract_state(Recipe.of(cfg), ctx)
@@ -119,38 +122,34 @@ class Replay:
         return self._loader.describe_batch(index)
 
 
-def folder(cfg: Config, step: int) -> Path:
-    """Returns where the operation of a step is saved."""
-    return Path(cfg.run.dir) / "debug" / f"step_{step}"
-
-
 def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
     """Runs a step of a run again on its mesh, and yields the lines that say what was found.
 
     Args:
-      cfg: the run, with its present folder.
-      step: its number, from 1 on.
+      cfg: configuration of the run, with its present folder in `run.dir`.
+      step: number of the step, from 1 on.
       out: folder to which the operation is saved, see `save`.
     """
     again = Replay(cfg)
     state, batch, start = again.before(step)
     origin = f"the checkpoint of step {start}" if start else "the beginning"
-    kind, count = again.mesh.devices.flat[0].device_kind, again.mesh.size
+    kind = again.mesh.devices.flat[0].device_kind
+    count = again.mesh.size
     yield f"step     {step} of {cfg.run.dir}, from {origin}, on {count} x {kind}"
     if lines := bad_inputs(state.params, batch):
         yield from (f"before   not finite already: {line}" for line in lines)
         return
-    found = again.explain(state, batch)
-    if found is None:
+    finding = again.explain(state, batch)
+    if finding is None:
         lines = [*explain_update(again.cfg, again.context, state, batch)]
         yield from lines or ["result   loss and gradients are finite here, and so is the update"]
         return
-    yield from describe(again.cfg, found, RunGuide(again.cfg, again.context.pipeline))
-    simulated = again.mesh.devices.flat[0].platform == "cpu" and needs_mesh(found)
+    yield from describe(finding, RunGuide(again.cfg.model, again.cfg.train.grad_accum, again.context.layout.pipeline))
+    simulated = again.mesh.devices.flat[0].platform == "cpu" and needs_mesh(finding)
     devices = f"JAX_NUM_CPU_DEVICES={again.mesh.size} " if simulated else ""
     if out.exists():
         yield f"kept     {out}/, which was saved before"
-    elif save(found, out):
+    elif save(finding, out):
         yield f"saved    {out}/: run the operation again with"
         yield f"         {devices}python -c \"from jaxstack.debug.replay import repeat; print(repeat('{out}'))\""
     else:
@@ -158,20 +157,16 @@ def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
 
 
 def explain(
-    cfg: Config, ctx: Context, values: Params, batch: Batch, key: jax.Array | None = None
+    cfg: Config, ctx: Context, params: Params, batch: Batch, key: jax.Array | None = None
 ) -> search.Finding | None:
     """Returns the operation that made the first bad value of the loss, or of gradients; `None` if all are finite.
 
-    Args:
-      cfg: the run.
-      ctx: its execution context. Without a mesh, everything runs on one device.
-      values: the parameters.
-      batch: the global batch.
-      key: for dropout.
+    Without a mesh in `ctx`, everything runs on one device. `batch` is the global batch; `key` is for dropout.
     """
-    if ctx.pipeline is not None:  # the phases of static loops run the same units; the guide reads one loop over ticks
-        ctx = replace(ctx, pipeline=replace(ctx.pipeline, static=False))
-    flat, tree = jax.tree.flatten((values, batch, key))
+    if ctx.layout.pipeline is not None:
+        # The phases of static loops run the same units; the guide reads one loop over ticks.
+        ctx = replace(ctx, layout=replace(ctx.layout, pipeline=replace(ctx.layout.pipeline, static=False)))
+    flat, tree = jax.tree.flatten((params, batch, key))
     gradients = make_gradients(cfg, ctx)
 
     def program(*flat: jax.Array) -> Any:
@@ -180,12 +175,12 @@ def explain(
 
     with rules.own_lines():
         traced = jax.make_jaxpr(program)(*flat)
-    return search.find(traced, flat, RunGuide(cfg, ctx.pipeline))
+    return search.find(traced, flat, RunGuide(cfg.model, cfg.train.grad_accum, ctx.layout.pipeline))
 
 
-def bad_inputs(values: Params, batch: Batch) -> list[str]:
+def bad_inputs(params: Params, batch: Batch) -> list[str]:
     """Returns a line for each parameter, and each array of a batch, that is not finite before the step."""
-    named = {f"the parameter {path}": a for path, a in flatten(values).items()}
+    named = {f"the parameter {path}": a for path, a in flatten(params).items()}
     named |= {f"the batch's {name}": a for name, a in batch.items()}
     lines = []
     for name, a in named.items():
@@ -195,29 +190,30 @@ def bad_inputs(values: Params, batch: Batch) -> list[str]:
     return lines
 
 
-def needs_mesh(found: search.Finding) -> bool:
+def needs_mesh(finding: search.Finding) -> bool:
     """Returns whether the operation communicates, or needs the place of its device."""
-    return found.devices.mesh is not None and communicates(found.equation)
+    return finding.devices.mesh is not None and communicates(finding.equation)
 
 
-def save(found: search.Finding, folder: Path) -> bool:
+def save(finding: search.Finding, folder: Path) -> bool:
     """Writes the operation and its inputs to a new folder, for `repeat`.
 
-    An operation that communicates is saved with the inputs of all devices, and others with those of the first device
-    on which an output is bad.
+    An operation that communicates is saved with the inputs of all devices. Another operation is saved with the inputs
+    of the first device on which an output is bad.
 
     Returns:
       Whether the operation was written, for which JAX needs the package flatbuffers.
     """
-    equation, devices = found.equation, found.devices
+    equation = finding.equation
+    devices = finding.devices
     mesh: dict[str, int] = {}
-    if needs_mesh(found):
+    if needs_mesh(finding):
         assert devices.mesh is not None
         mesh = dict(devices.mesh.shape)
-        program, variables, inputs = alone(equation, found.everywhere)
+        program, variables, inputs = alone(equation, finding.everywhere)
         function = devices.compile(program, devices.specs(variables), devices.specs(equation.outvars))
     else:
-        program, _, inputs = alone(equation, found.inputs)
+        program, _, inputs = alone(equation, finding.inputs)
         function = jax.jit(program)
     folder.mkdir(parents=True)
     arrays = [np.asarray(value) for value in inputs]
@@ -237,7 +233,7 @@ def save(found: search.Finding, folder: Path) -> bool:
 def repeat(folder: str | Path) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs an operation that `save` has written again; returns its inputs and its outputs.
 
-    Those of an operation that communicates have the entries of devices in a leading dimension.
+    Inputs and outputs of an operation that communicates have the entries of devices in a leading dimension.
 
     Raises:
       ConfigError: there are fewer devices than the operation needs.
@@ -245,7 +241,8 @@ def repeat(folder: str | Path) -> tuple[list[jax.Array], list[jax.Array]]:
     folder = Path(folder)
     try:
         written = input_files.read_json(folder / "operation.json")
-        names, mesh = written["dtypes"], written["mesh"]
+        names = written["dtypes"]
+        mesh = written["mesh"]
         arrays = input_files.read_npz(folder / "inputs.npz", [f"input_{i}" for i in range(len(names))])
         inputs = [jnp.asarray(arrays[f"input_{i}"].view(jnp.dtype(name))) for i, name in enumerate(names)]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,8 +1,8 @@
 """Reads places in the code from equations, within rules for gradients (`jax.custom_vjp` and `custom_jvp`) too.
 
-While JAX differentiates, it gives new equations the place of the equation that they are derived from. Those of a rule
-so get the line that calls the function with the rule. `own_lines` keeps their own lines, as long as a function is
-traced, and the call's lines behind them.
+While JAX differentiates, it gives a new equation the place of the equation that it is derived from. So all equations of
+a rule get the line that calls the function with the rule. While `own_lines` is active, they keep their own lines, and
+the lines of the call follow.
 """
 
 import re
@@ -25,14 +25,14 @@ _calls: list[tuple[Frame, ...]] = []
 
 
 def frames_of(equation: Any) -> tuple[Frame, ...]:
-    """Returns the places in the code where an equation was traced, innermost first, without those of JAX."""
+    """Returns the places in the code where an equation was traced, innermost first, without JAX's own files."""
     frames, in_rule = _frames(equation.source_info.traceback)
     rule = re.findall(r"rule_(\d+)", str(equation.source_info.name_stack))
     return (*frames, *_calls[int(rule[-1])]) if in_rule and rule else frames
 
 
 def _frames(traceback: Any) -> tuple[tuple[Frame, ...], bool]:
-    """Returns the frames of a traceback without those of JAX, up to the call of a rule, and whether there is one."""
+    """Returns the frames of a traceback without JAX's files, up to the call of a rule, and whether there is one."""
     for i, frame in enumerate(traceback.frames if traceback is not None else ()):
         if frame.file_name == __file__ and frame.function_name == _apply.__name__:
             return _own(traceback, i), True
@@ -40,7 +40,7 @@ def _frames(traceback: Any) -> tuple[tuple[Frame, ...], bool]:
 
 
 def _own(traceback: Any, count: int | None = None) -> tuple[Frame, ...]:
-    """Returns those of the first frames of a traceback that are neither of JAX nor of this file."""
+    """Returns the first `count` frames of a traceback, without the files of JAX and this file."""
     others = (str(jax.__path__[0]), "<frozen", __file__)
     frames = traceback.frames[:count] if traceback is not None else ()
     return tuple((f.file_name, f.line_num, f.function_name) for f in frames if not f.file_name.startswith(others))

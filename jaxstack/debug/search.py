@@ -19,8 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxstack.debug.devices import Devices, Values, alone
-from jaxstack.debug.inline import inline_single_steps
-from jaxstack.debug.levels import Scan, While, evaluate, flags_of
+from jaxstack.debug.levels import Scan, While, evaluate, flags_of, inline_single_steps
 from jaxstack.debug.rules import Frame
 from jaxstack.debug.statistics import is_bad
 from jaxstack.debug.way import Guide, Loop, Way
@@ -32,7 +31,7 @@ class Finding:
 
     Attributes:
       equation: the operation.
-      inputs: its inputs; on a mesh, those of `device`.
+      inputs: inputs of the operation; on a mesh, on `device` alone.
       outputs: what it computes from them.
       frames: places in the code where it is, innermost first.
       scopes: names of the scopes in which it is, outermost first, and the transformations of them, such as
@@ -68,7 +67,10 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
       arguments: its inputs, flat.
       guide: what is known about the program.
     """
-    way, jaxpr, consts, values = Way(guide=guide or Guide()), closed.jaxpr, [*closed.consts], [*arguments]
+    way = Way(guide=guide or Guide())
+    jaxpr = closed.jaxpr
+    consts = [*closed.consts]
+    values = [*arguments]
     results = jaxpr.outvars
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "shard_map":  # it need not run as a whole before
         (equation,) = jaxpr.eqns
@@ -77,15 +79,16 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
         inner, consts, values, way = _enter_mesh(equation, inputs, way)
         inner = inline_single_steps(inner, way)
         places = {v: inner.outvars[i] for i, v in enumerate(equation.outvars)}
-        jaxpr, results = inner, [places[v] for v in results if v in places]
+        jaxpr = inner
+        results = [places[v] for v in results if v in places]
     else:
         jaxpr = inline_single_steps(jaxpr, way)
         results = jaxpr.outvars
     level = _Level(jaxpr, consts, values, way)
     for number, variable in enumerate(results):
         if level.is_bad(variable):
-            found = level.explain([variable])
-            return None if found is None else replace(found, result=number)
+            finding = level.explain([variable])
+            return None if finding is None else replace(finding, result=number)
     return None
 
 
@@ -99,7 +102,9 @@ class _Level:
     """All values of one program."""
 
     def __init__(self, jaxpr: Any, consts: Values, arguments: Values, way: Way) -> None:
-        self._jaxpr, self._way, self._devices = jaxpr, way, way.devices
+        self._jaxpr = jaxpr
+        self._way = way
+        self._devices = way.devices
         inputs = [*map(self._devices.constant, consts), *arguments]
         self._values, self._scans = evaluate(jaxpr, way, inputs)
         self._producer = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
@@ -117,8 +122,8 @@ class _Level:
     def explain(self, bad: Sequence[Any]) -> Finding | None:
         """Returns the operation that made the bad values of these variables; `None` if they come from outside."""
         for index in self._candidates(bad):
-            if (found := self._go_into(index)) is not None:
-                return found
+            if (finding := self._go_into(index)) is not None:
+                return finding
         return None
 
     def _candidates(self, bad: Sequence[Any]) -> list[int]:
@@ -127,12 +132,15 @@ class _Level:
         The others have infinite inputs, which may be constants, and made NaN of them or have inner programs. What only
         passes an infinite value on is none.
         """
-        origins, makers, seen, waiting = set(), set(), set(), [*bad]
+        origins = set()
+        makers = set()
+        visited = set()
+        waiting = [*bad]
         while waiting:
             variable = waiting.pop()
-            if isinstance(variable, core.Literal) or variable in seen or variable not in self._producer:
+            if isinstance(variable, core.Literal) or variable in visited or variable not in self._producer:
                 continue
-            seen.add(variable)
+            visited.add(variable)
             index = self._producer[variable]
             equation = self._jaxpr.eqns[index]
             inputs = [v for v in equation.invars if self.is_bad(v)]
@@ -147,7 +155,9 @@ class _Level:
     def _go_into(self, index: int) -> Finding | None:
         """Returns the operation in an equation that made its bad results; `None` if they come from a constant of it."""
         equation = self._jaxpr.eqns[index]
-        way, name, params = self._way.of_work(equation), equation.primitive.name, equation.params
+        way = self._way.of_work(equation)
+        name = equation.primitive.name
+        params = equation.params
         inputs = [self.value(v) for v in equation.invars]
         bad = [i for i, v in enumerate(equation.outvars) if self.is_bad(v)]
         if name == "scan":
@@ -170,19 +180,20 @@ class _Level:
     def _go_into_loop(self, loop: Scan | While, bad: list[int]) -> Finding | None:
         """Goes into the first step of a loop in which a value is not finite any more."""
         for inner, given, new in loop.steps(bad):
-            if found := _explain(loop.body.jaxpr, [*loop.body.consts], given, inner, new):
-                return found if isinstance(loop, While) else self._with_others(loop, found)
+            if finding := _explain(loop.body.jaxpr, [*loop.body.consts], given, inner, new):
+                return finding if isinstance(loop, While) else self._with_others(loop, finding)
         return None
 
-    def _with_others(self, loop: Scan, found: Finding) -> Finding:
+    def _with_others(self, loop: Scan, finding: Finding) -> Finding:
         """Adds what the loop reads after the bad step, and what other loops over the same layers read."""
-        depth, here = len(self._way.loops), loop.at(0)
+        depth = len(self._way.loops)
+        here = loop.at(0)
         if not self._way.guide.is_followed(here):
-            return found
+            return finding
         others = [scan for scan in self._scans.values() if scan is not loop and scan.at(0).frames == here.frames]
-        seen = tuple(replace(other.at(0), seen=other.seen) for other in others)
-        full = replace(found.loops[depth], seen=loop.seen, others=seen)
-        return replace(found, loops=(*found.loops[:depth], full, *found.loops[depth + 1 :]))
+        readings = tuple(replace(other.at(0), readings=other.readings) for other in others)
+        full = replace(finding.loops[depth], readings=loop.readings, others=readings)
+        return replace(finding, loops=(*finding.loops[:depth], full, *finding.loops[depth + 1 :]))
 
     def _go_into_branches(self, equation: Any, inputs: Values, bad: list[int], way: Way) -> Finding | None:
         """Goes into the branch that was taken, or on a mesh into each that some devices have taken."""
@@ -191,12 +202,13 @@ class _Level:
         for number in np.unique(taken if devices.active is None else taken[devices.active]):
             inner = equation.params["branches"][int(number)]
             here = way.into(equation, devices=devices if devices.mesh is None else devices.only(taken == number))
-            if found := _explain(_jaxpr_of(inner), [*getattr(inner, "consts", ())], inputs[1:], here, bad):
-                return found
+            if finding := _explain(_jaxpr_of(inner), [*getattr(inner, "consts", ())], inputs[1:], here, bad):
+                return finding
         return None
 
     def _finding(self, equation: Any, inputs: Values, way: Way) -> Finding:
-        devices, bad = way.devices, np.zeros(way.devices.shape, bool)
+        devices = way.devices
+        bad = np.zeros(way.devices.shape, bool)
         for v in equation.outvars:
             bad = bad | devices.spread(v, self._flags[v][0])
         bad = bad if devices.active is None else bad & devices.active
@@ -217,7 +229,7 @@ class _Level:
 
 
 def _explain(jaxpr: Any, consts: Values, inputs: Values, way: Way, bad: Sequence[int]) -> Finding | None:
-    """Explains those of the results `bad` of a program that are not finite."""
+    """Explains the results of a program with the numbers `bad`, as far as they are not finite."""
     jaxpr = inline_single_steps(jaxpr, way)
     level = _Level(jaxpr, consts, inputs, way)
     return level.explain([v for v in (jaxpr.outvars[i] for i in bad) if level.is_bad(v)])
@@ -225,7 +237,8 @@ def _explain(jaxpr: Any, consts: Values, inputs: Values, way: Way, bad: Sequence
 
 def _enter_mesh(equation: Any, inputs: Values, way: Way) -> tuple[Any, Values, Values, Way]:
     """Returns program, constants and values within a `shard_map`, and the way there."""
-    devices, program = Devices.of(equation), equation.params["jaxpr"]
+    devices = Devices.of(equation)
+    program = equation.params["jaxpr"]
     inner = way.into(equation, devices=devices)
     return _jaxpr_of(program), [*getattr(program, "consts", ())], devices.enter(equation, inputs), inner
 

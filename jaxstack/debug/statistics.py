@@ -63,7 +63,8 @@ class Statistics:
         """Returns the statistics of each entry of an array's leading dimension."""
         shape = "x".join(map(str, value.shape[1:])) or "scalar"
         flat = np.asarray(value).reshape(len(value), -1).astype(np.float64)
-        is_finite, nan = np.isfinite(flat), np.isnan(flat)
+        is_finite = np.isfinite(flat)
+        nan = np.isnan(flat)
         return cls(
             f"{value.dtype} {shape}",
             np.where(is_finite, flat, np.inf).min(1, initial=np.inf),

@@ -26,13 +26,10 @@ NAMED = 5
 def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> Iterator[str]:
     """Yields lines about an update that is not finite; nothing if it is finite.
 
-    Args:
-      cfg: the run.
-      ctx: its execution context.
-      state: before the step, whose loss and gradients are finite.
-      batch: of the step.
+    `state` is the state before the step, whose loss and gradients are finite.
     """
-    optimizer, gradients = make_optimizer(Recipe.of(cfg), ctx), make_gradients(cfg, ctx)
+    optimizer = make_optimizer(Recipe.of(cfg), ctx)
+    gradients = make_gradients(cfg, ctx)
     _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg.model, cfg.run.seed, state.step))
     trained, _ = params.partition(family.spec(cfg.model), state.params)
     flat, tree = jax.tree.flatten((trained, state.opt_state, grads))
@@ -52,12 +49,12 @@ def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -
         yield f"where    {name}, first at {_first_bad(array)}: {statistics(array)}"
     with rules.own_lines():
         traced = jax.make_jaxpr(program)(*flat)
-    found = search.find(traced, flat, RunGuide(cfg))
-    if found is not None:
-        yield f"reason   {_reason(found)}"
-        yield from code_lines(found)
-        yield from (f"input    {statistics(value)}" for value in found.inputs)
-        yield from (f"output   {statistics(value)}" for value in found.outputs)
+    finding = search.find(traced, flat, RunGuide(cfg.model))
+    if finding is not None:
+        yield f"reason   {_reason(finding)}"
+        yield from code_lines(finding)
+        yield from (f"input    {statistics(value)}" for value in finding.inputs)
+        yield from (f"output   {statistics(value)}" for value in finding.outputs)
     yield f"fix      {_advice(cfg.optim)}"
 
 
@@ -66,14 +63,14 @@ def _first_bad(array: Any) -> list[int]:
     return first
 
 
-def _reason(found: search.Finding) -> str:
+def _reason(finding: search.Finding) -> str:
     """Returns the operation with the numbers that it reads and writes at its first bad element."""
-    output = np.asarray(next(value for value in found.outputs if is_bad(value)), np.float32)
+    output = np.asarray(next(value for value in finding.outputs if is_bad(value)), np.float32)
     place = tuple(_first_bad(output))
-    inputs = [np.asarray(value) for value in found.inputs]
+    inputs = [np.asarray(value) for value in finding.inputs]
     read = [a[place] if a.shape == output.shape else a for a in inputs if a.shape in ((), output.shape)]
     numbers = " and ".join(f"{float(number):.4g}" for number in read)
-    return f"{found.equation.primitive.name} of {numbers or 'arrays'} gives {output[place]:.4g}"
+    return f"{finding.equation.primitive.name} of {numbers or 'arrays'} gives {output[place]:.4g}"
 
 
 def _advice(cfg: OptimConfig) -> str:

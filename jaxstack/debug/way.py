@@ -12,7 +12,7 @@ from jaxstack.debug.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class Seen:
+class Reading:
     """What a step of a loop read of one carried array.
 
     Attributes:
@@ -40,10 +40,10 @@ class Loop:
       frames: places in the code where the loop is, innermost first.
       step: index of the step. Of a loop that runs backwards, it is the index in the arrays that it reads.
       length: number of steps; `None` if the loop's length is not static.
-      reverse: whether the loop runs from the last step to the first one, as that of gradients does.
+      reverse: whether the loop runs from the last step to the first one, as a loop of gradients does.
       scopes: names of the scopes in which the loop is.
-      seen: what steps read of the carried arrays that the guide watches, in the order in which they ran.
-      others: loops over the same layers, such as that of the other direction.
+      readings: what steps read of the carried arrays that the guide watches, in the order in which they ran.
+      others: loops over the same layers, such as the loop of the other direction.
     """
 
     frames: tuple[Frame, ...]
@@ -51,7 +51,7 @@ class Loop:
     length: int | None
     reverse: bool = False
     scopes: str = ""
-    seen: tuple[Seen, ...] = ()
+    readings: tuple[Reading, ...] = ()
     others: tuple["Loop", ...] = ()
 
     @property
@@ -90,7 +90,7 @@ class Way:
     Attributes:
       scopes: names, outermost first.
       frames: of the call of a function with `jax.jit` that is on the way, or of the last one; see `frames_of`.
-      is_call: whether the level is that of such a function.
+      is_call: whether the level is the program of such a function.
       loops: steps of loops.
       devices: where the equations run.
       guide: what is known about the program.
@@ -130,7 +130,8 @@ class Way:
 
     def of_work(self, equation: Any) -> "Way":
         """Returns this way without the devices that compute an equation for nothing."""
-        guide, devices = self.guide, self.devices
+        guide = self.guide
+        devices = self.devices
         kind = guide.idle_kind(self.scopes, self.scopes_of(equation))
         if not kind or guide.axis not in devices.axes:
             return self

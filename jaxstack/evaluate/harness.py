@@ -17,9 +17,9 @@ from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import HFTokenizer
 from jaxstack.evaluate import text
-from jaxstack.generate import decode
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.generate.prompts import Rows, row_seeds
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.serve.texts import AnswerText
 
 MAX_TOKENS = 256
@@ -111,7 +111,7 @@ class RunModel(TemplateLM):
             counts.append(len(continuation))
         return self._score(texts, counts)
 
-    def _score(self, texts: decode.Rows, counts: Sequence[int]) -> list[tuple[float, bool]]:
+    def _score(self, texts: Rows, counts: Sequence[int]) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of the last tokens of each text, and whether they are the greedy ones."""
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         for done, (i, found) in enumerate(self.run.scorer.scores(texts, self.rows) if texts else (), start=1):
@@ -139,7 +139,7 @@ class RunModel(TemplateLM):
         texts = [AnswerText(self._tokenizer, ids, end=end, stop=stops) for ids, _, stops in wanted]
         engine = self.run.engine(self.run.config.sample.domain)
         batch = ContinuousBatch(engine, rows=min(self.rows, len(texts)), slots=self.context, stop=end)
-        for i, ((ids, sample, _), mark) in enumerate(zip(wanted, decode.row_seeds(prompts), strict=True)):
+        for i, ((ids, sample, _), mark) in enumerate(zip(wanted, row_seeds(prompts), strict=True)):
             batch.add(Prompt(i, ids, sample, mark, self.run.config.run.seed % 2**32))
         answers, done = [""] * len(texts), 0
         while batch.busy:

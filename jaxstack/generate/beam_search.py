@@ -95,7 +95,7 @@ class _Search:
             texts=texts[own, chosen],
             last=new[own, chosen].reshape(-1),
             cache=jax.tree.map(lambda a: jnp.take(a, from_rows, axis=-4), cache),
-            going=collectives.all_reduce((state.best_value < bound).sum(), self.ctx.axes("batch")) > 0,
+            going=collectives.all_reduce((state.best_value < bound).sum(), self.ctx.layout.axes("batch")) > 0,
         )
 
 

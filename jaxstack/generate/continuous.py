@@ -21,6 +21,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import SampleConfig
 from jaxstack.generate import decode
 from jaxstack.generate.prompt_cache import PromptCache
+from jaxstack.generate.prompts import BUCKET, Rows, align_rows, power_of_buckets, row_seeds
 from jaxstack.generate.row_programs import CALL, Added, RowPrograms
 from jaxstack.generate.sampling import Logprobs, RowSample
 from jaxstack.generate.stream import Engine, next_count
@@ -37,7 +38,7 @@ class Prompt(NamedTuple):
       tokens: its ids.
       sample: how its tokens are chosen, and the number of them at most. All prompts of a batch have the same
         repetition penalty.
-      mark: what seeds its samples, see `decode.row_seeds`.
+      mark: what seeds its samples, see `prompts.row_seeds`.
       seed: of its samples.
       logprobs: whether log-probabilities are wanted.
       begun: number of its last tokens that were added before, and count as added.
@@ -101,7 +102,7 @@ class ContinuousBatch:
           alternatives: number of tokens with log-probabilities beside the chosen one, see `RowPrograms`.
           cache: where prompts are kept, so that others with the same beginning read less. It needs a single replica.
         """
-        replicas = engine.ctx.replicas
+        replicas = engine.ctx.layout.replicas
         assert cache is None or replicas == 1
         each = decode.rows_of_replica(rows, engine.ctx)
         self.waiting: deque[Prompt] = deque()
@@ -109,7 +110,7 @@ class ContinuousBatch:
         self._texts, self._lengths = np.full((replicas, each), -1), np.zeros((replicas, each), np.int64)
         self._scored: set[int] = set()
         self._filled = False
-        self._programs = RowPrograms(engine, decode.BUCKET, each, tuple(stop), repetition_penalty, alternatives)
+        self._programs = RowPrograms(engine, BUCKET, each, tuple(stop), repetition_penalty, alternatives)
         self._state = self._programs.empty()
 
     def add(self, prompt: Prompt) -> None:
@@ -176,7 +177,7 @@ class ContinuousBatch:
 
     def _slots_for(self, tokens: int) -> int:
         """Returns a power of two times a bucket, but not more than the largest."""
-        return min(decode.power_of_buckets(tokens), self._most)
+        return min(power_of_buckets(tokens), self._most)
 
     def _fill(self) -> Iterator[Part]:
         """Gives waiting prompts to free rows, one of each replica in a call, and yields their first tokens."""
@@ -199,18 +200,18 @@ class ContinuousBatch:
                     self._lengths[replica, free[replica]] = len(prompt.tokens)
                     yield part
 
-    def _read(self, prompts: decode.Rows) -> tuple[int, PyTree]:
+    def _read(self, prompts: Rows) -> tuple[int, PyTree]:
         """Reads a prompt on each replica, and returns the number of tokens that were in the cache; see `read`."""
         programs = replace(self._programs, slots=self._slots_for(max(map(len, prompts))))
         if self._cache is None:
-            return 0, programs.read(*decode.align_rows(prompts))
+            return 0, programs.read(*align_rows(prompts))
         ((tokens,), (kept, prefix)) = prompts, self._cache.longest_prefix(prompts[0])
         if kept:
-            block, _ = decode.align_rows([tokens[kept:]])
+            block, _ = align_rows([tokens[kept:]])
             block = np.roll(block, len(tokens) - kept, 1)  # padding after the tokens
             read = programs.read_on(prefix, block, (np.int32(len(tokens) - kept), np.int32(kept)))
         else:
-            read = programs.read(*decode.align_rows(prompts))
+            read = programs.read(*align_rows(prompts))
         self._cache.store(tokens, read[1])
         return kept, read
 
@@ -235,24 +236,24 @@ _NO_PROMPT = Prompt(-1, [0], SampleConfig(tokens=1, temperature=0), np.zeros(2, 
 
 
 def _whole_buckets(slots: int) -> int:
-    return -(-slots // decode.BUCKET) * decode.BUCKET
+    return -(-slots // BUCKET) * BUCKET
 
 
 def continue_in_turn(
-    engine: Engine, prompts: decode.Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
-) -> Iterator[decode.Rows]:
+    engine: Engine, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
+) -> Iterator[Rows]:
     """Yields the tokens that are added to each prompt, `sample.rows` texts at a time; see `Engine.stream`."""
     assert sample.rows is not None
     slots = max(len(prompt) for prompt in prompts) + sample.tokens
     batch = ContinuousBatch(
         engine, rows=sample.rows, slots=slots, stop=stop, repetition_penalty=sample.repetition_penalty
     )
-    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+    for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, sample, mark, seed))
     count = CALL if at_once else 1
     while batch.busy:
         began = time.perf_counter()
-        new: decode.Rows = [[] for _ in prompts]
+        new: Rows = [[] for _ in prompts]
         for part in batch.advance(count):
             new[part.name] = part.tokens
         yield new

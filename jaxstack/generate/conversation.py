@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxstack.config import ConfigError, SampleConfig
-from jaxstack.generate import decode
-from jaxstack.generate.decode import BUCKET
+from jaxstack.generate.prompts import BUCKET, check_prompts, row_seeds
 from jaxstack.generate.stream import Engine, Programs, Results
 
 
@@ -51,15 +50,15 @@ class Conversation:
         Raises:
           ConfigError: the text is empty or has an unknown id, or the context has no room for another token.
         """
-        decode.check_prompts(self._engine.cfg, [list(tokens)], 0, self._engine.vocabulary)
+        check_prompts(self._engine.cfg, [list(tokens)], 0, self._engine.vocabulary)
         limit = min(self._work.sample.tokens, self.room(tokens))
         if limit < 1:
             raise ConfigError(
                 f"the text has {len(tokens)} tokens and the context has {self.context}. Shorten the text, or use a "
                 f"larger context."
             )
-        replicas, tokens = self._engine.ctx.replicas, list(tokens)
-        seeds = np.repeat(decode.row_seeds([tokens]), replicas, 0)
+        replicas, tokens = self._engine.ctx.layout.replicas, list(tokens)
+        seeds = np.repeat(row_seeds([tokens]), replicas, 0)
         rows = np.zeros(replicas, np.int32), seeds, np.uint32(self._seed)
         cache, self._cache = self._cache, None  # its memory is given to the next state
         kept = self._common(tokens) if cache is not None else 0

@@ -9,8 +9,6 @@ never reads the slots before a shorter prompt.
 Suffixes: B rows of this device, S slots of the prompts, N tokens to add, V vocabulary.
 """
 
-import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack
@@ -21,22 +19,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
+from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
-from jaxstack.generate import beam_search, load_run, sampling
+from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
+from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context
 from jaxstack.runtime.xla_options import select_decode_options
 from jaxstack.sharding import collectives
-
-BUCKET = 64
-"""Prompts whose lengths round up to the same multiple of this share a compiled program."""
-
-Rows = list[list[int]]
-"""Token ids of each row."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -124,17 +117,6 @@ def row_keys(seed: jax.Array, marks: jax.Array) -> jax.Array:
     return jax.vmap(lambda mark: jax.random.fold_in(jax.random.fold_in(key, mark[0]), mark[1]))(marks)
 
 
-def row_seeds(prompts: Rows) -> np.ndarray:
-    """Returns what seeds each row: a hash of its prompt and the number of equal prompts before it, uint32 [B, 2]."""
-    seen: Counter[int] = Counter()
-    marks = []
-    for prompt in prompts:
-        mark = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
-        marks.append((mark, seen[mark]))
-        seen[mark] += 1
-    return np.asarray(marks, np.uint32)
-
-
 def dropless(cfg: ModelConfig) -> ModelConfig:
     """Returns the model without a capacity limit: it counts the tokens of a whole sequence, unlike decoding."""
     return replace(cfg, moe=replace(cfg.moe, capacity_factor=None))
@@ -147,7 +129,7 @@ def pad_rows(prompts: Rows, replicas: int) -> Rows:
 
 def fill_rows(prompts: Rows, ctx: Context) -> Rows:
     """Returns the prompts and as many empty ones as give every replica the rows of `rows_of_replica`."""
-    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.replicas - len(prompts)))]
+    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.layout.replicas - len(prompts)))]
 
 
 def rows_of_replica(rows: int, ctx: Context) -> int:
@@ -155,53 +137,9 @@ def rows_of_replica(rows: int, ctx: Context) -> int:
 
     There are as many groups as stages, or a group for each of fewer rows.
     """
-    each = -(-rows // ctx.replicas)
-    groups = 1 if ctx.pipeline is None else min(ctx.pipeline.stages.stages, each)
+    each = -(-rows // ctx.layout.replicas)
+    groups = 1 if ctx.layout.pipeline is None else min(ctx.layout.pipeline.stages.stages, each)
     return -(-each // groups) * groups
-
-
-def align_rows(prompts: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts aligned at their ends, int32 [B, S], and the slot of each prompt's first token [B]."""
-    slots = -(-max(len(prompt) for prompt in prompts) // BUCKET) * BUCKET
-    tokens = np.stack([np.pad(np.asarray(prompt, np.int32), (slots - len(prompt), 0)) for prompt in prompts])
-    return tokens, np.asarray([slots - len(prompt) for prompt in prompts], np.int32)
-
-
-def power_of_buckets(tokens: int) -> int:
-    """Returns the least power of two times a bucket that holds some tokens, so that few programs are compiled."""
-    return BUCKET << (-(-tokens // BUCKET) - 1).bit_length()
-
-
-def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
-    """Checks prompts to which `tokens` tokens are to be added.
-
-    Raises:
-      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
-    """
-    load_run.require_decoder(cfg)
-    check_rows(prompts, vocabulary)
-    for i, prompt in enumerate(prompts, start=1):
-        if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
-            raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
-                f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
-            )
-
-
-def check_rows(prompts: Rows, vocabulary: int) -> None:
-    """Checks the ids of prompts.
-
-    Raises:
-      ConfigError: no prompt, an empty prompt, or an id that does not exist.
-    """
-    if not prompts:
-        raise ConfigError("there are no prompts. Give one or more.")
-    for i, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            raise ConfigError(f"prompt {i} of {len(prompts)} is empty. Give it at least one token.")
-        unknown = [token for token in prompt if not 0 <= token < vocabulary]
-        if unknown:
-            raise ConfigError(f"prompt {i} of {len(prompts)} has the id {unknown[0]}. Ids are below {vocabulary}.")
 
 
 def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, parts: int) -> Callable[..., PyTree]:
@@ -215,12 +153,12 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
       ctx: the execution context.
       parts: number of arrays in `rows`; the devices share their rows.
     """
-    options = select_decode_options(ctx.platform or jax.default_backend())
-    if ctx.mesh is None:
+    options = select_decode_options(ctx.ops.platform or jax.default_backend())
+    if ctx.layout.mesh is None:
         return jax.jit(work, compiler_options=options)
-    where = (ctx.parameters(family.spec(cfg)), *[ctx.batch] * parts, PartitionSpec())
-    shardings = ctx.sharding(PartitionSpec())
-    return jax.jit(ctx.local(work, where, ctx.batch), out_shardings=shardings, compiler_options=options)
+    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
+    shardings = ctx.layout.sharding(PartitionSpec())
+    return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
 
 
 def generate_uncached(
@@ -242,7 +180,7 @@ def generate_uncached(
     ctx = (options.get("ctx") or Context()).whole_sequences()
     ids = options.get("vocabulary") or cfg.vocab
     check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
-    filled = pad_rows(prompts, ctx.replicas)
+    filled = pad_rows(prompts, ctx.layout.replicas)
     ends = np.asarray([len(prompt) for prompt in filled], np.int32)
     size = max(int(ends.max()) + sample.tokens, window)
     buffer = np.stack([np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))) for prompt in filled])
@@ -259,7 +197,7 @@ def generate_uncached(
             x, _ = decoder.hidden_states(cfg, params, batch, ctx)
             last = x[own, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
-            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.axes("vocab"), 1), ids)
+            logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 1), ids)
             there = jnp.arange(size) < ends[:, None]
             used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)

@@ -8,10 +8,9 @@ that this forward pass alone would write, at the cost of about one pass for each
 Suffixes: B rows of this device, S slots, C slots of a chunk, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,13 @@ from jax.sharding import PartitionSpec
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import decode, sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
-from jaxstack.generate.decode import Rows
 from jaxstack.generate.kv_cache import known_logits
+from jaxstack.generate.prompts import Rows, check_prompts, row_seeds
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
-
-if TYPE_CHECKING:  # it imports this package
-    from jaxstack.generate.trained_run import TrainedRun
 
 
 class Rollout(NamedTuple):
@@ -45,34 +41,6 @@ class Rollout(NamedTuple):
     tokens: list[int]
     log_probs: np.ndarray
     redrafted: int
-
-
-def rollout(
-    run: "TrainedRun",
-    prompts: Rows,
-    *,
-    seed: int | None = None,
-    stop: Sequence[int] = (),
-    rows: int = 8,
-    **sample: float,
-) -> list[Rollout]:
-    """Returns a text for each prompt, with the log-probabilities of `losses.sequence_log_probs`, bit for bit.
-
-    Args:
-      run: the model.
-      prompts: ids of each prompt.
-      seed: of sampling. `None` means `run.seed`.
-      stop: ids of tokens that end a text; the end of a document always ends it.
-      rows: number of texts in a call.
-      **sample: keys of the group `sample`, see `TrainedRun.generate`.
-
-    Raises:
-      ConfigError: see `TrainedRun.generate`; or a repetition penalty or beams, which depend on more than logits.
-    """
-    how = run.sample_with(sample)
-    end = () if run.tokenizer.eos_id is None else (run.tokenizer.eos_id,)
-    work = Exact(run.scorer, run.engine(how.domain), how, (*stop, *end), rows)
-    return work.texts(prompts, run.config.run.seed if seed is None else seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +62,13 @@ class Exact:
     rows: int = 8
 
     def texts(self, prompts: Rows, seed: int) -> list[Rollout]:
-        """Returns a text for each prompt; see `rollout`."""
+        """Returns a text for each prompt; see `TrainedRun.rollout`."""
         how = self.sample
         for name, plain in (("beams", 1), ("repetition_penalty", 1.0)):
             if (value := getattr(how, name)) != plain:
                 raise ConfigError(f"sample.{name}={value} does not fit exact texts. Use sample.{name}={plain}.")
-        decode.check_prompts(self.scorer.cfg, prompts, how.tokens, self.engine.vocabulary)
-        marks, added = decode.row_seeds(prompts), [list[int]() for _ in prompts]
+        check_prompts(self.scorer.cfg, prompts, how.tokens, self.engine.vocabulary)
+        marks, added = row_seeds(prompts), [list[int]() for _ in prompts]
         redrafted, open_texts = [0] * len(prompts), list(range(len(prompts))) if how.tokens else []
         while open_texts:
             self._draft(prompts, added, marks, open_texts, seed)
@@ -134,7 +102,7 @@ class Exact:
         self, prompts: Rows, added: Rows, marks: np.ndarray, some: list[int], seed: int
     ) -> list[tuple[int, list[int]]]:
         """Returns what the forward pass chooses in place of each added token of some texts."""
-        size = -(-self.rows // self.scorer.ctx.replicas) * self.scorer.ctx.replicas
+        size = -(-self.rows // self.scorer.ctx.layout.replicas) * self.scorer.ctx.layout.replicas
         found = []
         for slots in sorted({self._slots(prompts[i]) for i in some}):
             own = [i for i in some if self._slots(prompts[i]) == slots]
@@ -162,7 +130,7 @@ class Exact:
         def work(values: Params, tokens: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
             hidden = scorer.hidden_states(values, tokens)
             B, S = tokens.shape
-            size = max(1, min(S, ctx.loss_chunk // B))
+            size = max(1, min(S, ctx.ops.loss_chunk // B))
             index = jnp.maximum(jnp.arange(S) + 1 - ends[:, None], 0)  # of the token after each slot in its text
             keys = jax.vmap(lambda key, own: jax.vmap(lambda i: jax.random.fold_in(key, i))(own))(
                 decode.row_keys(seed, marks), index
@@ -171,7 +139,7 @@ class Exact:
             def choose(part: tuple[jax.Array, jax.Array]) -> jax.Array:
                 x, own = part
                 local = decoder.logits(scorer.cfg, values, x, ctx)
-                every = collectives.all_gather_invariant(local, ctx.axes("vocab"), 2)
+                every = collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 2)
                 logits = known_logits(scorer.cfg, every, vocabulary).reshape(B * size, -1)
                 used = jnp.zeros_like(logits[:, :0], bool)
                 return sampling.sample_tokens(logits, used, own.reshape(-1), self.sample).reshape(B, size)
@@ -185,7 +153,7 @@ class Exact:
             found = jax.lax.map(lambda part: choose((part[0], jax.random.wrap_key_data(part[1]))), parts)
             return found.swapaxes(0, 1).reshape(B, -1)[:, :S]
 
-        if ctx.mesh is None or ctx.mesh.size == 1:
+        if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
             return jax.jit(work)
-        where = (ctx.parameters(family.spec(scorer.cfg)), *[ctx.batch] * 3, PartitionSpec())
-        return jax.jit(ctx.local(work, where, ctx.batch))
+        where = (ctx.layout.parameters(family.spec(scorer.cfg)), *[ctx.layout.batch] * 3, PartitionSpec())
+        return jax.jit(ctx.layout.local(work, where, ctx.layout.batch))

@@ -63,7 +63,7 @@ def _features(cfg: Config, params: Params, rows: dict[str, np.ndarray], ctx: Con
     """Returns the features of one tower; what the other one would read is zeros, and nothing of it is computed."""
     model, own = cfg.model, ctx.whole_sequences()
     count = len(next(iter(rows.values())))
-    padded = count + -count % own.replicas
+    padded = count + -count % own.layout.replicas
     size = model.contrastive
     arrays = {
         "patches": np.zeros((padded, size.num_patches, size.patch_values), np.float32),

@@ -53,12 +53,12 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
       add: adds tokens to a group.
     """
     cfg, ctx = model.cfg, model.ctx
-    assert ctx.pipeline is not None
-    stages = ctx.pipeline.stages
+    assert ctx.layout.pipeline is not None
+    stages = ctx.layout.pipeline.stages
     name, stack = family.only_stack(cfg)
     own = model.params[name]
-    if ctx.gather == "once":
-        own = ctx.gather_params(family.spec(cfg)[name], own)
+    if ctx.layout.gather == "once":
+        own = ctx.layout.gather_params(family.spec(cfg)[name], own)
     group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), ("pipe",), 0)
     rotation = Rotation(stages.stages, stages.chunks, groups_of(model.first.shape[0], stages.stages))
     turns = _Turns(model, slot, add, stack, group_layers(stack.period, own), group_of_slot, stages.max_groups, rotation)
@@ -66,7 +66,7 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
     stored = state["cache"], _no_load(model, len(group_of_slot), stack.period)
     fns = RotationFns(turns.enter, turns.layers, turns.leave)
     others, (cache, load) = rotate(rotation, fns, "pipe", passes, others, stored)
-    found = jax.tree.map(lambda a: ctx.to_layer_order(a.reshape(-1, a.shape[-1])), load)
+    found = jax.tree.map(lambda a: ctx.layout.to_layer_order(a.reshape(-1, a.shape[-1])), load)
     return others | {"cache": cache, "load": jax.tree.map(jnp.add, state["load"], found)}
 
 

@@ -30,7 +30,7 @@ SLOT_AXIS = {"keys": -1, "values": -2}
 
 
 class TokenWeights(NamedTuple):
-    """Copies of weights that are read in place for one token (`ctx.decode=unrolled`).
+    """Copies of weights that are read in place for one token (`ctx.ops.decode=unrolled`).
 
     Attributes:
       layer_groups: the weights of each group of layers, see `decoder.hidden_states_unrolled`.
@@ -58,7 +58,7 @@ class CachedDecoder:
       first: slot of each prompt's first token [B].
       num_slots: number of slots, for the prompts and all tokens to come.
       spare: number of newest tokens that may be dropped again, see `verify_tokens`.
-      token_weights: what a new token reads with `ctx.decode=unrolled`.
+      token_weights: what a new token reads with `ctx.ops.decode=unrolled`.
     """
 
     cfg: ModelConfig
@@ -86,13 +86,13 @@ class CachedDecoder:
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
         given, params = params, cast_matrices(family.spec(cfg), params, ctx.dtype)
-        if token_weights is None and ctx.decode == "unrolled" and ctx.pipeline is None:
+        if token_weights is None and ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
-            if ctx.decode_weights is not None and (ctx.mesh is None or ctx.mesh.size == 1):
+            if ctx.ops.decode_weights is not None and (ctx.layout.mesh is None or ctx.layout.mesh.size == 1):
                 groups = _to_codes(cfg, ctx, groups, group_layers(stack.period, given[name]))
-            copied = cfg.tied_embeddings and (ctx.platform or jax.default_backend()) == "cpu"
+            copied = cfg.tied_embeddings and (ctx.ops.platform or jax.default_backend()) == "cpu"
             token_weights = TokenWeights(groups, params["embedding"]["tokens"].T if copied else None)
         return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, token_weights)
 
@@ -279,7 +279,9 @@ class CachedDecoder:
         head = self.token_weights.head if self.token_weights is not None else None
         params = self.params if head is None else {"head": {"w": head}}
         own = decoder.logits(self.cfg, params, x, self.ctx)
-        return known_logits(self.cfg, collectives.all_gather_invariant(own, self.ctx.axes("vocab"), 2), self.vocabulary)
+        return known_logits(
+            self.cfg, collectives.all_gather_invariant(own, self.ctx.layout.axes("vocab"), 2), self.vocabulary
+        )
 
 
 def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: list[PyTree]) -> list[PyTree]:
@@ -291,11 +293,13 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
       groups: in the dtype of the computation.
       stacked: the same as they were given, before a cast, with all groups on a leading axis.
     """
-    layer, scheme = unstack(family.spec(cfg)[family.only_stack(cfg)[0]]), ctx.decode_weights
+    layer, scheme = unstack(family.spec(cfg)[family.only_stack(cfg)[0]]), ctx.ops.decode_weights
     assert scheme is not None
 
     def code(p: Param, value: jax.Array, exact: jax.Array) -> jax.Array | CodedWeight:
-        return CodedWeight.of(exact, p.in_axes, scheme, ctx.codes) if is_compressed(p) and not p.batch_axes else value
+        return (
+            CodedWeight.of(exact, p.in_axes, scheme, ctx.ops.codes) if is_compressed(p) and not p.batch_axes else value
+        )
 
     def one(i: int, block: PyTree, whole: PyTree) -> PyTree:
         return map_spec(code, layer, block, jax.tree.map(lambda a: a[i], whole))

@@ -103,7 +103,7 @@ class CachedPairs:
             for name, held in cache["own"].items()
         }
         logits = encoder_decoder.logits(self.cfg, self.params, x, self.ctx)[:, 0]
-        logits = collectives.all_gather_invariant(logits, self.ctx.axes("vocab"), 1)
+        logits = collectives.all_gather_invariant(logits, self.ctx.layout.axes("vocab"), 1)
         return known_logits(self.cfg, logits, self.vocabulary), cache | {"own": own}
 
 

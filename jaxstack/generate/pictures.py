@@ -84,7 +84,7 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
         for start in range(0, given.rows, ROWS):
             count = min(ROWS, given.rows - start)
             # The rows that fill the devices repeat the first one.
-            index = start + np.append(np.arange(count), np.zeros(-count % ctx.replicas, int))
+            index = start + np.append(np.arange(count), np.zeros(-count % ctx.layout.replicas, int))
             own = jax.tree.map(lambda a, index=index: a[index], given)
             shape = (size.num_patches, size.patch_values)
             draws = (np.random.default_rng([seed, start + i, _STREAM]) for i in range(index.size))

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.generate.decode import BUCKET
+from jaxstack.generate.prompts import BUCKET
 
 
 @dataclass(frozen=True, eq=False)

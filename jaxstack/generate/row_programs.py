@@ -88,10 +88,10 @@ class RowPrograms:
                 "slot": jnp.int32(0),
             }, ()
 
-        rows = np.zeros(self.engine.ctx.replicas * self.rows, np.int32)
-        state, mesh = self._call("empty", work, (self.engine.specs.rows,), (), rows)[0], self.engine.ctx.mesh
+        rows = np.zeros(self.engine.ctx.layout.replicas * self.rows, np.int32)
+        state, mesh = self._call("empty", work, (self.engine.specs.rows,), (), rows)[0], self.engine.ctx.layout.mesh
         if isinstance(mesh, jax.sharding.Mesh) and mesh.size == 1:  # so that no program is compiled twice
-            state = jax.device_put(state, self.engine.ctx.sharding(PartitionSpec()))
+            state = jax.device_put(state, self.engine.ctx.layout.sharding(PartitionSpec()))
         return state
 
     def resize(self, state: PyTree) -> PyTree:
@@ -196,7 +196,7 @@ class RowPrograms:
             count, wait, scored = how
             state = state | {"done": state["done"] | ~alive}
             model = self._model(params, copies, state["first"])
-            if self.engine.ctx.pipeline is not None:
+            if self.engine.ctx.layout.pipeline is not None:
                 return self._extend_in_turn(model, state, how)
             begun, rows_that = state["index"], self._rows_that
 
@@ -232,7 +232,7 @@ class RowPrograms:
         When a text ends and another one waits, all groups get the token that any of them has begun.
         """
         count, wait, scored = how
-        begun, axes = state["index"], self.engine.ctx.axes("batch")
+        begun, axes = state["index"], self.engine.ctx.layout.axes("batch")
         names = ("index", "limit", "last", "done", "used", "seed", "marks", "sample", "added")
 
         def add(state: PyTree, logits: jax.Array, visit: Visit, passes: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -265,7 +265,7 @@ class RowPrograms:
 
     def _rows_that(self, condition: jax.Array) -> jax.Array:
         """Returns the number of rows of all devices for which a condition holds."""
-        return collectives.all_reduce(condition.sum(), self.engine.ctx.axes("batch"))
+        return collectives.all_reduce(condition.sum(), self.engine.ctx.layout.axes("batch"))
 
     def _nothing_added(self, state: PyTree) -> PyTree:
         """Returns room for the tokens of a call and their log-probabilities."""

@@ -75,7 +75,7 @@ class RowSampler:
         """
 
         model = self.model
-        if isinstance(model, CachedDecoder) and model.ctx.pipeline is not None:
+        if isinstance(model, CachedDecoder) and model.ctx.layout.pipeline is not None:
             return self._extend_in_turn(model, state, slot, until)
 
         def step(state: PyTree) -> PyTree:
@@ -111,11 +111,13 @@ class RowSampler:
 
     def load(self, state: PyTree) -> PyTree:
         """Returns the load of all rows of all devices."""
-        return jax.tree.map(lambda a: collectives.all_reduce(a, self.model.ctx.axes("batch")), state["load"])
+        return jax.tree.map(lambda a: collectives.all_reduce(a, self.model.ctx.layout.axes("batch")), state["load"])
 
     def _with_going(self, state: PyTree) -> PyTree:
         """Returns the state with `going`, which follows from `done`."""
-        return state | {"going": collectives.all_reduce((~state["done"]).sum(), self.model.ctx.axes("batch")) > 0}
+        return state | {
+            "going": collectives.all_reduce((~state["done"]).sum(), self.model.ctx.layout.axes("batch")) > 0
+        }
 
     def _add(self, i: jax.Array | int, logits: jax.Array, state: PyTree) -> PyTree:
         """Returns the state with token `i` of each row, but for `going`."""

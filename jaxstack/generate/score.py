@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.generate import decode
-from jaxstack.generate.decode import Rows
+from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
 from jaxstack.models import decoder, family
@@ -114,7 +114,7 @@ class Scorer:
 
     def _calls(self, texts: Rows, rows: int) -> Iterator[tuple[np.ndarray, list[int]]]:
         """Yields the tokens of each call with their padding [B, S + 1], and the indices of its texts."""
-        size = -(-rows // self.ctx.replicas) * self.ctx.replicas
+        size = -(-rows // self.ctx.layout.replicas) * self.ctx.layout.replicas
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
         for slots, group in itertools.groupby(order, lambda i: self.slots(len(texts[i]) - 1)):
             own = [*group]
@@ -128,7 +128,7 @@ class Scorer:
     def slots(self, tokens: int) -> int:
         """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
-        slots = decode.power_of_buckets(tokens)
+        slots = power_of_buckets(tokens)
         return slots if table is None else min(slots, table)
 
     def check(self, texts: Rows) -> None:
@@ -137,7 +137,7 @@ class Scorer:
         Raises:
           ConfigError: see `scores`.
         """
-        decode.check_rows(texts, self.cfg.vocab)
+        check_rows(texts, self.cfg.vocab)
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
         longest = max(map(len, texts)) - 1  # the last token is not read
         if min(map(len, texts)) < 2:
@@ -151,10 +151,10 @@ class Scorer:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the logits of the token after each token [B, S], float32 [B, S, V]."""
         count, length = tokens.shape
-        slots = -(-length // decode.BUCKET) * decode.BUCKET
+        slots = -(-length // BUCKET) * BUCKET
         if self.cfg.positions == "learned":
             slots = min(slots, self.cfg.max_positions or slots)
-        padded = np.pad(tokens, ((0, -count % self.ctx.replicas), (0, slots - length))).astype(np.int32)
+        padded = np.pad(tokens, ((0, -count % self.ctx.layout.replicas), (0, slots - length))).astype(np.int32)
         found = np.asarray(jax.device_get(self._logits(self.params, padded)))[:count, :length]
         return found[..., : self.cfg.vocab]  # without padding
 
@@ -176,7 +176,7 @@ class Scorer:
             hidden = self.hidden_states(values, tokens)
             return decoder.log_probs(self.cfg, values, hidden, targets, self.ctx)
 
-        return self._compiled(work, 2, self.ctx.batch if self.ctx.mesh else None)
+        return self._compiled(work, 2, self.ctx.layout.batch if self.ctx.layout.mesh else None)
 
     def _program_with(self, alternatives: int, vocabulary: int) -> Callable[..., PyTree]:
         """Returns the program of `logprobs`, whose result [B, S, 1 + 2K] is that of `_with_likeliest`."""
@@ -186,7 +186,7 @@ class Scorer:
             def work(values: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
                 return self._with_likeliest(values, self.hidden_states(values, tokens), targets, *key)
 
-            results = self.ctx.batch if self.ctx.mesh else None
+            results = self.ctx.layout.batch if self.ctx.layout.mesh else None
             self.programs_with_alternatives[key] = self._compiled(work, 2, results)
         return self.programs_with_alternatives[key]
 
@@ -200,7 +200,7 @@ class Scorer:
         """
         assert vocabulary <= 2**24
         cfg, ctx = self.cfg, self.ctx
-        axes, head = ctx.axes("vocab"), decoder.head(cfg, values, ctx)  # [D, V/n]
+        axes, head = ctx.layout.axes("vocab"), decoder.head(cfg, values, ctx)  # [D, V/n]
         hidden, head = collectives.match_varying(hidden, head)
         V = head.shape[1]
         options = cfg.logit_softcap, axes, None if V * collectives.count(axes) == cfg.vocab else cfg.vocab
@@ -217,7 +217,7 @@ class Scorer:
             log_probs = lse.log_probs(values)
             return jnp.float32(0), jnp.concatenate([-nll[..., None], log_probs, likeliest.astype(jnp.float32)], 2)
 
-        return scan_chunks(ctx.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]
+        return scan_chunks(ctx.ops.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]
 
     @cached_property
     def _logits(self) -> Callable[..., PyTree]:
@@ -226,14 +226,18 @@ class Scorer:
         def work(values: Params, tokens: jax.Array) -> jax.Array:
             return decoder.logits(self.cfg, values, self.hidden_states(values, tokens), ctx)
 
-        return self._compiled(work, 1, PartitionSpec(*ctx.batch, None, ctx.axes("vocab") or None) if ctx.mesh else None)
+        return self._compiled(
+            work,
+            1,
+            PartitionSpec(*ctx.layout.batch, None, ctx.layout.axes("vocab") or None) if ctx.layout.mesh else None,
+        )
 
     def _compiled(
         self, work: Callable[..., PyTree], arrays: int, results: PartitionSpec | None
     ) -> Callable[..., PyTree]:
         """Compiles `work(params, *arrays)`, the work of one device on its rows."""
         ctx = self.ctx
-        if ctx.mesh is None or ctx.mesh.size == 1:
+        if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
             return jax.jit(work)
-        where = ctx.parameters(family.spec(self.cfg)), *[ctx.batch] * arrays
-        return jax.jit(ctx.local(work, where, results))
+        where = ctx.layout.parameters(family.spec(self.cfg)), *[ctx.layout.batch] * arrays
+        return jax.jit(ctx.layout.local(work, where, results))

@@ -19,6 +19,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import decode, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.generate.row_sampler import is_stop
 from jaxstack.generate.stream import CARRIED, Engine, compile_program
 from jaxstack.sharding import collectives
@@ -96,22 +97,22 @@ class Speculation:
         Args:
           prompt: its token ids.
           sample: how tokens are chosen; without beams and repetition penalty.
-          mark: what seeds its samples, from `decode.row_seeds`. `None` means that of the prompt alone.
+          mark: what seeds its samples, from `prompts.row_seeds`. `None` means that of the prompt alone.
           stop: tokens that end the text.
           seed: of sampling.
           at_once: whether all tokens come at once.
 
         Raises:
-          ConfigError: see `decode.check_prompts`; or the text would exceed the draft's learned positions.
+          ConfigError: see `prompts.check_prompts`; or the text would exceed the draft's learned positions.
         """
         check(sample)
         for engine in (self.engine, self.draft):
-            decode.check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
+            check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
         if not sample.tokens:
             return
-        replicas = self.engine.ctx.replicas
-        tokens, first = (np.repeat(a, replicas, 0) for a in decode.align_rows([prompt]))
-        marks = decode.row_seeds([prompt]) if mark is None else mark[None]
+        replicas = self.engine.ctx.layout.replicas
+        tokens, first = (np.repeat(a, replicas, 0) for a in align_rows([prompt]))
+        marks = row_seeds([prompt]) if mark is None else mark[None]
         rows = first, np.repeat(marks, replicas, 0), np.uint32(seed)
         how = replace(sample, prompts=None, rows=None), tuple(stop), tokens.shape[1]
         state, results = self._call("start", self._start, how, rows, tokens)
@@ -124,13 +125,13 @@ class Speculation:
             yield found
 
     def stream_rows(
-        self, prompts: decode.Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
-    ) -> Iterator[decode.Rows]:
+        self, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
+    ) -> Iterator[Rows]:
         """Yields the tokens that are added to each prompt, one text after the other; see `stream`."""
-        for i, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+        for i, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
             shown = 0
             for found in self.stream(prompt, sample, mark=mark, stop=stop, seed=seed, at_once=at_once):
-                parts: decode.Rows = [[] for _ in prompts]
+                parts: Rows = [[] for _ in prompts]
                 parts[i] = found.added[0, shown : found.count[0]].tolist()
                 shown = int(found.count[0])
                 yield parts
@@ -192,7 +193,7 @@ class Speculation:
             }
             return collectives.match_varying_tree(next_state, state)
 
-        axes = model.ctx.axes("batch")
+        axes = model.ctx.layout.axes("batch")
 
         def more(state: PyTree) -> jax.Array:
             return collectives.all_reduce((~state["done"] & (state["rounds"] < until)).sum(), axes) > 0
@@ -223,10 +224,11 @@ class Speculation:
                     for one, values, made in ((engine, params, copies), (draft, of_draft, its_copies))
                 ]  # fmt: skip
                 state = work(models, how, decode.row_keys(seed, marks)[0], *others)
-                axes = engine.ctx.axes("batch")
+                axes = engine.ctx.layout.axes("batch")
                 going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
                 counts = [
-                    collectives.all_reduce(state[name], axes) // engine.ctx.replicas for name in ("rounds", "accepted")
+                    collectives.all_reduce(state[name], axes) // engine.ctx.layout.replicas
+                    for name in ("rounds", "accepted")
                 ]
                 return state, Found(state["added"], state["count"], going, *counts)
 

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import decode
-from jaxstack.generate.decode import GenerateOptions, Rows
+from jaxstack.generate.decode import GenerateOptions
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
 from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models import family
 from jaxstack.models.context import Context
@@ -84,7 +85,7 @@ class Engine:
         """
         cfg, ctx = decode.dropless(cfg), (options.get("ctx") or Context()).whole_sequences()
         engine = cls(cfg, ctx, options.get("gate"), options.get("vocabulary") or cfg.vocab, params)
-        if ctx.dtype == jnp.float32 and (ctx.decode == "scan" or ctx.pipeline is not None):
+        if ctx.dtype == jnp.float32 and (ctx.ops.decode == "scan" or ctx.layout.pipeline is not None):
             return engine  # the parameters are used as they are
 
         def prepare(params: Params, first: jax.Array) -> tuple[PyTree, PyTree]:
@@ -92,15 +93,15 @@ class Engine:
             return model.token_weights, model.params
 
         program = compile_program(ctx, prepare, (engine.specs.params, engine.specs.rows), engine.specs.params)
-        copies, cast = program(params, np.zeros(ctx.replicas, np.int32))
+        copies, cast = program(params, np.zeros(ctx.layout.replicas, np.int32))
         return replace(engine, params=cast, token_weights=copies)
 
     @property
     def specs(self) -> "Specs":
         """How the parameters and the rows of a batch are sharded."""
-        if self.ctx.mesh is None:
+        if self.ctx.layout.mesh is None:
             return Specs(PartitionSpec(), PartitionSpec())
-        return Specs(self.ctx.parameters(family.spec(self.cfg)), self.ctx.batch)
+        return Specs(self.ctx.layout.parameters(family.spec(self.cfg)), self.ctx.layout.batch)
 
     def stream(
         self, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int] = (), seed: int = 0, at_once: bool = False
@@ -116,10 +117,10 @@ class Engine:
           at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
 
         Raises:
-          ConfigError: see `decode.check_prompts`.
+          ConfigError: see `prompts.check_prompts`.
         """
         assert sample.beams == 1
-        decode.check_prompts(self.cfg, prompts, sample.tokens, self.vocabulary)
+        check_prompts(self.cfg, prompts, sample.tokens, self.vocabulary)
         if not sample.tokens:
             return
         if sample.rows is not None and len(prompts) > sample.rows:
@@ -128,8 +129,8 @@ class Engine:
             yield from continue_in_turn(self, prompts, sample, stop=stop, seed=seed, at_once=at_once)
             return
         filled = decode.fill_rows(prompts, self.ctx)
-        tokens, first = decode.align_rows(filled)
-        rows = first, decode.row_seeds(filled), np.uint32(seed)
+        tokens, first = align_rows(filled)
+        rows = first, row_seeds(filled), np.uint32(seed)
         work = Programs(self, tokens.shape[1] + sample.tokens, replace(sample, prompts=None, rows=None), tuple(stop))
         state, results = work.start(rows, tokens)
         shown, before = 0, 0
@@ -278,10 +279,10 @@ def compile_program(
       donated: index of the argument whose memory the state may take.
     """
     donate = () if donated is None else (donated,)
-    options = select_decode_options(ctx.platform or jax.default_backend())
-    if ctx.mesh is None or ctx.mesh.size == 1:
+    options = select_decode_options(ctx.ops.platform or jax.default_backend())
+    if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
         return jax.jit(work, donate_argnums=donate, compiler_options=options)
-    mesh = ctx.mesh
+    mesh = ctx.layout.mesh
     compiled: list[Program] = []
 
     def local(*arguments: PyTree) -> tuple[PyTree, PyTree]:
@@ -310,8 +311,8 @@ def compile_program(
             jax.tree.map(lambda a: a.sharding.spec, x) if spec is CARRIED else spec
             for x, spec in zip(arguments, in_specs, strict=True)
         )
-        jax.eval_shape(ctx.local(probe, where, results), *arguments)
-        whole = ctx.local(pack, where, (found[0], results))
+        jax.eval_shape(ctx.layout.local(probe, where, results), *arguments)
+        whole = ctx.layout.local(pack, where, (found[0], results))
         return jax.jit(whole, donate_argnums=donate, compiler_options=options)
 
     def run(*arguments: PyTree) -> tuple[PyTree, PyTree]:

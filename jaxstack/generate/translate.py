@@ -14,8 +14,8 @@ from jaxstack.data import Tokenizer
 from jaxstack.data.pairs import domains_of_languages
 from jaxstack.data.seq2seq import SpecialIds, ids_of, language_tokens
 from jaxstack.generate import beam_search, decode
-from jaxstack.generate.decode import Rows
 from jaxstack.generate.pair_cache import CachedPairs
+from jaxstack.generate.prompts import Rows, align_rows, check_rows, row_seeds
 from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models.context import Context
 
@@ -66,12 +66,12 @@ def make_translate(
     compiled = decode.jit_on_mesh(work, cfg, ctx, parts=3)
 
     def run(params: PyTree, inputs: Rows, seed: int) -> Rows:
-        decode.check_rows(inputs, ids)
+        check_rows(inputs, ids)
         if not sample.tokens:
             return [[] for _ in inputs]
-        filled = decode.pad_rows(inputs, ctx.replicas)
-        tokens, first = decode.align_rows(filled)
-        added, lengths = jax.device_get(compiled(params, tokens, first, decode.row_seeds(filled), np.uint32(seed)))
+        filled = decode.pad_rows(inputs, ctx.layout.replicas)
+        tokens, first = align_rows(filled)
+        added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
         return [row[:length].tolist() for _, row, length in zip(inputs, added, lengths, strict=False)]
 
     return run

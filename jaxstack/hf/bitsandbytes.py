@@ -36,7 +36,6 @@ def to_json(codes: Codes, linear: Iterable[str], dtype: str) -> JsonObject:
     """Returns the `quantization_config` of a folder.
 
     Args:
-      codes: the quantised matrices.
       linear: names of all tensors that are weights of linear layers.
       dtype: dtype of what is not quantised, in which transformers computes.
     """
@@ -90,10 +89,6 @@ def _small(name: str, codes: np.ndarray, scales: np.ndarray, dtype: str) -> dict
 
 def check(where: str, values: Any) -> None:
     """Checks a `quantization_config` of this method.
-
-    Args:
-      where: the name of the file, for errors.
-      values: the value of the key.
 
     Raises:
       ConfigError: a key or value that would change the result and is not supported.
@@ -175,7 +170,8 @@ class Nf4Files:
                 raise ConfigError(
                     f"{stored} has parts of the quantised matrix {name}, but not {part}. Fetch or save it again."
                 )
-        shape, block = state["shape"], state["blocksize"]
+        shape = state["shape"]
+        block = state["blocksize"]
         if shape[1] % block:
             raise ConfigError(
                 f"{stored}: {name} of shape {shape} has blocks of {block} numbers, which go over rows. Use a blocksize "
@@ -199,7 +195,8 @@ class Nf4Files:
         """Returns a part of a tensor; of a quantised matrix its values, float32."""
         if name not in self._states:
             return self._files.read(name, index)
-        shape, block = self.infos[name].shape, self._states[name]["blocksize"]
+        shape = self.infos[name].shape
+        block = self._states[name]["blocksize"]
         index += (slice(None),) * (2 - len(index))
         rows, cols = (slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
         width = shape[1] // 2  # bytes of a row
@@ -211,7 +208,8 @@ class Nf4Files:
 
     def _scales(self, name: str) -> np.ndarray:
         """Returns the scales of a matrix, float32."""
-        found, state = self._whole(f"{name}.absmax"), self._states[name]
+        found = self._whole(f"{name}.absmax")
+        state = self._states[name]
         if "nested_blocksize" not in state:
             return found.astype(np.float32)
         factors = np.repeat(self._whole(f"{name}.nested_absmax"), state["nested_blocksize"])[: found.size]

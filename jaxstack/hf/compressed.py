@@ -17,7 +17,8 @@ from jaxstack.config.scheme import Scheme
 from jaxstack.hf.configs import JsonObject, Keys
 from jaxstack.hf.safetensors import TensorFiles, TensorInfo
 
-KEY, METHOD = "quantization_config", "compressed-tensors"
+KEY = "quantization_config"
+METHOD = "compressed-tensors"
 FORMATS = {
     "pack-quantized": {("int", 4): "I32", ("int", 8): "I32"},
     "int-quantized": {("int", 8): "I8"},
@@ -48,8 +49,6 @@ def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str]) -> JsonObject:
     """Returns the `quantization_config` of a folder.
 
     Args:
-      scheme: their format.
-      codes: the quantised matrices.
       linear: names of all tensors that are weights of linear layers.
     """
     sizes: dict[int | None, set[str]] = {}
@@ -82,7 +81,8 @@ def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str]) -> JsonObject:
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Returns codes [O, I] as int32 [O, I * bits / 32], with zeros in the bits that are left."""
-    per, low = 32 // bits, 1 << (bits - 1)
+    per = 32 // bits
+    low = 1 << (bits - 1)
     assert -low <= codes.min(initial=0) <= codes.max(initial=0) < low, f"codes exceed {bits} bits"
     shifted = np.pad(codes.astype(np.int32) + low, ((0, 0), (0, -codes.shape[1] % per)))
     words = shifted.astype(np.uint32).reshape(len(codes), -1, per) << (bits * np.arange(per, dtype=np.uint32))
@@ -114,7 +114,6 @@ def to_tensors(
       name: name of the matrix, which ends with `weight`.
       codes: [O, I], int8 or float8_e4m3fn.
       scales: [O, G].
-      scheme: the format.
       dtype: dtype in which scales are stored.
     """
     scale = {f"{name}_scale": np.ascontiguousarray(scales.astype(dtype))}
@@ -126,10 +125,6 @@ def to_tensors(
 
 def read_schemes(where: str, values: Any) -> dict[Scheme, bool]:
     """Returns the formats that a `quantization_config` lists, each with whether its matrices need zero points.
-
-    Args:
-      where: the name of the file, for errors.
-      values: the value of the key.
 
     Raises:
       ConfigError: another method, or a key or value that would change the result and is not supported.
@@ -147,7 +142,8 @@ def read_schemes(where: str, values: Any) -> dict[Scheme, bool]:
         keys.expect(key, None)
     keys.expect("transform_config", None, {})
     keys.expect("sparsity_config", None, {}, {"format": "dense"})
-    name, groups = keys.take("format"), keys.take("config_groups")
+    name = keys.take("format")
+    groups = keys.take("config_groups")
     keys.require_empty()
     if not isinstance(groups, dict) or not groups:
         raise keys.error("config_groups", groups, "List at least one group of matrices")
@@ -162,7 +158,6 @@ def _read_scheme(keys: Keys, default: Any) -> tuple[Scheme, bool]:
     """Returns the format of one group of matrices, and whether it is asymmetric.
 
     Args:
-      keys: the group.
       default: name of the folder's format, which a group may override.
     """
     keys.drop({"targets"})
@@ -172,7 +167,8 @@ def _read_scheme(keys: Keys, default: Any) -> tuple[Scheme, bool]:
     weights = Keys(f"{keys.where}: weights", keys.take("weights"))
     keys.require_empty()
     weights.drop(_CALIBRATION)
-    kind, bits = weights.take("type", "int"), weights.take("num_bits")
+    kind = weights.take("type", "int")
+    bits = weights.take("num_bits")
     if name not in FORMATS or (kind, bits) not in FORMATS[name]:
         allowed = [f"{n} with {b} bits of {k}" for n, row in FORMATS.items() for k, b in row if n != "naive-quantized"]
         raise weights.error("num_bits", bits, f"In {name} of type {kind} it cannot be read. Use {', '.join(allowed)}")
@@ -227,7 +223,8 @@ class QuantizedFiles:
     """
 
     def __init__(self, files: TensorFiles, schemes: dict[Scheme, bool]) -> None:
-        self._files, self.schemes = files, schemes
+        self._files = files
+        self.schemes = schemes
         self._scheme: dict[str, Scheme] = {}
         self.infos = {name: info for name, info in files.infos.items() if not name.endswith(PARTS)}
         for part in files.infos:
@@ -253,7 +250,8 @@ class QuantizedFiles:
                     f"{self._files.folder} has parts of the quantised matrix {name}, but not {part}. Fetch or save it "
                     f"again."
                 )
-        codes, scale = held[stored], held[f"{name}_scale"]
+        codes = held[stored]
+        scale = held[f"{name}_scale"]
         if f"{name}_g_idx" in held:
             raise ConfigError(
                 f"{codes.file}: {name}_g_idx assigns inputs to groups in another order, which is not supported. "
@@ -281,7 +279,8 @@ class QuantizedFiles:
         """Returns a part of a tensor; of a quantised matrix its values, float32."""
         if name not in self._scheme:
             return self._files.read(name, index)
-        shape, scheme = self.infos[name].shape, self._scheme[name]
+        shape = self.infos[name].shape
+        scheme = self._scheme[name]
         index += (slice(None),) * (2 - len(index))
         rows, cols = (slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
         values = self._codes(name, rows, cols).astype(np.float32)
@@ -307,7 +306,8 @@ class QuantizedFiles:
 
     def _zero_points(self, name: str, rows: slice, groups: slice) -> np.ndarray:
         """Returns the codes of zero of some outputs and groups, float32."""
-        zeros, bits = f"{name}_zero_point", self._scheme[name].bits
+        zeros = f"{name}_zero_point"
+        bits = self._scheme[name].bits
         if self._files.infos[zeros].dtype != "I32":
             return self._files.read(zeros, (rows, groups)).astype(np.float32)
         per = 32 // bits

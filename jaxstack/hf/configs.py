@@ -75,10 +75,6 @@ NO_IDS = SpecialIds()
 def from_json(where: str, values: object) -> Description:
     """Returns the model that a `config.json` describes.
 
-    Args:
-      where: the name of the file, for errors.
-      values: its content.
-
     Raises:
       ConfigError: an unknown family, or a key or value that jaxstack's model does not support.
     """
@@ -89,7 +85,8 @@ def from_json(where: str, values: object) -> Description:
     family = FAMILIES[name]
     keys.rename(family.aliases)
     labels = _labels(keys, family)
-    ignored = {key: value for key in sorted(TRAINING) if (value := keys.take(key, None))}
+    training = {key: keys.take(key, None) for key in sorted(TRAINING)}
+    ignored = {key: value for key, value in training.items() if value}
     _drop_without_effect(keys, family)
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
@@ -144,7 +141,7 @@ def _drop_without_effect(keys: Keys, family: Family) -> None:
 
 
 _POOLING = {"cls": "first", "mean": "mean"}
-"""The values of ModernBERT's `classifier_pooling`, and those of `ModelConfig.label_pooling`."""
+"""Maps the values of ModernBERT's `classifier_pooling` to values of `ModelConfig.label_pooling`."""
 
 
 def _labels(keys: Keys, family: Family) -> JsonObject:
@@ -153,8 +150,10 @@ def _labels(keys: Keys, family: Family) -> JsonObject:
     For models of another class there is nothing. Their classes classify a sequence by its first token, or in ModernBERT
     by the mean of all tokens.
     """
-    classes, names = keys.take("architectures", None) or [], keys.take("id2label", None)
-    kind, pooling = keys.take("problem_type", None), keys.take("classifier_pooling", "cls")
+    classes = keys.take("architectures", None) or []
+    names = keys.take("id2label", None)
+    kind = keys.take("problem_type", None)
+    pooling = keys.take("classifier_pooling", "cls")
     if not isinstance(classes, list):
         raise keys.error("architectures", classes, "Give a list of names")
     each = next((each for each, name in family.classifiers.items() if name in classes), None)
@@ -203,7 +202,8 @@ def _rope(keys: Keys, family: Family) -> dict[str, Any]:
 
     Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`.
     """
-    written = {key: value for key in ("rope_parameters", "rope_scaling") if (value := keys.take(key, None)) is not None}
+    both = {key: keys.take(key, None) for key in ("rope_parameters", "rope_scaling")}
+    written = {key: value for key, value in both.items() if value is not None}
     if len(written) > 1:
         raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling. Remove one.")
     name, values = next(iter(written.items()), ("rope_parameters", {}))
@@ -302,12 +302,10 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     """Returns the `config.json` of a model as one of a family. Fields without a key are lost (see `family_of`).
 
     Args:
-      name: the name of the family.
-      model: the model.
       seq_len: the sequence length of training, for a model without `max_positions`. 0 means that there is none.
-      ids: tokens with a meaning.
     """
-    family, dense_width = FAMILIES[name], model.ff_width
+    family = FAMILIES[name]
+    dense_width = model.ff_width
     model = replace(_plain(model), max_positions=model.max_positions or seq_len or None)
     ours = flat(model)
     if "moe.d_ff" in family.fields.values():  # `d_ff` is then the width of dense layers, although there are none
@@ -380,8 +378,7 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     """Returns the family that can express all of a model: its `config.json`, read back, gives the model again.
 
     Args:
-      model: the model.
-      preferred: the family to take if several can express the model, such as that of the file it was imported from.
+      preferred: the family to take if several can express the model, such as the family of the imported file.
 
     Raises:
       ConfigError: there is no such family. The message names the nearest one and the differences.
@@ -408,7 +405,8 @@ def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
 
     Each entry reads `model.x=1, not 2`. A field that is left to its default equals the same value given explicitly.
     """
-    before, now = run_dir.shaping(_plain(there)), run_dir.shaping(_plain(here))
+    before = run_dir.shaping(_plain(there))
+    now = run_dir.shaping(_plain(here))
     keys = [key for key in now if now[key] != before[key]]
     if now["model.positions"] == "rope":  # the number of positions does not change any parameter
         keys = [key for key in keys if key != "model.max_positions"]
@@ -418,7 +416,8 @@ def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
 def _plain(model: ModelConfig) -> ModelConfig:
     """Returns the same model with derived values made explicit, and fields that it does not read at their defaults."""
     scale = None if model.attention_scale == model.head_width**-0.5 else model.attention_scale
-    moe, rope = model.moe, model.positions == "rope"
+    moe = model.moe
+    rope = model.positions == "rope"
     return replace(
         model,
         num_kv_heads=model.kv_heads,

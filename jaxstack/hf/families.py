@@ -17,9 +17,10 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Maps their names of activations to those of `ModelConfig.activation`."""
+"""Maps their names of activations to values of `ModelConfig.activation`."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 """The values of `layer_types`."""
 
 
@@ -45,15 +46,15 @@ class Family:
         families have an activation under `hidden_act` too, which their model does not read.
       dropout_keys: keys that receive `ModelConfig.dropout` on export.
       zero_keys: keys of dropouts that jaxstack does not have, 0 on export.
-      head_activation: the activation of the head, which must be that of the MLP. `None` means that there is none, or
-        that it has no key of its own.
+      head_activation: the activation of the head, which must equal the activation of the MLP. `None` means that there
+        is none, or that it has no key of its own.
       local_attention: whether layers with a window have a base of RoPE of their own, in the keys of ModernBERT.
       ignored: more keys that do not affect the logits, whatever their values.
       harmless: keys that the class does not read, each with the values that files of the family have.
       repeats: keys that repeat another key of the file, by the name of the other key.
       aliases: other names of keys.
       classifiers: for an encoder, their classes by `ModelConfig.label_each`.
-      pairs: for an encoder, their class with a head for the task `next` on sentences beside that of hidden tokens.
+      pairs: for an encoder, their class with two heads: for the task `next` on sentences, and for hidden tokens.
       gated_names: whether the value of the key `activation` also says that the MLP is gated, as in T5.
       scales_head: whether `scale_decoder_outputs` says that what the head reads is divided by the root of the width.
       exported: keys without a field that an export has, and their values.
@@ -337,7 +338,7 @@ FAMILIES = {
         "RobertaForMaskedLM",
         _BERT,
         fixed=_ENCODER | _POST_NORM | {"first_position": 2},
-        required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind that of padding
+        required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind the padding id
         defaults=_BERT_DEFAULTS,
         head_activation="gelu",
         rope=False,
@@ -432,7 +433,9 @@ TRAINING = {
 def gated_activation(name: Any) -> tuple[Any, bool]:
     """Returns the activation and whether the MLP is gated, by T5's name of both. Its gated GELU is an approximation."""
     gated = isinstance(name, str) and name.startswith("gated-")
-    return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-") if gated else name, gated
+    if name == "gated-gelu":
+        return "gelu_new", True
+    return (name.removeprefix("gated-") if gated else name), gated
 
 
 def gated_name(activation: str) -> str:

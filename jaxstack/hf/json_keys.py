@@ -13,7 +13,8 @@ class Keys:
     def __init__(self, where: str, values: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"{where} is not a JSON object. Give the model's own config.json.")
-        self.where, self._left = where, dict(values)
+        self.where = where
+        self._left = dict(values)
 
     def __contains__(self, key: str) -> bool:
         return key in self._left

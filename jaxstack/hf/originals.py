@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 from jaxstack.common import files, inputs
-from jaxstack.config import ConfigError, yaml_check
+from jaxstack.config import ConfigError
+from jaxstack.config.reading import yaml_check
 from jaxstack.data import chat
 from jaxstack.data.tokenizers import JsonObject
 from jaxstack.hf import compressed, configs
@@ -70,11 +71,10 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
     A run's own tokenizer, with its special token ids, replaces the original one.
 
     Args:
-      originals: folder with the files.
       tokenizer: of the run, as JSON of `to_json`, if it has saved one.
-      out: the exported folder, with its `config.json`.
     """
-    before, path = _read(originals / "config.json"), originals / "tokenizer.json"
+    before = _read(originals / "config.json")
+    path = originals / "tokenizer.json"
     same = path.is_file() and _read(path) == (tokenizer or {}).get("tokenizer")
     if same:
         template = out / _TEMPLATE
@@ -120,14 +120,16 @@ def _changed_keys(before: JsonObject, now: JsonObject) -> JsonObject | None:
     rendered = configs.to_json(original.family, original.model, 0)
     changed = {key: now[key] for key, value in rendered.items() if key not in SPECIAL_IDS and now[key] != value}
     if now["architectures"][0] not in before.get("architectures", []):
-        changed["architectures"] = now["architectures"]  # such as that of a model without a head
+        changed["architectures"] = now["architectures"]  # such as the class of a model without a head
     names = [key for key in ("torch_dtype", "dtype") if key in before]
     return changed | {key: now["torch_dtype"] for key in names if before[key] != now["torch_dtype"]}
 
 
 def _with_values(text: str, values: JsonObject) -> str:
     """Returns the text of a JSON object with other values of some keys; everything else stays as it is written."""
-    decoder, pieces, at = json.JSONDecoder(), [], 0
+    decoder = json.JSONDecoder()
+    pieces = []
+    at = 0
     place = text.index("{") + 1
     left = dict(values)
     while True:

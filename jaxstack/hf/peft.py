@@ -27,7 +27,8 @@ from jaxstack.models import lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -75,12 +76,14 @@ class _Matrix:
     @property
     def sizes(self) -> tuple[int, int]:
         """Returns the numbers of inputs and outputs."""
-        lead, outputs = self.p.batch_axes, self.p.batch_axes + self.p.in_axes
+        lead = self.p.batch_axes
+        outputs = self.p.batch_axes + self.p.in_axes
         return math.prod(self.p.shape[lead:outputs]), math.prod(self.p.shape[outputs:])
 
 
 def _matrices(family: str, model: ModelConfig) -> Iterator[_Matrix]:
-    spec, stacks = families.spec(model), families.of(model).stacks(model)
+    spec = families.spec(model)
+    stacks = families.of(model).stacks(model)
     declared = flat_spec(spec)
     for path, (name, layout) in weights.weight_map(family, spec).items():
         if path.split("/")[0] in stacks and declared[path].kind == "matrix":
@@ -94,16 +97,16 @@ def read_adapters(folder: Path, family: str, model: ModelConfig) -> Adapters:
     zeros, which stay zero in training, and another scale is multiplied into `lora_b_*`.
 
     Args:
-      folder: in PEFT's format.
       family: `model_type` of the base model.
-      model: the base model.
 
     Raises:
       ConfigError: not such a folder, a method other than LoRA, or tensors that do not fit the model.
     """
-    config, tensors = _read_config(folder / CONFIG), _read_tensors(folder)
+    config = _read_config(folder / CONFIG)
+    tensors = _read_tensors(folder)
     pairs: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, np.ndarray, float]] = {}
-    used, matrices = set(), list(_matrices(family, model))
+    used = set()
+    matrices = list(_matrices(family, model))
     for matrix in matrices:
         for at in np.ndindex(*matrix.p.shape[: matrix.p.batch_axes]):
             module = matrix.layout.name(matrix.module, at)
@@ -111,7 +114,8 @@ def read_adapters(folder: Path, family: str, model: ModelConfig) -> Adapters:
             if not tensors.keys() & set(names):
                 continue
             rank, alpha = (_by_pattern(config, module, *keys) for keys in (("rank", "r"), ("alpha", "lora_alpha")))
-            (inputs, outputs), parts = matrix.sizes, matrix.layout.parts
+            (inputs, outputs) = matrix.sizes
+            parts = matrix.layout.parts
             for name, shape in zip(names, ((rank, inputs), (parts * outputs, rank)), strict=True):
                 if name not in tensors or tensors[name].shape != shape:
                     found = list(tensors[name].shape) if name in tensors else "absent"
@@ -137,7 +141,8 @@ def _stack(
     matrices: list[_Matrix], pairs: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, np.ndarray, float]]
 ) -> Adapters:
     """Returns adapters of one rank and one scale, stacked over layers, from A, B and scale of each layer."""
-    rank, common = max(len(a) for a, _, _ in pairs.values()), next(iter(pairs.values()))[2]
+    rank = max(len(a) for a, _, _ in pairs.values())
+    common = next(iter(pairs.values()))[2]
     values: dict[str, np.ndarray] = {}
     for matrix in matrices:
         lead = matrix.p.shape[: matrix.p.batch_axes]
@@ -182,7 +187,8 @@ def _by_pattern(config: dict[str, Any], module: str, name: str, usual: str) -> A
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    library, path = safetensors.import_safetensors(), folder / WEIGHTS
+    library = safetensors.import_safetensors()
+    path = folder / WEIGHTS
     if not path.is_file():
         raise ConfigError(f"{folder} has no {WEIGHTS}. Save the adapters with PEFT's save_pretrained.")
     try:
@@ -193,24 +199,18 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def place(adapters: Adapters, model: ModelConfig, ctx: Context) -> PyTree:
-    """Returns adapters as parameters: sharded, and with layers in the order of the pipeline's stages.
-
-    Args:
-      adapters: of the model.
-      model: the base model.
-      ctx: the mesh, the sharding of parameters and the stages.
-    """
+    """Returns adapters as parameters: sharded, and with layers in the order of the pipeline's stages."""
     spec = families.spec(replace(model, lora=adapters.lora))
     spec, _ = params.partition(spec, spec)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    split = params.map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
+    split = params.map_spec(lambda p: one, spec) if ctx.layout.mesh is None else ctx.layout.parameters(spec)
 
     def put(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
         value = adapters.values[path_of(keys)]
-        if ctx.pipeline is not None:
-            layers = ctx.pipeline.stages.of(path_of(keys)).layer_of_slot
+        if ctx.layout.pipeline is not None:
+            layers = ctx.layout.pipeline.stages.of(path_of(keys)).layer_of_slot
             value = np.where((layers >= 0).reshape(-1, *[1] * (value.ndim - 1)), value[layers], np.float32(0))
-        sharding = where if ctx.mesh is None else ctx.sharding(where)
+        sharding = where if ctx.layout.mesh is None else ctx.layout.sharding(where)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     return jax.tree_util.tree_map_with_path(put, spec, split, is_leaf=lambda x: isinstance(x, Param))
@@ -222,17 +222,15 @@ def save_adapters(
     """Writes the adapters of a model to an empty folder.
 
     Args:
-      folder: the folder.
       family: `model_type` of the base model.
-      cfg: the model with its adapters.
       values: its parameters on the CPU, not sharded. Only the adapters are read.
-      dtype: dtype of the tensors.
       base: folder of the base model, if there is one.
 
     Raises:
       ConfigError: adapters of experts.
     """
-    leaves, modules = flatten(values), dict[tuple[str, tuple[int, int]], list[_Matrix]]()
+    leaves = flatten(values)
+    modules = dict[tuple[str, tuple[int, int]], list[_Matrix]]()
     for matrix in _matrices(family, cfg.base):
         if matrix.adapters[0] in leaves:
             modules.setdefault((matrix.module, matrix.layout.layers), []).append(matrix)
@@ -241,7 +239,8 @@ def save_adapters(
             f"the adapters of experts ({experts[0].format('N', 'M')}) have no place in PEFT's format, since "
             f"transformers joins the experts of a layer. Export the merged model, without --adapter."
         )
-    tensors, ranks = {}, dict[str, int]()
+    tensors = {}
+    ranks = dict[str, int]()
     for (module, _), matrices in modules.items():
         for layer in range(matrices[0].p.shape[0]):
             a, b = _join([tuple(np.asarray(leaves[path][layer]) for path in m.adapters) for m in matrices], matrices)
@@ -251,7 +250,8 @@ def save_adapters(
                 name = f"{_PREFIX}{place}.lora_{part}.weight"
                 tensors[name] = np.ascontiguousarray(tensor.astype(dtype))
     safetensors.save_file(tensors, folder / WEIGHTS)
-    own, scale = cfg.lora, cfg.lora.alpha / cfg.lora.rank
+    own = cfg.lora
+    scale = cfg.lora.alpha / cfg.lora.rank
     others = {_short(family, cfg, module): rank for module, rank in ranks.items() if rank != own.rank}
     config = {
         "peft_type": "LORA",
@@ -281,13 +281,15 @@ def _join(pairs: list[tuple[np.ndarray, ...]], matrices: list[_Matrix]) -> tuple
     Several matrices share A if their a are equal. Otherwise A has the rows of each, and B is zero where an output does
     not read a row.
     """
-    (inputs, outputs), parts = matrices[0].sizes, matrices[0].layout.parts
+    (inputs, outputs) = matrices[0].sizes
+    parts = matrices[0].layout.parts
     all_a = [a.reshape(inputs, -1).T for a, _ in pairs]
     rank = len(all_a[0])
     shared = len(pairs) == parts and all(np.array_equal(all_a[0], a) for a in all_a)
     b = np.zeros((parts * outputs, rank if shared else rank * len(pairs)), np.float32)
     for i, ((_, own), matrix) in enumerate(zip(pairs, matrices, strict=True)):
-        start, column = matrix.layout.part * outputs, 0 if shared else i * rank
+        start = matrix.layout.part * outputs
+        column = 0 if shared else i * rank
         b[start : start + outputs, column : column + rank] = own.reshape(rank, outputs).T
     return (all_a[0] if shared else np.concatenate(all_a)), b
 

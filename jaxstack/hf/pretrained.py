@@ -43,7 +43,7 @@ class PretrainedFolder:
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
       unknown_values: keys of `config.json` that jaxstack does not know, whose values are null, false or empty.
-      dtypes: the dtypes of its tensors, as safetensors spells them; of a quantised matrix that of its scales.
+      dtypes: the dtypes of its tensors, as safetensors spells them; for a quantised matrix, the dtype of its scales.
       formats: the formats of its quantised matrices, which are read as dense float32 parameters.
       inputs: `int8` if the matrices of layers are for inputs of 8 bits, which `train.quant=int8` computes with.
       adapters: adapters in PEFT's format that are merged into the parameters, or `None`.
@@ -159,31 +159,32 @@ class PretrainedFolder:
 
         Args:
           ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
-          pad_vocab_to: see `ModelConfig`.
         """
-        ctx, spec = ctx or Context(), families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
+        ctx = ctx or Context()
+        spec = families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        where = map_spec(lambda p: one, spec) if ctx.mesh is None else ctx.parameters(spec)
+        where = map_spec(lambda p: one, spec) if ctx.layout.mesh is None else ctx.layout.parameters(spec)
         names = weights.weight_map(self.family, self._spec)
 
         def fetch(name: str, index: tuple[slice, ...]) -> np.ndarray:
             return self._tensors.read(self._names[name], index)
 
         def place(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
-            sharding = where if ctx.mesh is None else ctx.sharding(where)
+            sharding = where if ctx.layout.mesh is None else ctx.layout.sharding(where)
             name = names[path_of(keys)]
-            layers = None if ctx.pipeline is None else ctx.pipeline.stages.of(path_of(keys)).layer_of_slot
+            layers = None if ctx.layout.pipeline is None else ctx.layout.pipeline.stages.of(path_of(keys)).layer_of_slot
 
             def read(index: tuple[slice, ...] | None) -> np.ndarray:
                 return weights.read_param(p, name, fetch, index, layers)
 
             return jax.make_array_from_callback(p.shape, sharding, read)
 
-        stored = pad_to_slots(spec, ctx.stages)
+        stored = pad_to_slots(spec, ctx.layout.stages)
         values = jax.tree_util.tree_map_with_path(place, stored, where, is_leaf=lambda x: isinstance(x, Param))
         if self.adapters is None:
             return values
-        adapters, cfg = peft.place(self.adapters, self.model, ctx), self.adapters.lora
+        adapters = peft.place(self.adapters, self.model, ctx)
+        cfg = self.adapters.lora
         shardings = jax.tree.map(lambda a: a.sharding, values)
         merge = jax.jit(lambda a, v: lora.merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
         return merge(adapters, values)
@@ -202,12 +203,10 @@ def save_pretrained(
     """Writes `config.json` and tensors that `transformers` can load into an empty folder, and returns the family.
 
     Args:
-      folder: the folder.
       cfg: the model, which one of the families must be able to express.
       values: its parameters on the CPU, not sharded.
       dtype: dtype of the tensors and of the scales, `float32` or `bfloat16`.
       seq_len: the sequence length of training, for a model without `max_positions`.
-      ids: tokens with a meaning.
       quantized: a format, and the codes and scales of matrices by the name of their tensor. They are stored in place
         of the matrices' values. `None` stores values only.
       preferred: the family to take if several can express the model.
@@ -215,8 +214,11 @@ def save_pretrained(
     Raises:
       ConfigError: no family has this model, or a quantised tensor is not the weight of a linear layer.
     """
-    family, spec = configs.family_of(cfg, preferred), families.spec(cfg)
-    declared, leaves, kind = flat_spec(spec), flatten(values), jnp.dtype(dtype)
+    family = configs.family_of(cfg, preferred)
+    spec = families.spec(cfg)
+    declared = flat_spec(spec)
+    leaves = flatten(values)
+    kind = jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
     tensors = weights.hf_tensors(family, spec)
     config = configs.to_json(family, cfg, seq_len, ids) | {"torch_dtype": dtype}

@@ -43,8 +43,6 @@ def to_json(scheme: Scheme, codes: Codes, linear: Iterable[str], dtype: str) -> 
     """Returns the `quantization_config` of a folder.
 
     Args:
-      scheme: the format.
-      codes: the quantised matrices.
       linear: names of all tensors that are weights of linear layers.
       dtype: dtype of what is not quantised.
     """
@@ -69,7 +67,6 @@ def to_tensors(
       name: name of the matrix, which ends with `weight`.
       codes: [O, I], in the dtype that `compress.quantize` gives to the format's codes.
       scales: [O, G].
-      scheme: the format.
       dtype: dtype of what is not quantised.
     """
     if scheme.kind == "normal":

@@ -20,10 +20,12 @@ import numpy as np
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES, FP8 = ("F32", "F16", "BF16"), "F8_E4M3"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = ("F32", "F16", "BF16")
+FP8 = "F8_E4M3"
 FILE_BYTES = 256e6
-"""The size of a written file, or that of the largest tensor if it is larger: the memory that writing needs."""
+"""The size of a written file, unless one tensor is larger. Writing needs memory for one file."""
 
 
 def import_safetensors() -> ModuleType:
@@ -76,8 +78,10 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._safetensors, self.folder = import_safetensors(), folder
-        self._stack, self._open = contextlib.ExitStack(), dict[Path, Any]()
+        self._safetensors = import_safetensors()
+        self.folder = folder
+        self._stack = contextlib.ExitStack()
+        self._open = dict[Path, Any]()
         self.infos: dict[str, TensorInfo] = {}
         with contextlib.ExitStack() as undo:
             undo.push(self._stack)
@@ -144,7 +148,8 @@ def _read_fp8(info: TensorInfo, name: str, index: tuple[slice, ...]) -> np.ndarr
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
     """Returns the files of a folder, each with the tensors that the index lists for it, or `None` without an index."""
-    single, index = folder / SINGLE, folder / INDEX
+    single = folder / SINGLE
+    index = folder / INDEX
     if single.exists() and index.exists():
         raise ConfigError(f"{folder} holds both {SINGLE} and {INDEX}. Remove one of them.")
     if single.exists():

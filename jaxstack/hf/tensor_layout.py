@@ -52,7 +52,8 @@ class TensorLayout:
         own = tuple(range(len(p.shape) - p.batch_axes))
         if p.kind == "vector":
             return (own,)
-        inputs, outputs = own[: p.in_axes], own[p.in_axes :]
+        inputs = own[: p.in_axes]
+        outputs = own[p.in_axes :]
         return (outputs, inputs) if self.transposed else (inputs, outputs)
 
     def shape(self, p: Param) -> tuple[int, ...]:
@@ -68,7 +69,6 @@ class TensorLayout:
         """Yields a part of the parameter in pieces, each with its index within the part.
 
         Args:
-          p: the declaration of the parameter.
           index: the part, without the dimensions of layers and experts.
           fetch: reads a part of the tensor.
         """
@@ -85,17 +85,20 @@ class TensorLayout:
 
     def _piece(self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]) -> np.ndarray:
         """Returns a contiguous piece of the parameter."""
-        own, axes = p.shape[p.batch_axes :], self._axes(p)
+        own = p.shape[p.batch_axes :]
+        axes = self._axes(p)
         where: list[slice] = []
         shape: list[int] = []
         inner: list[slice] = []
         for axis in axes:
-            first, rest = index[axis[0]], axis[1:]
+            first = index[axis[0]]
+            rest = axis[1:]
             size = prod(own[d] for d in rest)
             where.append(slice(first.start * size, first.stop * size))
             shape += [first.stop - first.start, *(own[d] for d in rest)]
             inner += [slice(None), *(index[d] for d in rest)]
-        order, outputs = [d for axis in axes for d in axis], self.outputs_axis(p)
+        order = [d for axis in axes for d in axis]
+        outputs = self.outputs_axis(p)
         axes = axes[: outputs + 1]
         skipped = self.part * prod(own[d] for d in axes[-1])
         where[outputs] = slice(where[outputs].start + skipped, where[outputs].stop + skipped)

@@ -1,7 +1,7 @@
 """Maps each parameter to the tensors of a Hugging Face model: one weight map for each family.
 
 A weight map has entries `parameter path: (tensor name, layout)`. In a name, the first `{}` is the number of the layer
-and the second that of the expert. A parameter without a tensor, or a tensor without a parameter, is an error.
+and the second is the index of the expert. A parameter without a tensor, or a tensor without a parameter, is an error.
 
 Suffixes: D width, H heads, K head width, F hidden width of the MLP, V vocabulary.
 """
@@ -19,7 +19,8 @@ from jaxstack.models.params import Param, Spec, flat_spec, without_padding
 
 WeightMap = dict[str, tuple[str, TensorLayout]]
 
-SAME, TRANSPOSED = TensorLayout(), TensorLayout(transposed=True)
+SAME = TensorLayout()
+TRANSPOSED = TensorLayout(transposed=True)
 THIRDS = tuple(TensorLayout(part=i, parts=3) for i in range(3))
 ROW_THIRDS = tuple(TensorLayout(True, i, 3) for i in range(3))
 ROW_HALVES = tuple(TensorLayout(True, i, 2) for i in range(2))
@@ -189,7 +190,7 @@ CLASSIFIERS = {
 
 
 def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap:
-    """Returns the weight map of a classifier, from that of the family's masked language model."""
+    """Returns the weight map of a classifier, from the weight map of the family's masked language model."""
     transform, output = CLASSIFIERS.get(family, ("", ""))
     linear = {"transform": transform, "output": output} if "transform/w" in declared else {"output": "classifier"}
     found = {path: row for path, row in rows.items() if not path.startswith(("transform/", "output/"))}
@@ -203,7 +204,7 @@ def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -
 
 
 def _with_units(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
-    """Returns the weight map of Switch Transformers: that of T5 with another name of the MLP, dense or with experts."""
+    """Returns the weight map of Switch Transformers: T5's with another name of the MLP, dense or with experts."""
     size = len({path.split("/")[1] for path in declared if path.startswith("encoder/layer_")}) or 1
     found: WeightMap = {}
     for path, (name, layout) in rows.items():
@@ -249,7 +250,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     Raises:
       ConfigError: a parameter for which the family has no tensor, or a tensor for which the model has no parameter.
     """
-    declared, rows = flat_spec(spec), dict(WEIGHT_MAPS[family])
+    declared = flat_spec(spec)
+    rows = dict(WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
     if family in ("t5", "mt5"):
@@ -322,9 +324,6 @@ def read_param(
     """Returns a part of one parameter, float32, from the tensors of a Hugging Face model.
 
     Args:
-      p: the declaration of the parameter.
-      entry: its entry in the weight map.
-      fetch: reads a part of a tensor.
       index: the part of the parameter. `None` means all of it.
       layers: the layer that each row of a stacked parameter holds. -1 marks an empty row, which is filled with zeros.
         `None` means that the rows are the layers in their order.

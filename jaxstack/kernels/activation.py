@@ -10,7 +10,8 @@ from jax import lax
 from jaxstack.kernels.implementation import Implementation, resolve_implementation
 
 IMPLEMENTATIONS = {"xla": Implementation(), "saved": Implementation()}
-_SLOPE, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
 
 
 def gelu(x: jax.Array, *, approximate: bool = False, implementation: str = "xla") -> jax.Array:

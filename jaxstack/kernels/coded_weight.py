@@ -106,13 +106,15 @@ class CodedWeight:
 def pack(codes: jax.Array) -> jax.Array:
     """Returns codes of 4 bits, int8 [I, O], as bytes [ceil(I / PACKED) * PACKED / 2, O]."""
     blocks = jnp.pad(codes, ((0, -len(codes) % PACKED), (0, 0))).reshape(-1, 2, PACKED // 2, codes.shape[1])
-    low, high = blocks[:, 0], blocks[:, 1]
+    low = blocks[:, 0]
+    high = blocks[:, 1]
     return ((low & 15) | (high << 4)).reshape(-1, codes.shape[1])
 
 
 def unpack(packed: jax.Array) -> jax.Array:
     """Returns the codes of `pack`, int8 [2 * bytes, O], with its padding."""
-    low, high = (packed << 4) >> 4, packed >> 4  # shifts to the right keep the sign
+    low = (packed << 4) >> 4
+    high = packed >> 4  # shifts to the right keep the sign
     both = (part.reshape(-1, 1, PACKED // 2, packed.shape[1]) for part in (low, high))
     return jnp.concatenate([*both], axis=1).reshape(-1, packed.shape[1])
 
@@ -121,11 +123,10 @@ def coded_product(x: jax.Array, w: CodedWeight, in_axes: int, *, rounds_inputs: 
     """Returns the product of x [..., *in] with a matrix, [..., *out] in the dtype of x.
 
     Args:
-      x: inputs of tokens.
-      w: the matrix.
+      x, w: inputs of tokens, and the matrix.
       in_axes: number of contracted dimensions.
-      rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does; the product then equals that of
-        `quantized_matmul` on every device. It needs codes of 8 bits with one scale for each output.
+      rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does. `quantized_matmul` then computes
+        the same product on every device. It needs codes of 8 bits with one scale for each output.
     """
     lead = x.shape[: x.ndim - in_axes]
     rows = x.reshape(prod(lead), -1)

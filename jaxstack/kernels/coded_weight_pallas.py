@@ -29,11 +29,14 @@ def product(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax
 
     With several groups, each has a multiple of PACKED / 2 inputs.
     """
-    (R, D), F, G = x.shape, codes.shape[1], scales.shape[0]
+    R, D = x.shape
+    F = codes.shape[1]
+    G = scales.shape[0]
     tile = tiles.find_tile("coded_product", tiles.dtype_class(x.dtype), "gpu")
     assert isinstance(tile, tiles.GroupedTile)
     M, J = (min(most, max(16, pl.next_power_of_2(n))) for most, n in ((tile.rows, R), (tile.columns, F)))
-    blocks, steps = (pl.cdiv(R, M), pl.cdiv(F, J)), pl.cdiv(D, PACKED)
+    blocks = (pl.cdiv(R, M), pl.cdiv(F, J))
+    steps = pl.cdiv(D, PACKED)
     S = max(1, min(steps // 4, _PROGRAMS // (blocks[0] * blocks[1])))
     share = pl.cdiv(steps, S)
     inputs_of_scale = D // G if G > 1 else steps * PACKED
@@ -47,11 +50,14 @@ def product(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax
 
 
 def _kernel(bits, share, inputs_of_scale, block, x_ref, codes_ref, scales_ref, y_ref):
-    (M, J), ((R, D), (B, F), G) = block, (x_ref.shape, codes_ref.shape, scales_ref.shape[0])
+    M, J = block
+    (R, D), (B, F), G = (x_ref.shape, codes_ref.shape, scales_ref.shape[0])
     row = pl.program_id(0) * M + jnp.arange(M)
     column = pl.program_id(1) * J + jnp.arange(J)
     part = pl.program_id(2)
-    rows, columns, half = row < R, column < F, PACKED // 2
+    rows = row < R
+    columns = column < F
+    half = PACKED // 2
     precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None  # the default would be TF32
 
     def load_codes(first):
@@ -75,9 +81,11 @@ def _kernel(bits, share, inputs_of_scale, block, x_ref, codes_ref, scales_ref, y
         first = (part * share + i) * PACKED
         if bits == 4:
             both = load_codes(first // 2)
-            low, high = (both << 28) >> 28, both >> 4  # shifts to the right keep the sign
+            low = (both << 28) >> 28
+            high = both >> 4  # shifts to the right keep the sign
         else:
-            low, high = load_codes(first), load_codes(first + half)
+            low = load_codes(first)
+            high = load_codes(first + half)
         return add(add(total, first, low), first + half, high)
 
     total = lax.fori_loop(0, share, one_step, jnp.zeros((M, J), jnp.float32))

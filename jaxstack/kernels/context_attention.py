@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.kernels.attention import CAUSAL, chunked, mask_arrays, options, reference
+from jaxstack.kernels.attention import CAUSAL, chunked, cudnn, mask_arrays, options, pallas_gpu, reference
 from jaxstack.kernels.attention.reference import (
     AttentionMask,
     Mask,
@@ -79,7 +79,7 @@ def context_attention(
         keys and values round again, together with their gradients. It skips pairs that the causal mask hides, except
         near the diagonal. It computes pairs outside a window.
       - "all_gather" gathers the keys and values of the full sequence and saves them for the backward pass. Queries of
-        the low half attend to the first half of the keys, and those of the high half to all keys. This is 1.5 times
+        the low half attend to the first half of the keys, and queries of the high half to all keys. This is 1.5 times
         the work of the ring. Without a causal mask, all queries attend to all keys.
 
     With kind="cross", both gather the keys and values, which are shards of another sequence, in any order.
@@ -91,7 +91,7 @@ def context_attention(
       axis: mesh axis that shards the sequence.
       scale, mask, softcap: see `attention`; windows count positions in the sequence. The ring needs a causal mask.
       segment_ids, kv_segment_ids, prefix_ids: see `attention`, for the tokens of this shard.
-      bias: see `attention`; its positions are those of this shard's tokens. The ring does not support it.
+      bias: see `attention`; its positions belong to this shard's tokens. The ring does not support it.
       method: "ring" or "all_gather".
       implementation: see `attention`. The ring without a window also runs "cudnn" and "pallas_gpu": each step calls the
         kernel for a block of keys, forward and backward, with the log-sum-exp of all keys in the backward pass.
@@ -148,7 +148,9 @@ def _attend(o: Options):
 
 
 def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table):
-    shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
+    shards = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    half = q.shape[1] // 2
     k, v, of_keys = jax.tree.map(partial(_gather, axis), (k, v, tokens))
     outs = []
     for start, chunk, key_chunks in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
@@ -170,7 +172,7 @@ def _gather(axis, x):
 
 
 def _next(axis, tree):
-    """Sends arrays to the next shard, and returns those of the previous one."""
+    """Sends arrays to the next shard, and returns the arrays of the previous shard."""
     shards = lax.axis_size(axis)
     return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % shards) for i in range(shards)]), tree)
 
@@ -184,7 +186,7 @@ def _high_to_low(axis, source, half):
 
 
 def _same_halves(axis, source, half):
-    """Returns the same for the other visible pair of halves of another shard.
+    """Returns what `_high_to_low` returns, for the other visible pair of halves of another shard.
 
     It is the two low halves if `source` precedes this shard, else the two high halves.
     """
@@ -234,14 +236,10 @@ def _pack_keys(o: Options, x):
 
 def _forward(o: Options, q, k, v, mask: Mask):
     """Returns output and log-sum-exp of queries and a block of as many keys, in float32."""
-    match o.name:  # kernels are imported only when used, because importing Pallas takes time
+    match o.name:
         case "cudnn":
-            from jaxstack.kernels.attention import cudnn
-
             return cudnn.forward_block(o, q, k, v, mask)
         case "pallas_gpu":
-            from jaxstack.kernels.attention import pallas_gpu
-
             return pallas_gpu.forward_block(o, q, k, v, mask)
     return chunked.forward(o, q, k, v, mask, jnp.float32)
 
@@ -250,12 +248,8 @@ def _backward(o: Options, q, k, v, d_out, out, lse, delta, mask: Mask):
     """Returns the gradients of q, k and v due to a block of keys, in float32; `out`, `lse`, `delta` are of all keys."""
     match o.name:
         case "cudnn":
-            from jaxstack.kernels.attention import cudnn
-
             return cudnn.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
         case "pallas_gpu":
-            from jaxstack.kernels.attention import pallas_gpu
-
             return pallas_gpu.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
     return chunked.backward(o, q, k, v, d_out, lse, delta, mask, jnp.float32)[:3]
 
@@ -266,8 +260,11 @@ def _ring(o: Options, axis, q, k, v, segment_ids):
 
 
 def _ring_forward(o: Options, axis, q, k, v, segment_ids):
-    shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    dim, queries = _token_dim(o), _pack(o, q, k.shape[2])
+    shards = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    half = q.shape[1] // 2
+    dim = _token_dim(o)
+    queries = _pack(o, q, k.shape[2])
     block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 
     def pair(o, block, query, key, offset):
@@ -295,17 +292,18 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     result = _both_halves(lambda start: pair(o, block, start, start, None), half, dim)
     result = merge(result, block, *_high_to_low(axis, me, half))
     _, (out, lse) = lax.fori_loop(1, shards, step, (_next(axis, block), result))
-    out, lse = (
-        checkpoint_name(_unpack(o, out).astype(q.dtype), "attention"),
-        checkpoint_name(lse, "attention_lse"),
-    )
+    out = checkpoint_name(_unpack(o, out).astype(q.dtype), "attention")
+    lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _ring_backward(o: Options, axis, residuals, d_out):
     q, k, v, segment_ids, out, lse = residuals
-    shards, me, half = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    dim, (queries, d_outs, outs) = _token_dim(o), (_pack(o, x, k.shape[2]) for x in (q, d_out, out))
+    shards = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    half = q.shape[1] // 2
+    dim = _token_dim(o)
+    queries, d_outs, outs = (_pack(o, x, k.shape[2]) for x in (q, d_out, out))
     of_queries = (queries, d_outs, outs, lse, row_dots(d_outs, outs))
     block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 

@@ -81,10 +81,14 @@ def contrastive_loss(
       block: texts that are compared at a time. The backward pass computes the similarities of a block again, unless
         there is one block only.
     """
-    image, ids, weights = pairs.image.astype(jnp.float32), pairs.ids, pairs.weights
+    image = pairs.image.astype(jnp.float32)
+    ids = pairs.ids
+    weights = pairs.weights
     # A positive pair has its share of the weight of its picture's row.
     share = weights / _count_positives(pairs, axes, block) if kind == "softmax" else weights
-    texts, counts, scale = _gather(pairs, share, axes, block), weights != 0, jnp.exp(log_scale)
+    texts = _gather(pairs, share, axes, block)
+    counts = weights != 0
+    scale = jnp.exp(log_scale)
 
     def sigmoid(texts: _Texts) -> jax.Array:
         same = ids[:, None] == texts.ids

@@ -98,12 +98,7 @@ def token_log_probs(
 
     Args:
       x: hidden states [B, S, D].
-      head: see `cross_entropy`.
-      targets: see `cross_entropy`.
-      softcap: see `cross_entropy`.
-      vocab_axes: see `cross_entropy`.
-      vocab_size: see `cross_entropy`.
-      chunk: tokens of one chunk.
+      head, targets, softcap, vocab_axes, vocab_size, chunk: see `cross_entropy`.
     """
     if vocab_size == head.shape[1] * collectives.count(vocab_axes):
         vocab_size = None
@@ -112,7 +107,8 @@ def token_log_probs(
     def one_chunk(x, targets):
         nll, logits, _, local = negative_log_likelihood((softcap, vocab_axes, vocab_size), x, head, targets)
         logits = lax.stop_gradient(logits)
-        own, here = local[..., None], jnp.arange(head.shape[1])
+        own = local[..., None]
+        here = jnp.arange(head.shape[1])
         chosen = collectives.all_reduce(jnp.where(here == own, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
         better = (logits > chosen) | ((logits == chosen) & (here < own))
         likeliest = collectives.all_reduce(better.sum(-1, dtype=jnp.float32), vocab_axes) == 0
@@ -157,7 +153,7 @@ class LogSumExp(NamedTuple):
         return (logits - self.top[..., None]) - self.log_total[..., None]
 
     def over_shards(self, axes: Axes) -> "LogSumExp":
-        """Returns the log-sum-exps over the whole vocabulary, from those of each device's part."""
+        """Returns the log-sum-exps over the whole vocabulary, from the log-sum-exps of each device's part."""
         if not axes:
             return self
         top = lax.pmax(lax.stop_gradient(self.top), axes)
@@ -178,7 +174,8 @@ def _in_one_pass(logits: jax.Array) -> LogSumExp:
     """
 
     def merge(left, right):
-        (top, total), (other, more) = left, right
+        top, total = left
+        other, more = right
         largest = jnp.maximum(top, other)
         shift = jnp.where(jnp.isneginf(largest), 0.0, largest)  # neither side has a term yet
         return largest, total * jnp.exp(top - shift) + more * jnp.exp(other - shift)

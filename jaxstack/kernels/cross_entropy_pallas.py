@@ -55,8 +55,8 @@ def statistics(platform, softcap, x, head, targets, ids):
 def gradients(platform, softcap, x, head, targets, ids, lse, weights):
     """Returns the gradients of a sum over tokens with respect to x [T, D] and head [D, V].
 
-    The sum is of weights * (log-sum-exp - target's logit). `lse` are the two parts of a `LogSumExp`, [T] each. `ids` is
-    that of `statistics`.
+    The summands are weights * (log-sum-exp - target's logit). `lse` are the two parts of a `LogSumExp`, [T] each. For
+    `ids`, see `statistics`.
     """
     V = head.shape[1]
     block = min(V, VOCAB_BLOCK)
@@ -178,7 +178,8 @@ def _blocks(platform, finish, x, head, per_token, *, full):
     Returns the blocks [T, V] in x's dtype if `full`; otherwise three numbers per token, float32 [N, T, 1]. On GPU, N is
     the number of vocabulary blocks. On TPU the vocabulary blocks run in sequence and are combined, so N is 1.
     """
-    (T, D), V = x.shape, head.shape[1]
+    T, D = x.shape
+    V = head.shape[1]
     per_token = [a[:, None] for a in per_token]  # [T, 1]: one value for each row of a block
     tile = tiles.find_tile("cross_entropy", tiles.dtype_class(x.dtype), platform)
     assert isinstance(tile, tiles.LossTile)
@@ -197,7 +198,8 @@ def _blocks_gpu(s: _Static, x, head, per_token):
     and a group of token blocks is in the L2 cache while the head passes by once. With the vocabulary first, every
     token block would read the whole head from memory.
     """
-    width, (count, groups) = s.width_blocks * s.K, token_groups(s)
+    width = s.width_blocks * s.K
+    count, groups = token_groups(s)
 
     def in_order(index_map):
         return lambda i, j, group: index_map(group * count + i, j)
@@ -235,7 +237,8 @@ def token_groups(s: _Static) -> tuple[int, int]:
 
 def _kernel_gpu(s: _Static, count: int, x_ref, head_ref, *refs):
     """Loops over the width in blocks of K, with the logits in registers, and stores what `finish` returns."""
-    i, j = pl.program_id(2) * count + pl.program_id(0), pl.program_id(1)
+    i = pl.program_id(2) * count + pl.program_id(0)
+    j = pl.program_id(1)
     rows = i * s.R + lax.broadcasted_iota(jnp.int32, (s.R, 1), 0) < s.T
     entries = j * s.J + lax.broadcasted_iota(jnp.int32, (1, s.J), 1) < s.V
 
@@ -289,10 +292,12 @@ def _kernel_tpu(s: _Static, x_ref, head_ref, *refs):
 
     The numbers per token are combined over the vocabulary blocks in VMEM and stored after the last one.
     """
-    j, k = pl.program_id(1), pl.program_id(2)
+    j = pl.program_id(1)
+    k = pl.program_id(2)
     num_results = len(s.outs(0))
     num_inputs = len(refs) - 1 - num_results * (1 if s.full else 2)
-    inputs, results = refs[:num_inputs], refs[num_inputs : num_inputs + num_results]
+    inputs = refs[:num_inputs]
+    results = refs[num_inputs : num_inputs + num_results]
     logits, *sums = refs[num_inputs + num_results :]
 
     @pl.when(k == 0)

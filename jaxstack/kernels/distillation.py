@@ -25,7 +25,7 @@ class Mix:
     """How both losses are mixed.
 
     Attributes:
-      weight: of the teacher's part; that of the next token is 1 - weight.
+      weight: weight of the teacher's part; the next token's part has 1 - weight.
       temperature: divisor of the logits in the teacher's part.
     """
 
@@ -49,9 +49,9 @@ def distillation_loss(
 ) -> jax.Array:
     """Returns the sum over tokens of weight * ((1 - w) * nll + w * t^2 * KL(teacher || model)), a float32 scalar.
 
-    The divergence is that of softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). The teacher is
-    known by its K most probable tokens; all others count as one token, which has the sum of their probabilities. So
-    this is at most the divergence of the whole vocabulary, and equal to it where K is all of it.
+    The divergence compares distributions softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). Of the
+    teacher, the K most probable tokens are known. All others count as one token with the sum of their probabilities. So
+    this is at most the divergence over the whole vocabulary, and equal to it where K is all of it.
 
     Args:
       x: hidden states [B, S, D].
@@ -61,10 +61,7 @@ def distillation_loss(
       teacher: ids [B, S, K], all different, and the logarithms of their probabilities at this temperature [B, S, K]; no
         gradient.
       mix: w and t.
-      softcap: see `cross_entropy`.
-      vocab_axes: see `cross_entropy`.
-      vocab_size: see `cross_entropy`.
-      chunk: tokens of one chunk.
+      softcap, vocab_axes, vocab_size, chunk: see `cross_entropy`.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))
     if vocab_size == head.shape[1] * collectives.count(vocab_axes):
@@ -78,7 +75,9 @@ def distillation_loss(
 def _chunk(options, head, x, targets, weights, ids, log_p):
     """Returns the weighted loss of each token of a chunk [B, C], and the gradients of its logits [B, C, V/n]."""
     mix, softcap, axes, vocab_size, *_ = options
-    V, t, w = head.shape[1], mix.temperature, mix.weight
+    V = head.shape[1]
+    t = mix.temperature
+    w = mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
     d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
 

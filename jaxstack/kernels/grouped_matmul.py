@@ -94,7 +94,8 @@ def _padded(x: jax.Array) -> jax.Array:
 
 def _rows_times_experts(x: jax.Array, w: jax.Array, sizes: jax.Array, w_axis: int) -> jax.Array:
     """Multiplies each row of x with its expert's matrix, or with its transpose if `w_axis` is 1: [N, O]."""
-    N, E = x.shape[0], w.shape[0]
+    N = x.shape[0]
+    E = w.shape[0]
     ends = jnp.cumsum(sizes)
     x = _padded(x)
     out = jnp.full_like(x, 0, shape=(x.shape[0], w.shape[2 - w_axis]))
@@ -124,7 +125,8 @@ def _grouped_forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.
 def _grouped_backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = residuals
     ends = jnp.cumsum(sizes)
-    x_padded, dy_padded = _padded(x), _padded(dy)
+    x_padded = _padded(x)
+    dy_padded = _padded(dy)
 
     def one_expert(e: jax.Array, dw: jax.Array) -> jax.Array:
         def tile(row: jax.Array, rows: int, total: jax.Array) -> jax.Array:

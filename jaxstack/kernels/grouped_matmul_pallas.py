@@ -64,7 +64,8 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     A group without rows has one visit too, which writes the gradient of its weights. The remaining steps of the grid
     are visits without rows.
     """
-    E, tiles = sizes.shape[0], pl.cdiv(rows, tile_rows)
+    E = sizes.shape[0]
+    tiles = pl.cdiv(rows, tile_rows)
     ends = jnp.append(jnp.cumsum(sizes), rows).astype(jnp.int32)  # the last group has the rows without a group
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     first = jnp.minimum(starts // tile_rows, tiles - 1)
@@ -75,7 +76,8 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     real = group <= E
     group = jnp.minimum(group, E)
     tile = jnp.where(real, first[group] + visit - (through - (last - first + 1))[group], tiles - 1)
-    start, end = starts[group], jnp.where(real, ends[group], starts[group])
+    start = starts[group]
+    end = jnp.where(real, ends[group], starts[group])
     return Visits(tile.astype(jnp.int32), group, start, end)
 
 
@@ -105,19 +107,31 @@ def _gpu_tile(kernel, dtype, *sizes):
     return (*fitted, tile.warps, tile.stages)
 
 
+def _load(ref, index, inside, *lead):
+    """Loads the block of a matrix with these row and column indices, with zeros where they are not `inside`.
+
+    `lead` are indices of the dimensions before the matrix.
+    """
+    row, column = index
+    rows, columns = inside
+    return triton.load(ref.at[(*lead, row[:, None], column[None, :])], mask=rows[:, None] & columns[None, :], other=0)
+
+
 def _rows_gpu(x, w, sizes, transposed):
     """Runs one program for each visit and block of the output's width; it loops over the width that is summed.
 
     The blocks of a visit run at the same time, so that its rows are read from memory once.
     """
-    (N, A), E = x.shape, w.shape[0]
+    N, A = x.shape
+    E = w.shape[0]
     B = w.shape[1 if transposed else 2]
     M, J, K, warps, stages = _gpu_tile("grouped_rows", x.dtype, N, B, A)
     width_blocks = pl.cdiv(A, K)
     plan = visits(sizes, N, M)
 
     def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, w_ref, y_ref):
-        v, j = pl.program_id(1), pl.program_id(0)
+        v = pl.program_id(1)
+        j = pl.program_id(0)
         tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
         row = tile * M + jnp.arange(M)
         column = j * J + jnp.arange(J)
@@ -126,19 +140,11 @@ def _rows_gpu(x, w, sizes, transposed):
 
         def add_block(k, total):
             width = k * K + jnp.arange(K)
-            a = triton.load(x_ref.at[row[:, None], width[None, :]], mask=rows[:, None] & (width < A)[None, :], other=0)
+            a = _load(x_ref, (row, width), (rows, width < A))  # [M, K]
             if transposed:
-                b = triton.load(
-                    w_ref.at[expert, column[:, None], width[None, :]],
-                    mask=(column < B)[:, None] & (width < A)[None, :],
-                    other=0,
-                )
+                b = _load(w_ref, (column, width), (column < B, width < A), expert)  # [J, K]
                 return total + _dot(a, b, ((1,), (1,)))
-            b = triton.load(
-                w_ref.at[expert, width[:, None], column[None, :]],
-                mask=(width < A)[:, None] & (column < B)[None, :],
-                other=0,
-            )
+            b = _load(w_ref, (width, column), (width < A, column < B), expert)  # [K, J]
             return total + _dot(a, b, ((1,), (0,)))
 
         # The loop runs 0 times for rows without a group, so that their results are zeros.
@@ -161,23 +167,23 @@ def _weights_gpu(x, dy, sizes, dtype):
 
     It runs one program for each group and block [J, K] of its matrix; the program loops over the group's rows.
     """
-    (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
+    N, A = x.shape
+    B = dy.shape[1]
+    E = sizes.shape[0]
     J, K, M, warps, stages = _gpu_tile("grouped_weights", x.dtype, A, B, N)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
     def kernel(start_ref, end_ref, x_ref, dy_ref, dw_ref):
         k, j, e = (pl.program_id(axis) for axis in range(3))
-        start, end = start_ref[e], end_ref[e]
-        into, out = j * J + jnp.arange(J), k * K + jnp.arange(K)
+        start = start_ref[e]
+        end = end_ref[e]
+        into = j * J + jnp.arange(J)
+        out = k * K + jnp.arange(K)
 
         def add_rows(t, total):
             row = start + t * M + jnp.arange(M)
-            a = triton.load(
-                x_ref.at[row[:, None], into[None, :]], mask=(row < end)[:, None] & (into < A)[None, :], other=0
-            )
-            b = triton.load(
-                dy_ref.at[row[:, None], out[None, :]], mask=(row < end)[:, None] & (out < B)[None, :], other=0
-            )
+            a = _load(x_ref, (row, into), (row < end, into < A))  # [M, J]
+            b = _load(dy_ref, (row, out), (row < end, out < B))  # [M, K]
             return total + _dot(a.T, b, ((1,), (0,)))
 
         total = lax.fori_loop(jnp.int32(0), pl.cdiv(end - start, M), add_rows, jnp.zeros((J, K), jnp.float32))
@@ -219,9 +225,11 @@ def _rows_kernel_tpu(E, A, K, transposed, tile_ref, group_ref, start_ref, end_re
 
     Visits of one tile follow each other. The first one zeroes the tile of y, and each one writes its own rows.
     """
-    v, k = pl.program_id(1), pl.program_id(2)
+    v = pl.program_id(1)
+    k = pl.program_id(2)
     tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-    has_rows, M = (group < E) & (end > start), y_ref.shape[0]
+    has_rows = (group < E) & (end > start)
+    M = y_ref.shape[0]
 
     @pl.when((k == 0) & ((v == 0) | (tile != tile_ref[jnp.maximum(v - 1, 0)])))
     def _():
@@ -233,7 +241,8 @@ def _rows_kernel_tpu(E, A, K, transposed, tile_ref, group_ref, start_ref, end_re
 
     @pl.when(has_rows)
     def _():
-        a, b = x_ref[...], w_ref[...]
+        a = x_ref[...]
+        b = w_ref[...]
         if A % K:  # memory beyond the width is undefined, and 0 * NaN is NaN
             inside = k * K + lax.broadcasted_iota(jnp.int32, (1, K), 1) < A
             a = jnp.where(inside, a, jnp.zeros((), a.dtype))
@@ -253,10 +262,13 @@ def _rows_tpu(x, w, sizes, transposed):
 
     The visits are prefetched to scalar memory, where the index maps of the blocks read them.
     """
-    (N, A), E = x.shape, w.shape[0]
+    N, A = x.shape
+    E = w.shape[0]
     B = w.shape[1 if transposed else 2]
     tile = _tile("grouped_rows", "tpu", x.dtype)
-    M, J, K = min(tile.rows, N), _fit(tile.columns, B), _fit(tile.inner, A)
+    M = min(tile.rows, N)
+    J = _fit(tile.columns, B)
+    K = _fit(tile.inner, A)
     plan = visits(sizes, N, M)
 
     def matrix(j, v, k, tile, group, start, end):
@@ -286,42 +298,47 @@ def _rows_tpu(x, w, sizes, transposed):
     return y
 
 
-def _weights_tpu(x, dy, sizes, dtype):
-    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits.
+def _weights_kernel_tpu(E, count, tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
+    """Adds the rows of one visit to `total` in VMEM, which has the sum of a group from its first visit to its last."""
+    v = pl.program_id(2)
+    tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
+    before = group_ref[jnp.maximum(v - 1, 0)]
+    after = group_ref[jnp.minimum(v + 1, count - 1)]
 
-    The sum of a group is in VMEM from its first visit to its last, which writes it.
-    """
-    (N, A), B, E = x.shape, dy.shape[1], sizes.shape[0]
+    @pl.when((v == 0) | (group != before))
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when((group < E) & (end > start))
+    def _():
+        M = x_ref.shape[0]
+        row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
+        in_group = (row >= start) & (row < end)
+        # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
+        a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
+        total[...] += _dot(a, b, ((0,), (0,)))
+
+    @pl.when((group < E) & (group != after))
+    def _():
+        dw_ref[...] = total[...].astype(dw_ref.dtype)
+
+
+def _weights_tpu(x, dy, sizes, dtype):
+    """Returns what `_weights_gpu` does. The grid has the blocks of a matrix and, in order, the visits."""
+    N, A = x.shape
+    B = dy.shape[1]
+    E = sizes.shape[0]
     if N == 0:
         return jnp.zeros((E, A, B), dtype)
     tile = _tile("grouped_weights", "tpu", x.dtype)
-    J, K, M = _fit(tile.rows, A), _fit(tile.columns, B), min(tile.inner, N)
+    J = _fit(tile.rows, A)
+    K = _fit(tile.columns, B)
+    M = min(tile.inner, N)
     plan = visits(sizes, N, M)
     count = plan.tile.shape[0]
 
-    def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, dy_ref, dw_ref, total):
-        v = pl.program_id(2)
-        tile, group, start, end = (ref[v] for ref in (tile_ref, group_ref, start_ref, end_ref))
-        before, after = group_ref[jnp.maximum(v - 1, 0)], group_ref[jnp.minimum(v + 1, count - 1)]
-
-        @pl.when((v == 0) | (group != before))
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        @pl.when((group < E) & (end > start))
-        def _():
-            row = tile * M + lax.broadcasted_iota(jnp.int32, (M, 1), 0)
-            in_group = (row >= start) & (row < end)
-            # Rows of other groups and memory beyond the last row must be 0 in both factors, because 0 * NaN is NaN.
-            a, b = (jnp.where(in_group, ref[...], jnp.zeros((), ref.dtype)) for ref in (x_ref, dy_ref))
-            total[...] += _dot(a, b, ((0,), (0,)))
-
-        @pl.when((group < E) & (group != after))
-        def _():
-            dw_ref[...] = total[...].astype(dtype)
-
     (dw,) = pallas_call.tpu(
-        kernel,
+        partial(_weights_kernel_tpu, E, count),
         *plan,
         x,
         dy,

@@ -78,8 +78,8 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
     # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
     # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
     # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU the compiled step decides on norms,
-    # experts, layers and the update (benchmarks/results/step_bytes.json), and that of a new token on decoding
-    # (decode_gpu_aot.json).
+    # experts, layers and the update (benchmarks/results/step_bytes.json). The compiled step of a new token decides on
+    # decoding (decode_gpu_aot.json).
     "gpu": {
         "attention": ("cudnn", "chunked"),
         "norm": ("custom_vjp",),

@@ -134,7 +134,8 @@ def _forward(options, x, w):
 
 
 def _backward(options, residuals, dy):
-    (in_axes, name), (x, w) = options, residuals
+    in_axes, name = options
+    x, w = residuals
     if name == "barrier":
         x, dy = lax.optimization_barrier((x, dy))
     batch = tuple(range(x.ndim - in_axes))

@@ -133,7 +133,8 @@ def _rms(eps, x, gain):
 
 def _rms_backward(eps, residuals, dy):
     x, gain, inverse = residuals
-    dy, normal = dy.astype(jnp.float32), x.astype(jnp.float32) * inverse
+    dy = dy.astype(jnp.float32)
+    normal = x.astype(jnp.float32) * inverse
     d_normal = dy * gain
     dx = inverse * (d_normal - normal * (d_normal * normal).mean(-1, keepdims=True))
     return dx.astype(x.dtype), (dy * normal).sum(range(x.ndim - 1))
@@ -148,7 +149,8 @@ def _layer(eps, x, gain, shift):
 
 def _layer_backward(eps, residuals, dy):
     x, gain, mean, inverse = residuals
-    dy, normal = dy.astype(jnp.float32), (x.astype(jnp.float32) - mean) * inverse
+    dy = dy.astype(jnp.float32)
+    normal = (x.astype(jnp.float32) - mean) * inverse
     d_normal = dy * gain
     centred = d_normal - d_normal.mean(-1, keepdims=True)
     dx = inverse * (centred - normal * (d_normal * normal).mean(-1, keepdims=True))

@@ -41,7 +41,8 @@ def normalize(o: Options, x, residual, gain, shift):
 
     x and residual [..., D]; gain and shift [D] in float32.
     """
-    shape, width = x.shape, x.shape[-1]
+    shape = x.shape
+    width = x.shape[-1]
     flat = x.reshape(-1, width)
     y, total = _normalize(o, flat, None if residual is None else residual.reshape(flat.shape), gain, shift)
     return y.reshape(shape), None if total is None else total.reshape(shape)
@@ -131,7 +132,8 @@ def _run(body, o, arrays, outs, num_sums):
     `arrays` are rows [T, D], two vectors [D], and more rows. The results are rows as `outs` describes, and then
     `num_sums` arrays [programs, 1, D] with the sums over the rows of each program.
     """
-    (rows, width), n = arrays[0].shape, len(outs)
+    rows, width = arrays[0].shape
+    n = len(outs)
     arrays = [a if a.ndim == 2 else a[None] for a in arrays]
     if rows == 0:
         return [jnp.zeros(*out) for out in outs] + [jnp.zeros((1, 1, width), jnp.float32)] * num_sums
@@ -141,7 +143,8 @@ def _run(body, o, arrays, outs, num_sums):
         blocks = max(1, -(-rows // (R * _MAX_PROGRAMS))) if num_sums else 1
     else:
         # A block is 512 KiB in float32: five of them with two buffers each, and intermediate values, fit in 16 MiB.
-        C, blocks = width, 1
+        C = width
+        blocks = 1
         R = min(max(16, 2**17 // width // 16 * 16), 512)
         R = rows if rows <= R else R
     s = _Static(rows, width, R, C, blocks, len(arrays), n)
@@ -165,7 +168,9 @@ def _run(body, o, arrays, outs, num_sums):
 
 def _kernel(body, is_gpu, s: _Static, *refs):
     """Loops over the row blocks of a program: loads them, applies `body`, stores rows and adds up the sums."""
-    inputs, outs, sum_refs = refs[: s.num_inputs], refs[s.num_inputs :][: s.num_outs], refs[s.num_inputs + s.num_outs :]
+    inputs = refs[: s.num_inputs]
+    outs = refs[s.num_inputs :][: s.num_outs]
+    sum_refs = refs[s.num_inputs + s.num_outs :]
     columns = lax.broadcasted_iota(jnp.int32, (1, s.C), 1) < s.width
     start = pl.program_id(0) * (s.blocks * s.R)
 

@@ -23,7 +23,7 @@ def gpu(
 ) -> list[jax.Array]:
     """Runs a Triton kernel. Blocks must have powers of two as sizes; the kernel masks what is beyond its arrays.
 
-    `options` are those of `pl.pallas_call`.
+    `options` are arguments of `pl.pallas_call`.
     """
     args = collectives.match_varying(*args)
     return pl.pallas_call(
@@ -47,7 +47,7 @@ def tpu(
 
     `semantics` has one entry for each axis of the grid: "arbitrary" where the order of its steps matters, else
     "parallel". `vmem` is the VMEM in bytes that the kernel needs; `None` means the compiler's limit of 16 MiB.
-    `options` are those of `pl.pallas_call`.
+    `options` are arguments of `pl.pallas_call`.
     """
     args = collectives.match_varying(*args)
     return pl.pallas_call(

@@ -78,7 +78,7 @@ def quantized_matmul(
       kind: "int8", or "fp8" for e4m3, with e5m2 for the incoming gradient, or "fp8_tensorwise" for these with one scale
         for each operand.
       in_axes: number of contracted axes.
-      split_in: mesh axes that split the contracted axes of both operands. Scales are those of the full slices, for
+      split_in: mesh axes that split the contracted axes of both operands. Each scale covers the full slice, for
         which devices exchange one number per row.
       split_out: mesh axes that split the other axes of w.
       split_tokens: mesh axes that split the other axes of x, whose largest numbers "fp8_tensorwise" exchanges.
@@ -130,7 +130,8 @@ def _product(options, a, b, a_dims, b_dims, a_dtype, split, out_dtype):
     f = FORMATS[options.kind]
     if f.tensorwise:
         return _tensorwise_product(options, a, b, a_dims, b_dims, a_dtype, split, out_dtype)
-    (a, a_scale), (b, b_scale) = quantize(a, a_dims, a_dtype, split), quantize(b, b_dims, f.values, split)
+    a, a_scale = quantize(a, a_dims, a_dtype, split)
+    b, b_scale = quantize(b, b_dims, f.values, split)
     sums = lax.dot_general(a, b, ((a_dims, b_dims), ((), ())), preferred_element_type=f.sums)
     rest = b.ndim - len(b_dims)
     a_scale = a_scale.reshape(*a.shape[: a.ndim - len(a_dims)], *(1,) * rest)
@@ -143,7 +144,8 @@ def _tensorwise_product(options, a, b, a_dims, b_dims, a_dtype, split, out_dtype
 
     The sums are rounded to `out_dtype` before the multiplication by a power of two, which is exact.
     """
-    f, split_weight = FORMATS[options.kind], options.split_in + options.split_out
+    f = FORMATS[options.kind]
+    split_weight = options.split_in + options.split_out
     a, a_scale = quantize(a, tuple(range(a.ndim)), a_dtype, options.split_tokens + split, power_of_two=True)
     b, b_scale = quantize(b, tuple(range(b.ndim)), f.values, split_weight, power_of_two=True)
     # With the default precision, cuBLASLt keeps partial sums in the tensor cores, at less than float32. That is enough
@@ -155,7 +157,8 @@ def _tensorwise_product(options, a, b, a_dims, b_dims, a_dtype, split, out_dtype
 
 def _dims(in_axes, x, w):
     """Returns the contracted axes of (x, w) in the product, and of (dy, w) in the gradient of x."""
-    tokens, out = x.ndim - in_axes, w.ndim - in_axes
+    tokens = x.ndim - in_axes
+    out = w.ndim - in_axes
     return (
         (tuple(range(tokens, x.ndim)), tuple(range(in_axes))),
         (tuple(range(tokens, tokens + out)), tuple(range(in_axes, w.ndim))),

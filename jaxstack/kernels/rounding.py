@@ -19,7 +19,7 @@ class Quantized(NamedTuple):
     """A rounded matrix.
 
     Attributes:
-      codes: [O, I], numbers that the format has: integers, or those of e4m3 or `NF4`. Their dtype is that of the
+      codes: [O, I], numbers that the format has: integers, numbers of e4m3, or `NF4`. They have the dtype of the
         computation.
       scales: [O, G].
     """
@@ -61,7 +61,7 @@ def find_scales(
     """Returns the scales [O, G] with which the number of each group that is largest by size is an end of the format.
 
     With 4 bits, integers end at -8 and 7. The number becomes -8, so that a scale may be negative: on normal weights in
-    groups of 64, the mean squared error is then 22% below that of the ends -7 and 7. With 8 bits the number becomes
+    groups of 64, the mean squared error is then 22% lower than with the ends -7 and 7. With 8 bits the number becomes
     127 or -127, so that `train.quant=int8` finds the same codes in the values. Its size becomes 448 in fp8, 1 in nf4.
 
     Args:
@@ -76,7 +76,8 @@ def find_scales(
     if scheme.kind == "normal":
         scales = jnp.abs(parts).max(-1)
     elif scheme.bits == 4:
-        high, low = parts.max(-1), parts.min(-1)
+        high = parts.max(-1)
+        low = parts.min(-1)
         scales = jnp.where(high > -low, high, low) / -8
     else:
         # XLA multiplies by the reciprocal of a constant in some programs only; here all do, so that bits are equal.
@@ -95,7 +96,7 @@ def find_scales(
 
 
 def repeat(scales: jax.Array, inputs: int) -> jax.Array:
-    """Returns the scale of each input [O, I], from those of the groups [O, G]."""
+    """Returns the scale of each input [O, I], from the scales of the groups [O, G]."""
     return jnp.repeat(scales, inputs // scales.shape[1], axis=1)
 
 

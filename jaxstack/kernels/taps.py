@@ -235,7 +235,8 @@ class Sites:
         )
 
     def _gradient(self, i: int, w: jax.Array, pairs: dict[int, Pair]) -> jax.Array:
-        site, pair = self.by_leaf[i], pairs[i]
+        site = self.by_leaf[i]
+        pair = pairs[i]
         x = pairs[site.x_from].x
         integers = tuple(n.astype(like.dtype) for n, like in zip(pair.integers, site.integers, strict=True))
         return jax.vjp(lambda w: site.product(x, w, *integers), w)[1](pair.dy)[0]

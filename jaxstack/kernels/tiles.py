@@ -101,8 +101,8 @@ _SMALLEST_GPU = Tiles(
         # Products of float32 do not run on tensor cores, and need more registers.
         "grouped_rows": {"16 bits": GroupedTile(128, 128, 64, 8, 3), "float32": GroupedTile(128, 128, 32, 8, 3)},
         "grouped_weights": {"16 bits": GroupedTile(128, 128, 64, 8, 3), "float32": GroupedTile(128, 128, 32, 8, 3)},
-        # A step has 64 inputs. A new token has few rows, and its time is that of loads, of which several steps are
-        # under way.
+        # A step has 64 inputs. A new token has few rows, and takes as long as its loads, of which several steps
+        # are under way.
         "coded_product": {"16 bits": GroupedTile(64, 64, 64, 4, 4), "float32": GroupedTile(64, 32, 64, 4, 3)},
     },
 )
@@ -160,7 +160,7 @@ def find_tile(kernel: str, shape_class: str, platform: str) -> Tile:
     """Returns the block sizes of a kernel on the chip that a program is traced for.
 
     This is the chip of the mesh around the call, else the process's first device. If neither is of `platform`, as in
-    interpret mode, the sizes are those of the platform.
+    interpret mode, the platform decides the sizes.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform != platform:

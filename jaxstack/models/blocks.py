@@ -202,7 +202,7 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
       in_loop: whether the result is called in a loop. The loop keeps XLA from merging the recomputation with the first
         pass; otherwise barriers must.
     """
-    if ctx.remat == "none" and not ctx.gathers_params:
+    if ctx.remat == "none" and not ctx.layout.gathers_params:
         return f
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # `jax.checkpoint` would trace what runs eagerly
         return f
@@ -278,7 +278,7 @@ def scan_stack(
         return stack.step(cfg, ctx, weights, x, count, of_layer())
 
     count = stack.depth // stack.period
-    in_loop = ctx.layers == "scan"
+    in_loop = ctx.ops.layers == "scan"
     scanned = steps.whole, cache, jnp.arange(count)
     x, aux = jax.lax.scan(remat(ctx, scan_body, in_loop), x, scanned, unroll=not in_loop)
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)

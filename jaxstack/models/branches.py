@@ -138,7 +138,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
       ctx: execution context.
     """
     if "key" in batch and "rows" not in batch:
-        batch = {**batch, "rows": ctx.row_indices(batch["tokens"].shape[0])}
+        batch = {**batch, "rows": ctx.layout.row_indices(batch["tokens"].shape[0])}
     understanding = encoder.make_layer_inputs(model_of(cfg, "understanding"), of_branch(batch, "understanding"), ctx)
     generation = decoder.make_layer_inputs(model_of(cfg, "generation"), of_branch(batch, "generation"), ctx)
     return replace(generation, encoder=understanding)

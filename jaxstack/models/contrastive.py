@@ -102,7 +102,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     image = decoder.make_layer_inputs(cfg, decoder.with_stream_key({"tokens": patches, **shared}, "image"), ctx)
     ours = decoder.with_stream_key({"tokens": batch["tokens"], **shared}, "text")
     text = decoder.make_layer_inputs(cfg, ours, ctx)
-    own = collectives.local_slice(patches, ctx.sequence_parallel_axes, 1)
+    own = collectives.local_slice(patches, ctx.layout.sequence_parallel_axes, 1)
     return replace(text, encoder=replace(image, tokens=None, patches=own))
 
 
@@ -124,9 +124,9 @@ def enter_text(
     The patches themselves [B, S, D] are a side input, for captions.
     """
     x = layers.norm(cfg, params["image_norm"], x, ctx)
-    patches = x.shape[1] * collectives.count(ctx.axes("residual"))
+    patches = x.shape[1] * collectives.count(ctx.layout.axes("residual"))
     image = _pool(x, jnp.full(x.shape[1], 1 / patches, jnp.float32), ctx)
-    side = {"encoded": ctx.gather_activations(x, "heads")} if cfg.contrastive.caption_layers else None
+    side = {"encoded": ctx.layout.gather_activations(x, "heads")} if cfg.contrastive.caption_layers else None
     return {"image": image, "text": decoder.embed(cfg, params, layer_inputs, ctx)[0]}, side
 
 
@@ -229,7 +229,7 @@ def _pool(x: jax.Array, weights: jax.Array, ctx: Context) -> jax.Array:
       weights: of these tokens, [S/n] or [B, S/n].
       ctx: execution context.
     """
-    return collectives.all_reduce((weights[..., None] * x.astype(jnp.float32)).sum(1), ctx.axes("residual"))
+    return collectives.all_reduce((weights[..., None] * x.astype(jnp.float32)).sum(1), ctx.layout.axes("residual"))
 
 
 def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Features:
@@ -242,9 +242,9 @@ def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx
       batch: `pair_weights` [B, T], which is not zero at the last token of a text.
       ctx: execution context.
     """
-    last = ctx.slice_for_sequence_parallel((batch["pair_weights"] != 0).astype(jnp.float32))
+    last = ctx.layout.slice_for_sequence_parallel((batch["pair_weights"] != 0).astype(jnp.float32))
     pooled = {"image": hidden["image"], "text": _pool(hidden["text"], last, ctx)}
-    weights = ctx.gather_params(spec(cfg)["projection"], params["projection"])
+    weights = ctx.layout.gather_params(spec(cfg)["projection"], params["projection"])
 
     def project(name: str) -> jax.Array:
         x = jnp.einsum("bd,de->be", pooled[name], weights[name], precision=jax.lax.Precision.HIGHEST)
@@ -262,13 +262,13 @@ def _of_pairs(
     """
 
     def work(ctx: Context, scalars: Params, *arrays: jax.Array) -> tuple[None, jax.Array]:
-        total = measure(Pairs(*arrays), scalars, axes=ctx.axes("batch"))
-        sequence = ctx.axes("sequence")
-        others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.token_axes)
+        total = measure(Pairs(*arrays), scalars, axes=ctx.layout.axes("batch"))
+        sequence = ctx.layout.axes("sequence")
+        others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.layout.token_axes)
         total = collectives.all_reduce(total / collectives.count(others), others)
         return None, collectives.varying(total / collectives.count(sequence), sequence)
 
-    weights = collectives.all_reduce(batch["pair_weights"].sum(1), ctx.axes("sequence"))
+    weights = collectives.all_reduce(batch["pair_weights"].sum(1), ctx.layout.axes("sequence"))
     arguments = params["pairs"], *rows, batch["pair_ids"][:, 0], weights
     share: jax.Array = ctx.region(work, arguments, (spec(cfg)["pairs"], *[("batch",)] * 4), ())[1]
     return share

@@ -107,17 +107,17 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """
     tokens = batch["tokens"]
     length = tokens.shape[1]
-    positions = batch.get("positions", ctx.token_index(length))
-    stream_positions = ctx.slice_for_sequence_parallel(positions)
+    positions = batch.get("positions", ctx.layout.token_index(length))
+    stream_positions = ctx.layout.slice_for_sequence_parallel(positions)
     rope = layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None
     local = cfg.rope_theta_local if cfg.positions == "rope" else None
     rope_local = None if local is None else layers.rope_tables(replace(cfg, rope_theta=local), positions)
-    gate_ids = ctx.slice_for_sequence_parallel(batch["gate_ids"]) if "gate_ids" in batch else None
+    gate_ids = ctx.layout.slice_for_sequence_parallel(batch["gate_ids"]) if "gate_ids" in batch else None
     counted = batch["loss_weights"] != 0 if "loss_weights" in batch and cfg.moe.num_experts else None
     dropout_ids = None
     if "key" in batch:
         rows = batch.get("rows")
-        dropout_ids = ctx.dropout_ids(ctx.row_indices(tokens.shape[0]) if rows is None else rows, length)
+        dropout_ids = ctx.layout.dropout_ids(ctx.layout.row_indices(tokens.shape[0]) if rows is None else rows, length)
     return LayerInputs(
         tokens=tokens,
         positions=stream_positions,
@@ -150,7 +150,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     declared = spec(cfg.base)["embedding"]
 
     def work(ctx: Context, params: Params, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
-        return layers.embed(cfg, ctx.gather_params(declared, params), tokens, positions, ctx), None
+        return layers.embed(cfg, ctx.layout.gather_params(declared, params), tokens, positions, ctx), None
 
     arguments = params["embedding"], layer_inputs.tokens, layer_inputs.positions
     residual = ("batch", "residual")
@@ -196,7 +196,7 @@ def scan_block(
                 dropout_key=layer_inputs.dropout_key(layer),
                 cache={**cache[i], "distance": layer_inputs.distance[i]} if cache else cache,
             )
-        if ctx.pipeline is not None and 0 < rest <= i:
+        if ctx.layout.pipeline is not None and 0 < rest <= i:
             x = jnp.where(index < whole, x, before)
         if i + 1 < len(params) and not (cfg.post_norm or cfg.norm_after):
             x = checkpoint_name(x, "residual")  # as the loop saves its own; the MLP's last product is not repeated
@@ -207,7 +207,7 @@ def scan_block(
 def gather_dense(ctx: Context, spec: Spec, params: Params) -> Params:
     """Returns the parameters of a layer as it uses them; a mixture of experts gathers its own."""
     dense = {name: p for name, p in spec.items() if name != "moe"}
-    return {**params, **ctx.gather_params(dense, {name: params[name] for name in dense})}
+    return {**params, **ctx.layout.gather_params(dense, {name: params[name] for name in dense})}
 
 
 def hidden_states(
@@ -260,7 +260,7 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: Lay
     x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.base_width and cfg.tied_embeddings:  # see `models.width`
         x = kernels.multiply_in_float32(x, 1 / cfg.width_ratio)
-    return ctx.gather_activations(x, "vocab")
+    return ctx.layout.gather_activations(x, "vocab")
 
 
 def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
@@ -271,7 +271,9 @@ def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context)
     """
     if not cfg.moe.num_experts or cfg.moe.router != "sigmoid" or cfg.lora.rank:
         return params
-    moved = update_bias(params["layers"]["moe"]["balance"], ctx.to_stage_order(aux["load"]), cfg.moe.bias_update_rate)
+    moved = update_bias(
+        params["layers"]["moe"]["balance"], ctx.layout.to_stage_order(aux["load"]), cfg.moe.bias_update_rate
+    )
     return {**params, "layers": {**params["layers"], "moe": {**params["layers"]["moe"], "balance": moved}}}
 
 
@@ -279,12 +281,12 @@ def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D, V/n] in the compute dtype, this device's part of the vocabulary: a matrix of its
     own, or the transposed embedding. `params["head"]["w"]` may contain the latter as a copy, which generation makes."""
     if not cfg.tied_embeddings:
-        return ctx.gather_params(spec(cfg.base)["head"]["w"], params["head"]["w"].astype(ctx.dtype))
+        return ctx.layout.gather_params(spec(cfg.base)["head"]["w"], params["head"]["w"].astype(ctx.dtype))
     table = spec(cfg.base)["embedding"]["tokens"]
     if "head" in params:
         transposed = replace(table, shape=table.shape[::-1], axes=table.axes[::-1])
-        return ctx.gather_params(transposed, params["head"]["w"].astype(ctx.dtype))
-    return ctx.gather_params(table, params["embedding"]["tokens"].astype(ctx.dtype)).T
+        return ctx.layout.gather_params(transposed, params["head"]["w"].astype(ctx.dtype))
+    return ctx.layout.gather_params(table, params["embedding"]["tokens"].astype(ctx.dtype)).T
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
@@ -305,14 +307,14 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
         given = hidden, head(cfg, params, ctx), targets, weights
         options: dict[str, Any] = {
             "softcap": cfg.logit_softcap,
-            "vocab_axes": ctx.axes("vocab"),
+            "vocab_axes": ctx.layout.axes("vocab"),
             "vocab_size": cfg.vocab,
-            "chunk": ctx.loss_chunk,
+            "chunk": ctx.ops.loss_chunk,
         }
         if teacher:
             ids, log_probs = teacher
             return None, kernels.distillation_loss(*given, (ids, log_probs), batch["distill"], **options)  # type: ignore[arg-type]
-        return None, kernels.cross_entropy(*given, **options, implementation=ctx.cross_entropy)
+        return None, kernels.cross_entropy(*given, **options, implementation=ctx.ops.cross_entropy)
 
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
@@ -333,7 +335,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     scores = jnp.einsum("bsd,dv->bsv", hidden, w, preferred_element_type=jnp.float32)
     cap = cfg.logit_softcap
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.axes("vocab"))
+    return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.layout.axes("vocab"))
 
 
 def log_probs(
@@ -341,9 +343,9 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of every target (nats, float32 [B, S]), and whether no id has a larger one [B, S]."""
     ctx = ctx or Context()
-    w, axes, cap = head(cfg, params, ctx), ctx.axes("vocab"), cfg.logit_softcap
+    w, axes, cap = head(cfg, params, ctx), ctx.layout.axes("vocab"), cfg.logit_softcap
     return kernels.token_log_probs(
-        hidden, w, targets, softcap=cap, vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.loss_chunk
+        hidden, w, targets, softcap=cap, vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.ops.loss_chunk
     )
 
 

@@ -151,7 +151,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if cfg.diffusion.text_layers:
         read = {"tokens": batch["encoder_tokens"], "segment_ids": batch["encoder_segment_ids"]}
         text = decoder.make_layer_inputs(replace(cfg, moe=MoEConfig()), read, ctx)
-    positions = ctx.token_index(gate_ids.shape[1])
+    positions = ctx.layout.token_index(gate_ids.shape[1])
     noisy = batch.get("noisy")
     if noisy is None:
         path = Path.at(cfg.diffusion.path, time_of(cfg, gate_ids)[..., None])
@@ -160,9 +160,9 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
         classes=batch.get("classes"),
         encoder=text,
         counted=weights != 0 if weights is not None and cfg.moe.num_experts else None,
-        gate_ids=ctx.slice_for_sequence_parallel(gate_ids),
-        patches=collectives.local_slice(noisy, ctx.sequence_parallel_axes, 1),
-        positions=ctx.slice_for_sequence_parallel(positions),
+        gate_ids=ctx.layout.slice_for_sequence_parallel(gate_ids),
+        patches=collectives.local_slice(noisy, ctx.layout.sequence_parallel_axes, 1),
+        positions=ctx.layout.slice_for_sequence_parallel(positions),
         rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
         segment_ids=None if text is None else (gate_ids >= 0).astype(jnp.int32),  # all patches see the text, segment 1
     )
@@ -182,14 +182,16 @@ def condition(
       classes: class of each row [B, any]; `cfg.vocab` means no class. `None` with a text.
       ctx: execution context.
     """
-    values = ctx.gather_params(spec(cfg)["condition"], params["condition"])
+    values = ctx.layout.gather_params(spec(cfg)["condition"], params["condition"])
     half = TIME_FEATURES // 2
     # Angles go to 1000, where float32 has steps of 6e-5: one product with constants is rounded alike in every program.
     frequencies = np.exp(np.arange(half) * (-math.log(MAX_PERIOD) / half)) * (1000 / cfg.moe.max_timestep)
     angles = (gate_ids[:, :1, None].astype(jnp.float32) + 0.5) * frequencies.astype(np.float32)
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(ctx.dtype)
-    h = kernels.linear(features, values["w_time"].astype(ctx.dtype), values["b_time"], implementation=ctx.linear)
-    h = kernels.linear(jax.nn.silu(h), values["w_out"].astype(ctx.dtype), values["b_out"], implementation=ctx.linear)
+    h = kernels.linear(features, values["w_time"].astype(ctx.dtype), values["b_time"], implementation=ctx.ops.linear)
+    h = kernels.linear(
+        jax.nn.silu(h), values["w_out"].astype(ctx.dtype), values["b_out"], implementation=ctx.ops.linear
+    )
     if classes is not None:
         h = h + kernels.embedding_lookup(values["classes"].astype(ctx.dtype), classes[:, :1])
     return {"condition": jax.nn.silu(h)}
@@ -207,8 +209,8 @@ def embed(
         return _embed_picture(cfg, params, layer_inputs, ctx)
     assert text.tokens is not None
     assert text.positions is not None
-    values = ctx.gather_params(spec(cfg)["text_embedding"], params["text_embedding"])
-    ids = ctx.slice_for_sequence_parallel(text.tokens)
+    values = ctx.layout.gather_params(spec(cfg)["text_embedding"], params["text_embedding"])
+    ids = ctx.layout.slice_for_sequence_parallel(text.tokens)
     x = kernels.embedding_lookup(values["tokens"].astype(ctx.dtype), ids)
     if cfg.positions == "learned":
         x = kernels.add_in_float32(x, kernels.embedding_lookup(values["positions"], text.positions))
@@ -222,7 +224,7 @@ def enter_layers(
 
     With sequence parallelism the tokens are gathered here, once for all layers.
     """
-    encoded = ctx.gather_activations(layers.norm(cfg, params["text_norm"], x, ctx), "heads")
+    encoded = ctx.layout.gather_activations(layers.norm(cfg, params["text_norm"], x, ctx), "heads")
     x, made = _embed_picture(cfg, params, layer_inputs, ctx)
     return x, {**made, "encoded": encoded}
 
@@ -241,7 +243,7 @@ def _embed_picture(
 
 def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> list[jax.Array]:
     """Returns the linear functions of the condition that a group `modulation` has, each [B, 1, D]."""
-    made = kernels.linear(side["condition"], params["w"], params["b"], implementation=ctx.linear)
+    made = kernels.linear(side["condition"], params["w"], params["b"], implementation=ctx.ops.linear)
     return [made[:, :, i] for i in range(made.shape[2])]
 
 
@@ -285,7 +287,7 @@ def scan_block(
     """Runs a block: attention among all patches, then to a text, then MLP or experts; see `blocks.StackStep`."""
     assert cache is None
     one_layer = {name: p for name, p in unstack(spec(cfg)["layers"]).items() if name != "moe"}
-    values = {**params[0], **ctx.gather_params(one_layer, {name: params[0][name] for name in one_layer})}
+    values = {**params[0], **ctx.layout.gather_params(one_layer, {name: params[0][name] for name in one_layer})}
     made, seen = modulations(values["modulation"], layer_inputs.side, ctx), {"residual/in": x}
     h = modulated(cfg, x, made[0], made[1], ctx)
     own = replace(layer_inputs, segment_ids=None)  # all patches are of one picture
@@ -337,7 +339,7 @@ def predict(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, c
       ctx: execution context.
     """
     side = condition(cfg, params, batch["gate_ids"], batch.get("classes"), ctx)
-    values = ctx.gather_params(spec(cfg)["output"], params["output"])
+    values = ctx.layout.gather_params(spec(cfg)["output"], params["output"])
     modulation = values["modulation"] | {"w": values["modulation"]["w"].astype(ctx.dtype)}
     shift, scale = modulations(modulation, side, ctx)
     h = modulated(cfg, hidden, shift, scale, ctx)
@@ -347,7 +349,7 @@ def predict(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, c
 
 def gather_predicted(velocity: jax.Array, ctx: Context) -> jax.Array:
     """Returns the velocity of whole pictures [B, S, P], equal on all devices of a tensor group."""
-    return collectives.all_gather_invariant(velocity, ctx.sequence_parallel_axes, 1)
+    return collectives.all_gather_invariant(velocity, ctx.layout.sequence_parallel_axes, 1)
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
@@ -360,7 +362,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
       batch: see `batch_spec`.
       ctx: execution context.
     """
-    between = ctx.sequence_parallel_axes
+    between = ctx.layout.sequence_parallel_axes
     path = Path.at(cfg.diffusion.path, time_of(cfg, batch["gate_ids"])[..., None])
     wanted = path.velocity(batch["patches"], batch["noise"])
     wanted, weights = (collectives.local_slice(a, between, 1) for a in (wanted, batch["loss_weights"]))

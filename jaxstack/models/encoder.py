@@ -121,7 +121,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if not cfg.token_types:
         return made
     types = batch["token_types"] if "token_types" in batch else jnp.zeros_like(batch["tokens"])
-    return replace(made, token_types=ctx.slice_for_sequence_parallel(types))
+    return replace(made, token_types=ctx.layout.slice_for_sequence_parallel(types))
 
 
 def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
@@ -133,7 +133,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
     x, _ = decoder.embed(cfg, {"embedding": tables}, replace(layer_inputs, key=None), ctx)
     if cfg.token_types:
         assert layer_inputs.token_types is not None
-        table = ctx.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
+        table = ctx.layout.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
         x = kernels.add_in_float32(x, kernels.embedding_lookup(table, layer_inputs.token_types))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
     return layers.dropout(layer_inputs.dropout_key("embedding"), cfg.dropout, x, layer_inputs.dropout_ids), None
@@ -167,16 +167,16 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: Lay
         x = _mean_of_text(x, layer_inputs, ctx)
     pooled = None
     if cfg.sentences.tasks:
-        pooler = ctx.gather_params(spec(cfg)["pooler"], params["pooler"])
-        pooled = jnp.tanh(kernels.linear(x, pooler["w"], pooler.get("b"), implementation=ctx.linear))
+        pooler = ctx.layout.gather_params(spec(cfg)["pooler"], params["pooler"])
+        pooled = jnp.tanh(kernels.linear(x, pooler["w"], pooler.get("b"), implementation=ctx.ops.linear))
     if "transform" in params:
-        transform = ctx.gather_params(spec(cfg)["transform"], params["transform"])
-        x = kernels.linear(x, transform["w"], transform.get("b"), implementation=ctx.linear)
+        transform = ctx.layout.gather_params(spec(cfg)["transform"], params["transform"])
+        x = kernels.linear(x, transform["w"], transform.get("b"), implementation=ctx.ops.linear)
         if "norm" in transform:
             x = layers.norm(cfg, transform["norm"], layers.activate(cfg.activation, x, ctx), ctx)
         else:
             x = jnp.tanh(x)
-    return ctx.gather_activations(x if pooled is None else jnp.concatenate([x, pooled], -1), "vocab")
+    return ctx.layout.gather_activations(x if pooled is None else jnp.concatenate([x, pooled], -1), "vocab")
 
 
 def _mean_of_text(x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
@@ -187,10 +187,10 @@ def _mean_of_text(x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.
     if layer_inputs.segment_ids is None:
         ids = jnp.zeros(x.shape[:2], jnp.int32)
     else:
-        ids = ctx.slice_for_sequence_parallel(layer_inputs.segment_ids)
+        ids = ctx.layout.slice_for_sequence_parallel(layer_inputs.segment_ids)
 
     def work(ctx: Context, x: jax.Array, ids: jax.Array) -> tuple[jax.Array, None]:
-        axes = ctx.axes("residual")
+        axes = ctx.layout.axes("residual")
         texts = x.shape[1] * collectives.count(axes) + 1
 
         def one_row(x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -209,13 +209,13 @@ def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D + 1, V/n] in the compute dtype, whose last row is the bias of each class."""
     if cfg.labels:
         return _with_bias(spec(cfg)["output"], params["output"], ctx)
-    output = ctx.gather_params(spec(cfg)["output"], params["output"])
+    output = ctx.layout.gather_params(spec(cfg)["output"], params["output"])
     return jnp.concatenate([decoder.head(cfg, params, ctx), output["bias"].astype(ctx.dtype)[None]])
 
 
 def _with_bias(declared: Spec, output: Params, ctx: Context) -> jax.Array:
     """Returns the matrix `w` of a head with its `bias` as the last row, in the compute dtype."""
-    output = ctx.gather_params(declared, output)
+    output = ctx.layout.gather_params(declared, output)
     return jnp.concatenate([output["w"].astype(ctx.dtype), output["bias"].astype(ctx.dtype)[None]])
 
 
@@ -286,10 +286,10 @@ def _nll(
         head,
         targets,
         weights,
-        vocab_axes=ctx.axes("vocab"),
+        vocab_axes=ctx.layout.axes("vocab"),
         vocab_size=classes,
-        chunk=ctx.loss_chunk,
-        implementation=ctx.cross_entropy,
+        chunk=ctx.ops.loss_chunk,
+        implementation=ctx.ops.cross_entropy,
     )
 
 
@@ -306,4 +306,4 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     ctx = ctx or Context()
     read = with_one(_of_tokens(cfg, hidden))
     scores = jnp.einsum("bsd,dv->bsv", read, head(cfg, params, ctx), preferred_element_type=jnp.float32)
-    return kernels.mask_vocab_padding(scores, cfg.classes, ctx.axes("vocab"))
+    return kernels.mask_vocab_padding(scores, cfg.classes, ctx.layout.axes("vocab"))

@@ -133,7 +133,7 @@ def enter_decoder(
 
     With sequence parallelism, the encoder's output is gathered here, once for all layers.
     """
-    encoded = ctx.gather_activations(layers.norm(cfg, params["encoder_norm"], x, ctx), "heads")
+    encoded = ctx.layout.gather_activations(layers.norm(cfg, params["encoder_norm"], x, ctx), "heads")
     x, _ = decoder.embed(cfg, params, layer_inputs, ctx)
     return x, {"relative": _relative(cfg, params, "decoder", ctx), "encoded": encoded}
 
@@ -142,7 +142,7 @@ def _relative(cfg: ModelConfig, params: Params, side: str, ctx: Context) -> jax.
     """Returns the table of relative position biases of a stack, for the heads of this device."""
     if cfg.positions != "relative":
         return None
-    table: jax.Array = ctx.gather_params(spec(cfg)["relative"][side], params["relative"][side])
+    table: jax.Array = ctx.layout.gather_params(spec(cfg)["relative"][side], params["relative"][side])
     return table
 
 
@@ -241,7 +241,7 @@ def encode(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> Para
     _, side = enter_decoder(cfg, params, x, side, layer_inputs, ctx)
 
     def one_layer(weights: Params) -> Params:
-        k, v = layers.cross_keys(cfg, ctx.gather_params(declared, weights), side["encoded"], ctx)
+        k, v = layers.cross_keys(cfg, ctx.layout.gather_params(declared, weights), side["encoded"], ctx)
         return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
 
     weights = [one["cross"] for one in _layers_of(cfg, params["decoder"])]
@@ -278,7 +278,7 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: Lay
     x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.head_scale != 1:
         x = kernels.multiply_in_float32(x, cfg.head_scale)
-    return ctx.gather_activations(x, "vocab")
+    return ctx.layout.gather_activations(x, "vocab")
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
@@ -297,7 +297,7 @@ def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context)
         return params
     start, size = 0, _unit_size(cfg)
     for name, depth in (("encoder", cfg.encoder_depth // size), ("decoder", cfg.num_layers // size)):
-        load = ctx.to_stage_order(aux["load"][start : start + depth], name)
+        load = ctx.layout.to_stage_order(aux["load"][start : start + depth], name)
         layer = params[name] if size == 1 else params[name]["layer_1"]
         balance = update_bias(layer["moe"]["balance"], load, cfg.moe.bias_update_rate)
         moved = {**layer, "moe": {**layer["moe"], "balance": balance}}

@@ -4,12 +4,10 @@ A family is a module with the functions of `Family`; `jaxstack.models.decoder` i
 `jaxstack.models` and `jaxstack.hf` names no group of parameters: it asks the family, through the functions here.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Protocol, TypeVar, cast
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
@@ -19,8 +17,6 @@ from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec
-from jaxstack.pipeline import Program, resolve
-from jaxstack.sharding import BATCH_AXES
 
 Group = TypeVar("Group")
 
@@ -125,21 +121,6 @@ def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """Returns the name and the stack of a model with one stack of layers."""
     ((name, stack),) = of(cfg).stacks(cfg).items()
     return name, stack
-
-
-def pipeline_program(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None) -> Program | None:
-    """Returns the program of a run's stages on a mesh, or `None` if there is one stage; see `Context.create`.
-
-    Raises:
-      ScheduleError: see `pipeline.resolve`.
-    """
-    stages, replicas = mesh.shape["pipe"], math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    if stages == 1:
-        return None
-    sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
-    static = {"auto": platform == "gpu", "static": True, "dynamic": False}[cfg.pipeline.loops]
-    stacks = {name: (stack.depth, stack.period) for name, stack in of(cfg.model).stacks(cfg.model).items()}
-    return resolve(cfg, stages, sequences, static, stacks)
 
 
 def split_stacks(cfg: ModelConfig, params: Mapping[str, Group]) -> tuple[dict[str, Group], dict[str, Group]]:

@@ -64,7 +64,7 @@ def hidden_states(
     params = cast_matrices(parts.spec(cfg), params, ctx.dtype)
     if dropout_key is not None:
         batch = {**batch, "key": jax.random.key_data(dropout_key)}
-    if ctx.pipeline is not None:
+    if ctx.layout.pipeline is not None:
         return _through_stages(parts, cfg, params, batch, ctx, cache)
     layer_inputs = parts.make_layer_inputs(cfg, batch, ctx)
     stacks = parts.stacks(cfg)
@@ -96,12 +96,12 @@ def _through_stages(
     parts: Parts, cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, cache: PyTree
 ) -> tuple[jax.Array, Aux]:
     """Computes `hidden_states` with the layers on the stages of a pipeline. Its gradient by autodiff is GPipe's."""
-    assert ctx.pipeline is not None
+    assert ctx.layout.pipeline is not None
     rows = next(array for name, array in batch.items() if name != "key").shape[0]
     if cache is None:
-        microbatches = math.gcd(rows, ctx.pipeline.schedule.microbatches)
+        microbatches = math.gcd(rows, ctx.layout.pipeline.schedule.microbatches)
     else:  # new rows follow each other; the cache of earlier tokens is not split
-        microbatches = 1 if cache else pipeline.groups_of(rows, 4 * ctx.pipeline.stages.stages)
+        microbatches = 1 if cache else pipeline.groups_of(rows, 4 * ctx.layout.pipeline.stages.stages)
     stacks, inner, spec = parts.stacks(cfg), ctx.within_stage, parts.spec(cfg)
 
     def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
@@ -115,7 +115,7 @@ def _through_stages(
         return remat(inner, scan_body)
 
     def stacked(name: str, stack: Stack) -> tuple[list[Params], PyTree]:
-        own = params[name] if ctx.gather == "layer" else ctx.gather_params(spec[name], params[name])
+        own = params[name] if ctx.layout.gather == "layer" else ctx.layout.gather_params(spec[name], params[name])
         return group_layers(stack.period, own), cache
 
     first, *later = stacks.items()
@@ -129,7 +129,7 @@ def _through_stages(
     layers_and_cache = tuple(stacked(name, stack) for name, stack in stacks.items())
     micros = split_microbatches(batch, microbatches)
     own_layers = layers_and_cache if later else layers_and_cache[0]
-    (x, _), _, aux = pipeline.forward(ctx.pipeline.stages, work, "pipe", params, own_layers, micros)
+    (x, _), _, aux = pipeline.forward(ctx.layout.pipeline.stages, work, "pipe", params, own_layers, micros)
 
     def in_row_order(a: jax.Array) -> jax.Array:  # a row of a batch may be several of `a`, which stay neighbours
         of_rows = a.reshape(microbatches, rows // microbatches, -1, *a.shape[2:])
@@ -163,4 +163,4 @@ def in_layer_order(ctx: Context, stacks: Mapping[str, Stack], auxes: Sequence[Au
 
     Each is [R/P, ...]; the results are equal on all stages.
     """
-    return join({name: ctx.to_layer_order(aux, name) for name, aux in zip(stacks, auxes, strict=True)})
+    return join({name: ctx.layout.to_layer_order(aux, name) for name, aux in zip(stacks, auxes, strict=True)})

@@ -33,9 +33,9 @@ def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) 
 def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
     """Normalises the last axis, in float32."""
     if (kind or cfg.norm) == "layer":
-        return kernels.layer_norm(x, params["scale"], params.get("bias"), eps=cfg.norm_eps, implementation=ctx.norm)
+        return kernels.layer_norm(x, params["scale"], params.get("bias"), eps=cfg.norm_eps, implementation=ctx.ops.norm)
     return kernels.rms_norm(
-        x, params["scale"], eps=cfg.norm_eps, unit_offset=cfg.norm_unit_offset, implementation=ctx.norm
+        x, params["scale"], eps=cfg.norm_eps, unit_offset=cfg.norm_unit_offset, implementation=ctx.ops.norm
     )
 
 
@@ -101,12 +101,15 @@ def linear(
       in_axes: number of dimensions that are contracted.
     """
     b = None if back else params.get(f"b_{name}")
-    split: dict[str, Any] = {"split_in" if back else "split_out": ctx.axes(over), "split_tokens": ctx.token_axes}
+    split: dict[str, Any] = {
+        "split_in" if back else "split_out": ctx.layout.axes(over),
+        "split_tokens": ctx.layout.token_axes,
+    }
     w = params[f"w_{name}"]
-    y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.quant, implementation=ctx.linear, **split)
+    y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.ops.quant, implementation=ctx.ops.linear, **split)
     if adapter := lora.get_adapter(cfg.lora, params, name):  # adapters are small, and are not quantized
-        inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.linear)
-        y = y + kernels.linear(inner, adapter[1], implementation=ctx.linear)
+        inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.ops.linear)
+        y = y + kernels.linear(inner, adapter[1], implementation=ctx.ops.linear)
     return y
 
 
@@ -165,7 +168,7 @@ def attention(
       [B, S/n, D]. With a cache also `keys` [B, G, K, S] and `values` [B, G, S, K] of these tokens. What is watched.
     """
     rope = layer_inputs.rope
-    x = ctx.gather_activations(x, "heads")
+    x = ctx.layout.gather_activations(x, "heads")
     q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
     if cfg.qk_norm:
         q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
@@ -209,7 +212,7 @@ def cross_attention(
       [B, T/n, D], and what is watched.
     """
     assert layer_inputs.encoder is not None
-    q = linear(cfg, params, "q", ctx.gather_activations(x, "heads"), ctx, "heads")
+    q = linear(cfg, params, "q", ctx.layout.gather_activations(x, "heads"), ctx, "heads")
     q = norm(cfg, params["q_norm"], q, ctx, "rms") if cfg.qk_norm else q
     if cache:
         assert layer_inputs.encoder.segment_ids is not None
@@ -237,7 +240,7 @@ def _score_options(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Context) -> jax.Array:
-    y = ctx.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
+    y = ctx.layout.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
 
 
@@ -268,13 +271,13 @@ def _attend(
     max_distance = masked.pop("max_distance", None)
     if table is not None:
         masked["bias"] = RelativeBias(table, None, max_distance, not masked["mask"].causal)
-    axes, aux, name = ctx.axes("sequence"), {}, f"{masked.pop('group')}/max_logit"
+    axes, aux, name = ctx.layout.axes("sequence"), {}, f"{masked.pop('group')}/max_logit"
     if name in ctx.watch:
         largest = kernels.largest_logit(q, k, axes=axes, **masked)
         aux = watch.measure_largest(ctx, name, largest, "batch", "sequence", "heads")
-    masked["implementation"] = ctx.attention
+    masked["implementation"] = ctx.ops.attention
     if axes:
-        return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.context_method, **masked), aux
+        return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.layout.context_method, **masked), aux
     return kernels.attention(q, k, v, **masked), aux
 
 
@@ -302,7 +305,7 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
         case "silu":
             return jax.nn.silu(x)
         case "gelu" | "gelu_tanh":
-            return kernels.gelu(x, approximate=name == "gelu_tanh", implementation=ctx.gelu)
+            return kernels.gelu(x, approximate=name == "gelu_tanh", implementation=ctx.ops.gelu)
         case "relu":
             return jax.nn.relu(x)
         case "relu2":
@@ -315,8 +318,8 @@ def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> tuple[j
 
     x and the result are [B, S/n, D]. What is watched is returned, too.
     """
-    y, aux = mlp_products(cfg, params, ctx.gather_activations(x, "mlp"), ctx)
-    y = ctx.reduce_activations(y, "mlp")
+    y, aux = mlp_products(cfg, params, ctx.layout.gather_activations(x, "mlp"), ctx)
+    y = ctx.layout.reduce_activations(y, "mlp")
     y = kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
     return y, aux | watch.measure(ctx, {"mlp/out": y}, "batch", "residual")
 
@@ -358,7 +361,7 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
       ctx: execution context.
     """
     rows, width = table_axes(cfg)
-    table, axes = params["tokens"], ctx.axes(rows)
+    table, axes = params["tokens"], ctx.layout.axes(rows)
     if axes:
         own = tokens - collectives.index(axes) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
@@ -367,14 +370,14 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
         x = kernels.embedding_lookup(table, tokens)
     if jax.config.jax_debug_nans:  # type: ignore[attr-defined]  # see `decoder.forward`
         x = jnp.where(((tokens < 0) | (tokens >= cfg.vocab))[..., None], jnp.nan, x)
-    x = ctx.reduce_activations(x, rows)
+    x = ctx.layout.reduce_activations(x, rows)
     if cfg.embedding_scale:
         x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
     if cfg.positions == "learned":
         if cfg.first_position:
             positions = positions + cfg.first_position
         x = kernels.add_in_float32(x, kernels.embedding_lookup(params["positions"], positions))
-    return x if cfg.tied_embeddings else collectives.gather(x, ctx.axes(width), 2)
+    return x if cfg.tied_embeddings else collectives.gather(x, ctx.layout.axes(width), 2)
 
 
 def dropout(key: jax.Array | None, rate: float, x: jax.Array, dropout_ids: jax.Array | None) -> jax.Array:

@@ -104,12 +104,12 @@ def _moe(
     counted: jax.Array | None,
     replicas: jax.Array | None,
 ) -> tuple[jax.Array, Aux]:
-    params = ctx.gather_params(spec, params)
-    rows, between = x.shape[0], ctx.sequence_parallel_axes
+    params = ctx.layout.gather_params(spec, params)
+    rows, between = x.shape[0], ctx.layout.sequence_parallel_axes
     routing = route(cfg, params, x.reshape(-1, x.shape[-1]), None if gate_ids is None else gate_ids.reshape(-1))
-    mask = None if counted is None else ctx.slice_for_sequence_parallel(counted).reshape(-1)
+    mask = None if counted is None else ctx.layout.slice_for_sequence_parallel(counted).reshape(-1)
     aux = {
-        "balance_loss": experts.balance_loss(routing, rows, ctx.axes("residual"), mask),
+        "balance_loss": experts.balance_loss(routing, rows, ctx.layout.axes("residual"), mask),
         "z_loss": experts.z_loss(routing, mask),
         "entropy": experts.entropy_sum(routing, mask),
         "load": experts.load(routing, mask),
@@ -119,7 +119,7 @@ def _moe(
     if routing.logits is not None:  # a hard gate has no scores
         watched = watch.measure_mean(ctx, "moe/router_entropy", aux["entropy"], counts, "batch", "residual")
     aux = {name: collectives.all_reduce(value, between) for name, value in aux.items()} | watched
-    h = ctx.gather_activations(x, "mlp")
+    h = ctx.layout.gather_activations(x, "mlp")
     tokens = h.shape[0] * h.shape[1]
 
     def gather_choices(a: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def _moe(
 
     gathered = Routing(*jax.tree.map(gather_choices, routing))
     if replicas is not None:
-        device = collectives.index(ctx.axes("experts"))
+        device = collectives.index(ctx.layout.axes("experts"))
         gathered = gathered._replace(experts=experts.choose_replicas(gathered.experts, replicas, device))
     y, dropped = experts.moe_mlp(
         h.reshape(tokens, -1),
@@ -144,12 +144,12 @@ def _moe(
     aux["dropped"] = collectives.all_reduce(dropped, between) / collectives.count(between)
     if cfg.moe.shared_experts:
         y = y + mlp_products(cfg, params["shared"], h, ctx)[0]
-    return ctx.reduce_activations(y, "mlp"), aux
+    return ctx.layout.reduce_activations(y, "mlp"), aux
 
 
 def _options(cfg: ModelConfig, ctx: Context, rows: int) -> experts.MoEOptions:
     """Returns the static settings of the experts for `rows` sequences on this device."""
-    expert_axes, placement = ctx.axes("experts"), ctx.placement
+    expert_axes, placement = ctx.layout.axes("experts"), ctx.placement
     # A capacity is a multiple of the even share of an expert, not of a replica.
     assert placement is None or cfg.moe.capacity_factor is None
     return experts.MoEOptions(
@@ -158,5 +158,5 @@ def _options(cfg: ModelConfig, ctx: Context, rows: int) -> experts.MoEOptions:
         expert_axis=expert_axes[0] if expert_axes else None,
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
-        implementation=ctx.moe,
+        implementation=ctx.ops.moe,
     )

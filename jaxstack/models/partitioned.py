@@ -1,15 +1,15 @@
-"""Execution context for XLA's partitioner: `Context` with sharding constraints in place of collectives.
+"""The layout for XLA's partitioner: sharding constraints in place of collectives.
 
-`Context` runs a model as the work of one device inside `jax.shard_map`. Here the same functions see global arrays under
-`jax.jit`. Where `Context` communicates, an array gets a sharding, and XLA's partitioner inserts the collectives. Sums
+`Layout` runs a model as the work of one device inside `jax.shard_map`. Here the same functions see global arrays under
+`jax.jit`. Where `Layout` communicates, an array gets a sharding, and XLA's partitioner inserts the collectives. Sums
 over devices are then sums within an array, so `axes` is empty.
 
 Functions that XLA cannot partition well remain manual regions: the lookup of embeddings, attention (with its ring over
-`context`), the experts with their exchange, and the cross-entropy. See `AutoContext.region`.
+`context`), the experts with their exchange, and the cross-entropy. See `AutoLayout.region`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,19 +20,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.kernels import context_order
-from jaxstack.models.context import Arguments, Context, Dims, Result, Tree
+from jaxstack.models.context import Context
+from jaxstack.models.layout import Arguments, Dims, Layout, Result, Tree
 from jaxstack.models.params import Spec, map_spec
 from jaxstack.sharding import totals
 from jaxstack.sharding.collectives import Axes
 
 
 def within_step(ctx: Context) -> Context:
-    """Returns the context in which the training step calls the model, as `ctx.partitioner` says."""
-    return ctx if ctx.partitioner == "manual" else AutoContext(**_fields(ctx))
+    """Returns the context in which the training step calls the model, as the layout's partitioner says."""
+    if ctx.layout.partitioner == "manual":
+        return ctx
+    return replace(ctx, layout=AutoLayout(**_fields(ctx.layout)))
 
 
-def _fields(ctx: Context) -> dict[str, Any]:
-    return {f.name: getattr(ctx, f.name) for f in fields(ctx)}
+def _fields(layout: Layout) -> dict[str, Any]:
+    return {f.name: getattr(layout, f.name) for f in fields(layout)}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -57,13 +60,13 @@ reshard.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True)
-class AutoContext(Context):
-    """The context of a model whose collectives XLA inserts. Make it with `within_step`."""
+class AutoLayout(Layout):
+    """The layout of a model whose collectives XLA inserts. Make it with `within_step`."""
 
     @property
-    def manual(self) -> Context:
-        """The context inside a manual region."""
-        return Context(**_fields(self))
+    def manual(self) -> Layout:
+        """The layout inside a manual region."""
+        return Layout(**_fields(self))
 
     def axes(self, *names: str) -> Axes:
         """Returns no axes: an array has all shards."""
@@ -71,7 +74,7 @@ class AutoContext(Context):
 
     @property
     def gathers_params(self) -> bool:
-        """See `Context.gathers_params`."""
+        """See `Layout.gathers_params`."""
         return self.manual.gathers_params
 
     def _activation(self, *names: str | None) -> NamedSharding:
@@ -87,11 +90,11 @@ class AutoContext(Context):
 
         return constrained  # type: ignore[return-value]
 
-    def region(self, f: Callable[..., Any], arguments: Sequence[PyTree], inputs: PyTree, output: Dims) -> Any:
+    def region(self, f: Callable[..., PyTree], arguments: Sequence[PyTree], inputs: PyTree, output: Dims) -> PyTree:
         """Runs a part of the model inside `jax.shard_map`, with explicit collectives.
 
         Args:
-          f: `f(ctx, *shards)` does the work of one device. It returns an array, and sums over this device's tokens.
+          f: `f(layout, *shards)` does the work of one device. It returns an array, and sums over this device's tokens.
           arguments: global arrays, or trees of them.
           inputs: how each argument is sharded: declarations of parameters, or the logical axes of an activation.
           output: logical axes of the array.

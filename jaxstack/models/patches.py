@@ -35,8 +35,8 @@ def embed_patches(
       positions: of these patches [S/n].
       ctx: execution context.
     """
-    values = ctx.gather_params(spec, params)
-    x: jax.Array = kernels.linear(patches.astype(ctx.dtype), values["patches"], implementation=ctx.linear)
+    values = ctx.layout.gather_params(spec, params)
+    x: jax.Array = kernels.linear(patches.astype(ctx.dtype), values["patches"], implementation=ctx.ops.linear)
     if cfg.positions == "learned":
         x = kernels.add_in_float32(x, kernels.embedding_lookup(values["positions"], positions))
     return x

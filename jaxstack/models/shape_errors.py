@@ -161,7 +161,7 @@ def _advice(error: BaseException, ctx: Context) -> str:
         return "A value is not there while the step is compiled; use jnp.where or jax.lax.cond."
     if "carry" in str(error):
         return "A layer must return the residual stream with the shape and dtype that it reads."
-    of = "the whole mesh" if ctx.partitioner == "auto" else "one device"
+    of = "the whole mesh" if ctx.layout.partitioner == "auto" else "one device"
     return f"Make sizes equal where arrays are contracted, added or joined; those above are of {of}."
 
 
@@ -319,8 +319,8 @@ class _Found:
         if self.stack is None or not self.name:
             return path
         kind = f"in each of {self.stack.depth} layers of the {self.cfg.family if self.cfg else ''}"
-        if self.ctx.pipeline is not None:
-            kind += f", on {self.ctx.pipeline.schedule.stages} stages"
+        if self.ctx.layout.pipeline is not None:
+            kind += f", on {self.ctx.layout.pipeline.schedule.stages} stages"
         return f"{path or self.name}, {kind}"
 
     def describe(self, name: str, value: Any) -> str:
@@ -342,7 +342,7 @@ class _Found:
             return "declared " + ", ".join(f"{axis} {size}" for axis, size in zip(axes, declared, strict=True))
         texts = []
         for axis, whole, size in zip(axes, declared, shape, strict=True):
-            split, count = self._split(self.ctx.rules.parameters.get(axis))
+            split, count = self._split(self.ctx.layout.rules.parameters.get(axis))
             if size == whole:
                 texts.append(f"{axis} {size}")
             elif size * count == whole:
@@ -362,9 +362,9 @@ class _Found:
         for i, size in enumerate(shape):
             names = ["batch"] if i == 0 and len(shape) > 2 else ["sequence"] if i == 1 and len(shape) > 2 else [*known]
             for axis in names:
-                split, count = self._split(self.ctx.rules.activations.get(axis))
+                split, count = self._split(self.ctx.layout.rules.activations.get(axis))
                 if axis == "sequence" and size not in self.lengths:  # the residual stream may be split further
-                    split, count = self._split(self.ctx.rules.activations.get("residual"))
+                    split, count = self._split(self.ctx.layout.rules.activations.get("residual"))
                     count = count if size * count in self.lengths else 1
                 if axis not in known:
                     texts.append(f"{axis} {size}" + f" (over {split})" * (count > 1))
@@ -381,7 +381,9 @@ class _Found:
 
     def _split(self, entry: MeshAxes) -> tuple[str, int]:
         """Returns the mesh axes that split a logical axis, with their sizes, and the number of parts."""
-        if self.ctx.mesh is None:
+        if self.ctx.layout.mesh is None:
             return "", 1
-        sizes = {name: self.ctx.mesh.shape[name] for name in names_of(entry) if self.ctx.mesh.shape[name] > 1}
+        sizes = {
+            name: self.ctx.layout.mesh.shape[name] for name in names_of(entry) if self.ctx.layout.mesh.shape[name] > 1
+        }
         return ", ".join(f"{name}={size}" for name, size in sizes.items()), math.prod(sizes.values())

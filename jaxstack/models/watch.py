@@ -85,9 +85,9 @@ def measure_largest(ctx: Context, name: str, largest: jax.Array, *axes: str) -> 
 
 def _aux(ctx: Context, name: str, sums: dict[str, jax.Array], largest: jax.Array | None, *axes: str) -> Aux:
     assert name in TAPS, name
-    split = ctx.axes(*axes)
+    split = ctx.layout.axes(*axes)
     sums, largest = jax.tree.map(lambda a: collectives.varying(jax.lax.stop_gradient(a), split), (sums, largest))
-    return {PREFIX + name: Measured(sums, largest, tuple(axis for axis in split if axis not in ctx.token_axes))}
+    return {PREFIX + name: Measured(sums, largest, tuple(axis for axis in split if axis not in ctx.layout.token_axes))}
 
 
 def within(group: str, aux: Aux) -> Aux:

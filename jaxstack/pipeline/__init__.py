@@ -3,15 +3,21 @@
 from jaxstack.kernels.taps import product
 from jaxstack.pipeline.execute import execute
 from jaxstack.pipeline.functions import PipelineFns, StackFns, Sums
-from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.reference import forward
 from jaxstack.pipeline.resolve import resolve
 from jaxstack.pipeline.rotation import Rotation, RotationFns, Visit, groups_of, rotate
-from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.schedule import (
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zb1,
+    zb_h1,
+)
 from jaxstack.pipeline.stages import Stages
 from jaxstack.pipeline.transform import value_and_grad
-from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
 __all__ = [
     "PipelineFns",

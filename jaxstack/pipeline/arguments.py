@@ -21,11 +21,7 @@ _CALL = "call it as (shared, stacked, batch)"
 
 
 def check_settings(functions: Mapping[str, object], schedule: object, mesh: object) -> None:
-    """Checks the types of the arguments of `value_and_grad`.
-
-    Raises:
-      ScheduleError: an argument has another type.
-    """
+    """Raises ScheduleError if an argument of `value_and_grad` has another type."""
     for name, function in functions.items():
         if not callable(function):
             raise ScheduleError(f"`{name}` is not a function, but a {type(function).__name__}; {_ORDER}")
@@ -58,11 +54,7 @@ def check_axes(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[s
 
 
 def check_scope(mesh: Mesh) -> None:
-    """Checks that the mesh of `jax.set_mesh`, if there is one, is that of the pipeline.
-
-    Raises:
-      ScheduleError: it is another one.
-    """
+    """Raises ScheduleError if the mesh of `jax.set_mesh` is not the pipeline's mesh."""
     scope = jax.sharding.get_abstract_mesh()
     if not scope.empty and (scope.shape_tuple, scope.axis_types) != (mesh.shape_tuple, mesh.axis_types):
         raise ScheduleError(
@@ -108,12 +100,9 @@ def _check_leading(name: str, leaves: dict[str, Any]) -> None:
 
 
 def check_rows(batch: PyTree, microbatches: int, replicas: int) -> None:
-    """Checks that the rows of a batch divide into microbatches.
-
-    Raises:
-      ScheduleError: they do not.
-    """
-    rows, parts = jax.tree.leaves(batch)[0].shape[0], replicas * microbatches
+    """Raises ScheduleError if the rows of a batch do not divide into microbatches."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    parts = replicas * microbatches
     if rows % parts:
         raise ScheduleError(
             f"{rows} rows of the batch do not divide into {microbatches} microbatches on {replicas} replicas; use a "
@@ -122,11 +111,7 @@ def check_rows(batch: PyTree, microbatches: int, replicas: int) -> None:
 
 
 def check_layers(stages: Stages, stacked: PyTree) -> None:
-    """Checks that the layers of all model chunks are those of `stacked`.
-
-    Raises:
-      ScheduleError: they are not.
-    """
+    """Raises ScheduleError if the model chunks do not have as many layers as `stacked`."""
     depth = jax.tree.leaves(stacked)[0].shape[0]
     if sum(stages.layers) != depth:
         raise ScheduleError(f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}")
@@ -201,7 +186,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def describe(tree: PyTree) -> str:
-    """Returns the dtype and shape of an array, or those of the first arrays of a tree with their paths."""
+    """Returns the dtype and shape of an array, or of the first arrays of a tree with their paths."""
     leaves = flatten(tree)
     shown = [f"{path} {_shape(leaf)}".strip() for path, leaf in [*leaves.items()][:4]]
     return ", ".join(shown + ["..."] * (len(leaves) > 4)) or type(tree).__name__

@@ -21,7 +21,7 @@ class Costs:
 
     Attributes:
       forward: forward seconds of each layer, [L].
-      backward: backward seconds of each layer, including recomputation, [L]. Without those of `weight`.
+      backward: backward seconds of each layer, including recomputation, [L]. Without the seconds of `weight`.
       state_bytes: weights, gradients and optimizer state of each layer, [L].
       stash_bytes: residuals of one microbatch in each layer, stored between forward and backward, [L].
       boundary_bytes: size of each layer's output, [L], or one number for all. The cotangents are as large.

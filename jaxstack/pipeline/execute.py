@@ -42,7 +42,7 @@ from jaxstack.pipeline.operations import (
     write_at,
     zeros,
 )
-from jaxstack.pipeline.parts import Carrier, Part, State, empty_sums, parts_of
+from jaxstack.pipeline.parts import Carrier, Stack, State, empty_sums, parts_of
 from jaxstack.pipeline.phases import Phase, Turns
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
@@ -78,7 +78,8 @@ def execute(
     """
     parts = parts_of(program, fns, axis, stacked, constants)
     run = _Run(program, fns, axis, shared, microbatches, parts, stage=lax.axis_index(axis))
-    state, rows = run.initial_state(), tick_rows(program)
+    state = run.initial_state()
+    rows = tick_rows(program)
     if not program.static:
         sums = jax.named_scope(TICKS)(lax.scan)(run.tick, state, rows)[0].sums
     else:
@@ -94,7 +95,7 @@ def execute(
 class _Run:
     """The arguments of `execute`, the position of this device, and the phases of a tick as methods.
 
-    Attributes (beyond those of `execute`):
+    Attributes (beyond the arguments of `execute`):
       parts: the stacks of layers.
       stage: index of this device along the axis of stages.
     """
@@ -104,7 +105,7 @@ class _Run:
     axis: str
     shared: PyTree
     microbatches: PyTree
-    parts: tuple[Part, ...]
+    parts: tuple[Stack, ...]
     stage: jax.Array
 
     @property
@@ -112,7 +113,7 @@ class _Run:
         return self.program.stages.stages - 1
 
     @property
-    def last(self) -> Part:
+    def last(self) -> Stack:
         """The stack with the last layer."""
         return self.parts[-1]
 
@@ -142,7 +143,7 @@ class _Run:
             streams.append(x)
         return Carrier(streams)
 
-    def first_unit(self, part: Part, m: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
+    def first_unit(self, part: Stack, m: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
         """Returns the weights, the index and the inputs of a stack's first layer group."""
         inputs = (self.inputs_of(m), index_leading(part.constants, m))
         return index_leading(part.stacked, m), part.group_of_slot[0], inputs
@@ -152,9 +153,14 @@ class _Run:
         axes = (self.axis,)
         m = varying(jnp.int32(0), axes)
         arrays = self.carrier.arrays
-        stash, entries, pairs, auxes, penalties = [], [], [], [], []
+        stash = []
+        entries = []
+        pairs = []
+        auxes = []
+        penalties = []
         for part in self.parts:
-            x, (weights, group, inputs) = self.carrier.stream(arrays, part.index), self.first_unit(part, m)
+            x = self.carrier.stream(arrays, part.index)
+            weights, group, inputs = self.first_unit(part, m)
             if self.program.weight and part.fns.split is not None:
                 part.vjp.find_sites(part.fns.split, weights, x, group, inputs)
             _, share, aux, residuals = jax.eval_shape(lambda: part.vjp.forward(weights, x, group, inputs))
@@ -206,13 +212,17 @@ class _Run:
         row = row.of_stage(self.stage)
         x, entries = self.run_embed(state, row)
         sums = state.sums
-        stash, penalty, aux, waiting = list(state.stash), sums.penalty, list(sums.aux), list(state.pairs)
+        stash = list(state.stash)
+        penalty = sums.penalty
+        aux = list(sums.aux)
+        waiting = list(state.pairs)
         for part in self.parts:
             i = part.index
             x, stash[i], penalty, aux[i] = self.run_forward(part, x, stash[i], penalty, aux[i], row)
         stacked = list(sums.stacked)
         self.run_weight(stacked, waiting, row, FORWARD)
-        outputs, last = state.outputs, self.last.index
+        outputs = state.outputs
+        last = self.last.index
         output = self.carrier.stream(x, last)
         if outputs is not None:
             unit = row.forward[last]
@@ -248,10 +258,12 @@ class _Run:
         x = run_if("embed", row.turns.embed, embed, state.x, row.embed_at)
         entries = list(state.entries)
         for part in self.parts[1:]:
-            at, i = row.enter_at[part.index - 1], part.index
+            at = row.enter_at[part.index - 1]
+            i = part.index
 
-            def enter(carry: PyTree, operands: PyTree, part: Part = part) -> PyTree:
-                (x, entries), (m, slot) = carry, operands
+            def enter(carry: PyTree, operands: PyTree, part: Stack = part) -> PyTree:
+                x, entries = carry
+                m, slot = operands
                 before = self.carrier.stream(x, part.index - 1)
                 entered = part.enter(self.shared, before, self.inputs_of(jnp.maximum(m, 0)))
                 began = where((self.stage == 0) & (m >= 0), entered, self.carrier.stream(x, part.index))
@@ -263,7 +275,7 @@ class _Run:
         return x, entries
 
     def run_forward(
-        self, part: Part, x: list[jax.Array], stash: list[jax.Array], penalty: jax.Array, aux: PyTree, row: TickRow
+        self, part: Stack, x: list[jax.Array], stash: list[jax.Array], penalty: jax.Array, aux: PyTree, row: TickRow
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, PyTree]:
         """Runs this stage's model chunk of a stack on the received activations.
 
@@ -299,8 +311,10 @@ class _Run:
         """
 
         def loss_and_grad(carry: PyTree, operands: PyTree) -> PyTree:
-            (dx, loss, grads), (output, m) = carry, operands
-            y, inputs = broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(m)
+            dx, loss, grads = carry
+            output, m = operands
+            y = broadcast(output, self.stage, self.last_stage, self.axis)
+            inputs = self.inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: self.loss(shared, y, inputs), self.shared, y)
             dshared, dy = pull(jax.tree.map(lambda a: varying(jnp.ones((), a.dtype), varies_along(a)), share))
             dx = where(self.stage == self.last_stage, dy, dx)
@@ -312,7 +326,7 @@ class _Run:
         return self.carrier.put(state.dx, self.last.index, dx), loss, shared
 
     def run_backward(
-        self, part: Part, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: list[jax.Array], sums: PyTree
+        self, part: Stack, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: list[jax.Array], sums: PyTree
     ) -> tuple[list[jax.Array], PyTree, Pairs]:
         """Applies the VJPs of this stage's model chunk of a stack, last layer group first.
 
@@ -320,7 +334,8 @@ class _Run:
         """
         unit = row.backward[part.index]
         trips = row.groups(unit, row.turns.backward)
-        inputs, one = self.inputs_of(unit.microbatch), zeros(part.vjp.penalty) + 1
+        inputs = self.inputs_of(unit.microbatch)
+        one = zeros(part.vjp.penalty) + 1
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
             dx, sums, waiting = carry
@@ -329,7 +344,8 @@ class _Run:
             is_layer = part.group_of_slot[slot] >= 0
             residuals = [read_at(s, unit.slot, layer) for s in stash]
             constants = index_leading(part.constants, slot)
-            weights, group = index_leading(part.stacked, slot), part.group_of_slot[slot]
+            weights = index_leading(part.stacked, slot)
+            group = part.group_of_slot[slot]
             dweights, dy, pairs = part.vjp.backward(residuals, weights, group, (inputs, constants), dx, one)
             counts = is_layer & unit.active
             sums = add_where(counts, sums, dweights, slot)
@@ -372,11 +388,14 @@ class _Run:
         Returns the cotangents for the previous stage, which leave a later stack where it began, and the sums.
         """
         for part in reversed(self.parts[1:]):
-            at, entry = row.enter_grad_at[part.index - 1], entries[part.index]
+            at = row.enter_grad_at[part.index - 1]
+            entry = entries[part.index]
 
-            def enter_grad(carry: PyTree, operands: PyTree, part: Part = part) -> PyTree:
-                (dx, grads), (entry, m) = carry, operands
-                inputs, used = self.inputs_of(jnp.maximum(m, 0)), (self.stage == 0) & (m >= 0)
+            def enter_grad(carry: PyTree, operands: PyTree, part: Stack = part) -> PyTree:
+                dx, grads = carry
+                entry, m = operands
+                inputs = self.inputs_of(jnp.maximum(m, 0))
+                used = (self.stage == 0) & (m >= 0)
                 y, pull = jax.vjp(lambda shared, x: self.on_stage(part.enter(shared, x, inputs)), self.shared, entry)
                 dy = where(used, self.carrier.stream(dx, part.index), None)
                 dshared, before = pull(match_varying_tree(dy, y))
@@ -388,7 +407,8 @@ class _Run:
 
         def embed_grad(grads: PyTree, operands: PyTree) -> PyTree:
             dx, m = operands
-            inputs, used = self.inputs_of(jnp.maximum(m, 0)), (self.stage == 0) & (m >= 0)
+            inputs = self.inputs_of(jnp.maximum(m, 0))
+            used = (self.stage == 0) & (m >= 0)
             # All stages compute the embedding, but only stage 0 uses it: the others have zero cotangents. The VJP of
             # the collectives in `embed` sums over the stages (a psum gives a broadcast, a gather gives a scatter).
             x, pull = jax.vjp(lambda shared: self.on_stage(self.fns.embed(shared, inputs)), self.shared)

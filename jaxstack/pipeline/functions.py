@@ -34,8 +34,8 @@ class PipelineFns:
 
     All stages call `embed` and `loss` at once with equal arguments, and the results must be equal on all stages. The
     functions may divide their work among the stages, for example by a split vocabulary. The type of `embed`'s result
-    may vary along the stages, as that of a gather does; only stage 0 uses the value. Losses and penalties are shares
-    of one sum over microbatches and layers. The gradients are those of this sum. `x` is an array, or a tree of arrays
+    may vary along the stages, as a gathered array's does; only stage 0 uses the value. Losses and penalties are shares
+    of one sum over microbatches and layers, whose gradients the pipeline computes. `x` is an array, or a tree of arrays
     that stages send on together. It has the same type before and after each layer of a stack.
 
     Attributes:

@@ -16,7 +16,8 @@ from jaxstack.sharding.collectives import varies_along, varying
 
 Carry = TypeVar("Carry")
 
-LOOP, TICKS = "pipeline_", "ticks"
+LOOP = "pipeline_"
+TICKS = "ticks"
 """How the scopes of loops in a tick begin, and the scope of the loop over ticks."""
 
 

@@ -59,7 +59,8 @@ class Partition:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        L, G = self.costs.layers, self.schedule.model_chunks
+        L = self.costs.layers
+        G = self.schedule.model_chunks
         if len(self.layers) != G or sum(self.layers) != L or min(self.layers) < 1:
             raise ConfigError(
                 f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}, such as {even(L, G)}"
@@ -100,7 +101,8 @@ class Partition:
         cuts that `cut` returns. For very unequal model chunks `simulate` is more accurate.
         """
         busy_G, d_G = _busy(self.unit_seconds, self.schedule)
-        V, slowest = self.schedule.chunks, busy_G.argmax()
+        V = self.schedule.chunks
+        slowest = busy_G.argmax()
         return float(self.schedule.microbatches * V * busy_G[slowest] - d_G[slowest] + d_G.sum() / V)
 
     @property
@@ -170,7 +172,8 @@ def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> 
       ConfigError: there are fewer layers than model chunks, no cut fits in memory, or the schedule has weight units
         and the costs do not.
     """
-    G, V = schedule.model_chunks, schedule.chunks
+    G = schedule.model_chunks
+    V = schedule.chunks
     even(costs.layers, G)
     limit = math.inf if memory_bytes is None else memory_bytes
     bytes_IJ = _bytes(costs, schedule)
@@ -209,13 +212,16 @@ def _bytes(costs: Costs, schedule: Schedule) -> np.ndarray:
 
 def _seconds(costs: Costs, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the seconds of a forward, a backward and a weight unit of every span of layers, with the transfer."""
-    L, model_chunks = costs.layers, schedule.model_chunks
+    L = costs.layers
+    model_chunks = schedule.model_chunks
     send = np.zeros(L + 1)
     send[1:L] = costs.latency + np.broadcast_to(costs.boundary_bytes, L)[:-1] / costs.bandwidth
-    forward_IJ, backward_IJ = _sums(costs.forward) + send, _sums(costs.backward) + send[:, None]
+    forward_IJ = _sums(costs.forward) + send
+    backward_IJ = _sums(costs.backward) + send[:, None]
     weight_IJ = _sums(costs.weight or (0.0,) * L)
     if schedule.weight_MG is None:
-        backward_IJ, weight_IJ = backward_IJ + weight_IJ, np.zeros_like(weight_IJ)
+        backward_IJ = backward_IJ + weight_IJ
+        weight_IJ = np.zeros_like(weight_IJ)
     elif costs.weight is None:
         raise ConfigError(
             f"the costs have no weight units, which {schedule.name} has; measure again by jaxstack profile with "
@@ -231,7 +237,7 @@ def _seconds(costs: Costs, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _busy(seconds: Sequence[np.ndarray], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the seconds of a unit of each kind together, and without weight units, from those of `_seconds`.
+    """Returns the sum of the seconds of one unit of each kind, with and without the weight unit.
 
     Weight units in the lanes of other kinds run while the stage would be idle, so they are not counted.
     """
@@ -245,7 +251,8 @@ def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np
 
     Returns None if every cut has an infinite cost.
     """
-    total_J, begins = cost_IJ[0], []
+    total_J = cost_IJ[0]
+    begins = []
     for _ in range(model_chunks - 1):
         totals_IJ = combine(total_J[:, None], cost_IJ)
         begins.append(totals_IJ.argmin(0))
@@ -261,9 +268,9 @@ def _best_edges(cost_IJ: np.ndarray, model_chunks: int, combine: np.ufunc) -> np
 def _fastest(busy_IJ: np.ndarray, d_IJ: np.ndarray, model_chunks: int, weight: float) -> np.ndarray | None:
     """Returns the edges [G + 1] of the cut with the least weight * max t + sum d, or None if every cut is infinite.
 
-    t and d are those of `_busy`. It finds the least sum for a decreasing series of limits on max t, from infinity to
-    the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last max t, and
-    low enough to offset the sum.
+    For t and d, see `Partition.step_seconds`. It finds the least sum for a decreasing series of limits on max t, from
+    infinity to the lowest possible limit. A lower limit can only increase the sum. So the next limit is below the last
+    max t, and low enough to offset the sum.
     """
 
     def times(edges: np.ndarray) -> tuple[float, float]:
@@ -274,13 +281,15 @@ def _fastest(busy_IJ: np.ndarray, d_IJ: np.ndarray, model_chunks: int, weight: f
         return None
     lowest, total = times(best)
     least = weight * lowest + total
-    limit, total = np.inf, 0.0
+    limit = np.inf
+    total = 0.0
     while lowest <= limit and weight * lowest + total < least:
         edges = _best_edges(np.where(busy_IJ <= limit, d_IJ, np.inf), model_chunks, np.add)
         assert edges is not None, "the cut with the lowest maximum is within every limit"
         slowest, total = times(edges)
         if weight * slowest + total < least:
-            best, least = edges, weight * slowest + total
+            best = edges
+            least = weight * slowest + total
         limit = np.nextafter(slowest, 0)
         if weight:
             limit = min(limit, (least - total) / weight)

@@ -16,7 +16,7 @@ from jaxstack.sharding.collectives import varies_along, varying
 
 
 @dataclass(frozen=True)
-class Part:
+class Stack:
     """One stack of layers on this device.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part:
     """
 
     index: int
-    plan: program.Part
+    plan: program.StackPlan
     fns: PipelineFns | StackFns
     stacked: PyTree
     constants: PyTree
@@ -58,14 +58,14 @@ class Part:
 
 def parts_of(
     plan: program.Program, fns: PipelineFns, axis: str, stacked: PyTree, constants: PyTree
-) -> tuple[Part, ...]:
-    """Returns the stacks of a program on this device; the arguments are those of `execute`."""
+) -> tuple[Stack, ...]:
+    """Returns the stacks of a program on this device. For the arguments, see `execute`."""
     if len(plan.parts) != 1 + len(fns.later):
         raise ValueError(f"the program has {len(plan.parts)} stacks of layers, and the functions {1 + len(fns.later)}")
     one = not fns.later
     every: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     return tuple(
-        Part(
+        Stack(
             index,
             part,
             every[index],
@@ -78,7 +78,7 @@ def parts_of(
 
 
 class Carrier:
-    """The arrays that stages send: those of every stack's stream, where streams share arrays of equal shape and dtype.
+    """The arrays that stages send for the streams of all stacks; streams share arrays of equal shape and dtype.
 
     A tick sends the same arrays on all stages, whichever stack a stage runs.
 
@@ -92,7 +92,8 @@ class Carrier:
         self._places: list[list[int]] = []
         self._structures = [jax.tree.structure(stream) for stream in streams]
         for stream in streams:
-            free, places = list(range(len(self.arrays))), []
+            free = list(range(len(self.arrays)))
+            places = []
             for leaf in jax.tree.leaves(stream):
                 found = [i for i in free if (self.arrays[i].shape, self.arrays[i].dtype) == (leaf.shape, leaf.dtype)]
                 if found:

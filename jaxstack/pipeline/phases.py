@@ -21,7 +21,7 @@ MOST_RUNS = 20
 
 
 class Turns(NamedTuple, Generic[Count]):
-    """Trip counts of the loops in a tick, or those of all ticks as arrays [T]. Those without layers are 0 or 1.
+    """Trip counts of the loops in a tick, or in all ticks as arrays [T]. Loops without layers run 0 or 1 times.
 
     Attributes:
       embed: of the embedding of a new microbatch.

@@ -34,7 +34,8 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
     starts = (lengths.cumsum() - lengths.ravel()).reshape(lengths.shape)
     for tick, lane, kind, microbatch, g in schedule.units():
         chunk, stage = divmod(g, schedule.stages)
-        start, length = starts[tick, lane], seconds[kind]
+        start = starts[tick, lane]
+        length = seconds[kind]
         axes.barh(stage, length, 0.9, left=start, color=shades[kind, chunk], edgecolor="white", linewidth=0.5)
         if schedule.ticks <= 80:
             axes.text(start + length / 2, stage, str(microbatch), ha="center", va="center", fontsize=8)

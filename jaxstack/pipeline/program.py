@@ -14,13 +14,12 @@ from jaxstack.pipeline.partition import Partition
 from jaxstack.pipeline.phases import Phase, Turns, Units, count_sends, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import IDLE, WEIGHT, Schedule, ScheduleError
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import pair_slots
 
 WEIGHT_LOOPS = ("weight_in_forward", "weight_in_backward", "weight")
 """Names of the loops over the layer groups of weight units, by lane."""
 
 
-class Part(NamedTuple):
+class StackPlan(NamedTuple):
     """One stack of a program.
 
     Attributes:
@@ -64,7 +63,8 @@ class Program:
     split: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        a, b = (self.schedule.stages, self.schedule.chunks), (self.stages.stages, self.stages.chunks)
+        a = (self.schedule.stages, self.schedule.chunks)
+        b = (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(
                 f"the schedule has {a[0]} stages x {a[1]} chunks, but the layers are on {b[0]} x {b[1]}; make them "
@@ -77,11 +77,13 @@ class Program:
             )
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[StackPlan, ...]:
         """The stacks of layers in the order in which they run."""
         if not self.stages.stacks:
-            return (Part(self.stages, self.forward, self.backward, self.slots),)
-        s, found, first = self.schedule, [], 0
+            return (StackPlan(self.stages, self.forward, self.backward, self.slots),)
+        s = self.schedule
+        found = []
+        first = 0
         for name, stages in self.stages.parts.items():
             chunks = range(first, first + stages.chunks)
             slots_MG = s.stash_slots(chunks)
@@ -89,8 +91,9 @@ class Program:
                 self._units(unit_TP, slots_MG, 0, chunks, stages.period) for unit_TP in (s.forward_TP, s.backward_TP)
             )
             enter, leave = (self._at_T(ticks_MG[:, first * s.stages]) for ticks_MG in (s.forward_MG, s.backward_MG))
-            slots, entry = int(slots_MG.max()) + 1, (enter, leave) if first else (None, None)
-            found.append(Part(stages, forward, backward, slots, f"_{name}", *entry))
+            slots = int(slots_MG.max()) + 1
+            entry = (enter, leave) if first else (None, None)
+            found.append(StackPlan(stages, forward, backward, slots, f"_{name}", *entry))
             first = chunks.stop
         return tuple(found)
 
@@ -123,7 +126,9 @@ class Program:
             directions = [(f"forward{p.loop}", p.forward) for p in self.parts]
             directions += [(f"backward{p.loop}", p.backward) for p in self.parts]
             return {name: units.groups_TP for name, units in directions}
-        mixed, weight, shape = self.mixed_T[:, None], self.weight, self.schedule.forward_TP.shape
+        mixed = self.mixed_T[:, None]
+        weight = self.weight
+        shape = self.schedule.forward_TP.shape
         trips = {
             name: np.where(mixed, units.groups_TP, np.broadcast_to(trips_T[:, None], shape))
             for name, units, trips_T in (
@@ -136,18 +141,13 @@ class Program:
             trips[WEIGHT_LOOPS[WEIGHT]] = np.broadcast_to(self.turns.weight[:, None], shape)
         return trips
 
-    @cached_property
-    def pair_slot_TP(self) -> np.ndarray:
-        """Slot that each stage's backward unit writes the pairs of its weight unit to; in an idle stage a free one."""
-        return pair_slots(self.schedule)
-
     @property
     def pair_slots(self) -> int:
         """Slots of a stage for pairs; 0 without weight units."""
         if self.weight is None:
             return 0
         writes_TP = np.where(self.mixed_T[:, None], self.backward.active_TP, self.backward.groups_T[:, None] > 0)
-        return int(self.pair_slot_TP[writes_TP].max()) + 1
+        return int(self.schedule.pair_slot_TP[writes_TP].max()) + 1
 
     def _units(
         self,
@@ -157,11 +157,12 @@ class Program:
         chunks: range | None = None,
         period: int | None = None,
     ) -> Units:
-        """Returns units by tick and stage; with `chunks` only those of the stack that has these and this period."""
+        """Returns units by tick and stage; with `chunks`, only units of the stack with these chunks and this period."""
         chunks = chunks or range(self.schedule.chunks)
         chunk = np.where(unit_TP == IDLE, IDLE, unit_TP % self.schedule.chunks)
         active = (chunk >= chunks.start) & (chunk < chunks.stop)
-        microbatch, chunk = np.where(active, unit_TP // self.schedule.chunks, 0), np.where(active, chunk, chunks.start)
+        microbatch = np.where(active, unit_TP // self.schedule.chunks, 0)
+        chunk = np.where(active, chunk, chunks.start)
         model_chunk = chunk * self.schedule.stages + np.arange(self.schedule.stages)
         slot = np.where(active, slots_MG[microbatch, model_chunk], idle_slot_TP)
         groups = np.where(active, -(-np.asarray(self.stages.layers)[model_chunk] // (period or self.stages.period)), 0)
@@ -181,7 +182,7 @@ class Program:
 
     @cached_property
     def slots(self) -> int:
-        """Stash slots of a stage: those of the schedule, and one more if an idle stage would find none free."""
+        """Stash slots of a stage: the schedule's slots, and one more if an idle stage would find none free."""
         if self.stages.stacks:
             return sum(part.slots for part in self.parts)
         ran = self.forward.groups_T > 0

@@ -32,7 +32,7 @@ def forward(
     """Runs all layers forward, with the microbatches following each other from stage to stage.
 
     Autodiff through it is GPipe (Huang et al. 2019, arXiv:1811.06965), for each stack of layers in turn. Tests compare
-    `execute` with it. The arguments are those of `execute`.
+    `execute` with it. For the arguments, see `execute`.
 
     Returns:
       The output of the last layer [M, ...], equal on all stages; and penalty and aux of this stage's layers, summed
@@ -46,11 +46,13 @@ def forward(
     x = lax.map(lambda m: fns.embed(shared, inputs_of(m)), micros)
     if not fns.later:
         return _through(stages, fns.layer, axis, stacked, x, inputs_of, fns.kept)
-    penalties, auxes = [], []
+    penalties = []
+    auxes = []
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
         if isinstance(stack, StackFns):
-            before, enter = x, stack.enter
+            before = x
+            enter = stack.enter
             x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
         x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of, fns.kept)
         penalties.append(penalty)
@@ -69,7 +71,9 @@ def _through(
 ) -> tuple[PyTree, jax.Array, PyTree]:
     """Returns what `forward` does, of one stack of layers, from the inputs of its first layer [M, ...]."""
 
-    P, V, max_groups = stages.stages, stages.chunks, stages.max_groups
+    P = stages.stages
+    V = stages.chunks
+    max_groups = stages.max_groups
     M = jax.tree.leaves(entered)[0].shape[0]
     stage = lax.axis_index(axis)
     group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), (axis,), 0)
@@ -79,9 +83,11 @@ def _through(
         # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
         since = now - stage
         group, rest = jnp.divmod(since, V * P)
-        chunk, m = rest // P, group * P + rest % P
+        chunk = rest // P
+        m = group * P + rest % P
         active = (since >= 0) & (m < M)
-        m, chunk = jnp.where(active, m, 0), jnp.where(active, chunk, 0)
+        m = jnp.where(active, m, 0)
+        chunk = jnp.where(active, chunk, 0)
         x = where((stage == 0) & (chunk == 0), index_leading(entered, m), x)
         inputs = inputs_of(m)
 
@@ -123,7 +129,7 @@ def _name_of(path: KeyPath) -> str | None:
 def _record(
     kept: Collection[str], counts: jax.Array, at: tuple[jax.Array, jax.Array], path: KeyPath, s: jax.Array, e: jax.Array
 ) -> jax.Array:
-    """Returns the sums of an auxiliary value with that of a layer, or what is kept of every microbatch."""
+    """Adds a layer's auxiliary value to the sums, or stores it for its microbatch."""
     slot, m = at
     if _name_of(path) in kept:
         return write_at(s, jnp.where(counts, e, read_at(s, slot, m)), slot, m)

@@ -7,14 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config, ConfigError, ModelConfig, PipelineConfig
 from jaxstack.pipeline.costs import Costs
-from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.pipeline.partition import Partition, cut, even
 from jaxstack.pipeline.program import Program
-from jaxstack.pipeline.schedule import Schedule, ScheduleError
+from jaxstack.pipeline.schedule import (
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zb1,
+    zb_h1,
+)
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda stages, microbatches, chunks: gpipe(stages, microbatches),
@@ -38,8 +44,10 @@ def resolve(
 ) -> Program:
     """Returns the program of a configuration.
 
+    It reads `pipeline` and `model`, and for messages the keys that decide on the number of sequences.
+
     Args:
-      cfg: the configuration; `pipeline` and the number of layers are read.
+      cfg: the configuration.
       stages: size of the mesh axis `pipe`, P.
       sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
         own microbatches.
@@ -50,58 +58,76 @@ def resolve(
       ScheduleError: the sizes do not fit each other; the message names sizes that do.
       ConfigError: the file of `pipeline.partition` has the costs of another model, or no cut fits in memory.
     """
+    pipeline = cfg.pipeline
+    model = cfg.model
+    batch = (
+        f"another data.batch_size={cfg.data.batch_size} (over train.grad_accum={cfg.train.grad_accum} and the axes "
+        f"that share the batch)"
+    )
+
+    def microbatches_of(chunks: int) -> int:
+        return _microbatches(pipeline.microbatches, stages, sequences, chunks, batch)
+
     if stacks is not None and len(stacks) > 1:
-        return _resolve_stacks(cfg, stages, sequences, stacks)
-    pipeline, period = cfg.pipeline, len(cfg.model.windows)
-    groups, model_chunks = cfg.model.layer_groups, stages * pipeline.chunks
+        return _resolve_stacks(pipeline, model, stages, stacks, microbatches_of)
+    period = len(model.windows)
+    groups = model.layer_groups
+    model_chunks = stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
         raise ScheduleError(
             f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {model_chunks} model chunks, but "
-            f"model.num_layers={cfg.model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
+            f"model.num_layers={model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
             + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
         )
-    microbatches = _microbatches(cfg, stages, sequences, pipeline.chunks)
+    microbatches = microbatches_of(pipeline.chunks)
     groups_G = even(groups, model_chunks)
     if pipeline.partition == "even":
-        return _even_program(pipeline.schedule, Stages(stages, _layers(cfg, groups_G), period), microbatches, static)
+        return _even_program(pipeline.schedule, Stages(stages, _layers(model, groups_G), period), microbatches, static)
     schedule = SCHEDULES[pipeline.schedule](stages, microbatches, pipeline.chunks)
-    partition = _cut(cfg, schedule, groups, unit)
-    placed = Stages(stages, _layers(cfg, partition.layers), period)
+    partition = _cut(pipeline.partition, model.num_layers, schedule, groups, unit)
+    placed = Stages(stages, _layers(model, partition.layers), period)
     return Program(schedule, placed, partition, static)
 
 
-def _layers(cfg: Config, groups_G: Sequence[int]) -> tuple[int, ...]:
+def _layers(model: ModelConfig, groups_G: Sequence[int]) -> tuple[int, ...]:
     """Returns the layers of each model chunk from its groups, of which the last one may have fewer layers."""
-    period = len(cfg.model.windows)
+    period = len(model.windows)
     *most, last = (period * n for n in groups_G)
-    return (*most, last - (period * cfg.model.layer_groups - cfg.model.num_layers))
+    return (*most, last - (period * model.layer_groups - model.num_layers))
 
 
-def _resolve_stacks(cfg: Config, stages: int, sequences: int, stacks: Mapping[str, tuple[int, int]]) -> Program:
+def _resolve_stacks(
+    pipeline: PipelineConfig,
+    model: ModelConfig,
+    stages: int,
+    stacks: Mapping[str, tuple[int, int]],
+    microbatches_of: Callable[[int], int],
+) -> Program:
     """Returns the program of a model with several stacks, see `resolve`. Each stack is cut evenly over all stages."""
-    pipeline, chunks = cfg.pipeline, cfg.pipeline.chunks
+    chunks = pipeline.chunks
     for key, works in (("schedule", WEIGHTLESS), ("partition", ("even",)), ("loops", ("auto", "dynamic"))):
         if getattr(pipeline, key) not in works:
             raise ScheduleError(
                 f"pipeline.{key}={getattr(pipeline, key)} is for models with one stack of layers, but "
-                f"model.family={cfg.model.family} has {len(stacks)} ({', '.join(stacks)}); use "
+                f"model.family={model.family} has {len(stacks)} ({', '.join(stacks)}); use "
                 f"{' or '.join(f'pipeline.{key}={value}' for value in works)}"
             )
     layers: tuple[int, ...] = ()
     for name, (depth, period) in stacks.items():
-        groups, unit = depth // period, period * (cfg.model.moe.every if cfg.model.moe.num_experts else 1)
+        groups = depth // period
+        unit = period * (model.moe.every if model.moe.num_experts else 1)
         if stages * chunks > groups:
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
-                f"but the {name} of model.family={cfg.model.family} has only {groups} "
+                f"but the {name} of model.family={model.family} has only {groups} "
                 f"{'layers' if unit == 1 else f'groups of {unit} layers'}; use mesh.pipe={max(groups // chunks, 1)}"
             )
         layers += tuple(period * n for n in even(groups, stages * chunks))
-    every = chunks * len(stacks)
-    microbatches = _microbatches(cfg, stages, sequences, every)
-    schedule = (gpipe if pipeline.schedule == "gpipe" else interleaved_one_f_one_b)(stages, microbatches, every)
+    all_chunks = chunks * len(stacks)
+    make = gpipe if pipeline.schedule == "gpipe" else interleaved_one_f_one_b
+    schedule = make(stages, microbatches_of(all_chunks), all_chunks)
     named = tuple((name, chunks, period) for name, (_, period) in stacks.items())
     return Program(schedule, Stages(stages, layers, stacks=named))
 
@@ -112,9 +138,8 @@ def _even_program(schedule: str, stages: Stages, microbatches: int, static: bool
     return Program(SCHEDULES[schedule](stages.stages, microbatches, stages.chunks), stages, static=static)
 
 
-def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition:
-    """Returns the partition by a file of costs."""
-    name = cfg.pipeline.partition
+def _cut(name: str, num_layers: int, schedule: Schedule, groups: int, unit: str) -> Partition:
+    """Returns the partition by a file of costs, the value of `pipeline.partition`."""
     if name == "auto":
         raise ConfigError(
             "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "
@@ -124,7 +149,7 @@ def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition:
     if costs.layers != groups:
         raise ConfigError(
             f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
-            f"model.num_layers={cfg.model.num_layers} has {groups} {unit}; measure this model by "
+            f"model.num_layers={num_layers} has {groups} {unit}; measure this model by "
             f"jaxstack profile, or use pipeline.partition=even"
         )
     try:
@@ -137,11 +162,13 @@ def _cut(cfg: Config, schedule: Schedule, groups: int, unit: str) -> Partition:
     return evenly if fits and evenly.lockstep_seconds <= best.lockstep_seconds else best
 
 
-def _microbatches(cfg: Config, stages: int, sequences: int, chunks: int) -> int:
-    """Returns `pipeline.microbatches`; null means the largest number that works, up to four a stage."""
+def _microbatches(asked: int | None, stages: int, sequences: int, chunks: int, batch: str) -> int:
+    """Returns `pipeline.microbatches`, which is `asked`; `None` means the largest that works, up to four a stage.
+
+    `batch` says in a message what else decides.
+    """
     multiple = stages if chunks > 1 else 1  # interleaved schedules need groups of P microbatches
     works = [m for m in range(multiple, sequences + 1, multiple) if sequences % m == 0]
-    asked = cfg.pipeline.microbatches
     if asked is None and works:
         return max([m for m in works if m <= 4 * stages], default=works[0])
     if asked not in works:
@@ -150,7 +177,6 @@ def _microbatches(cfg: Config, stages: int, sequences: int, chunks: int) -> int:
         groups = f" in groups of mesh.pipe={stages} ({chunks} model chunks a stage)" if multiple > 1 else ""
         raise ScheduleError(
             f"pipeline.microbatches={'null' if asked is None else asked} does not divide the {sequences} sequences of "
-            f"a replica{groups}; {advice}, or another data.batch_size={cfg.data.batch_size} "
-            f"(over train.grad_accum={cfg.train.grad_accum} and the axes that share the batch)"
+            f"a replica{groups}; {advice}, or {batch}"
         )
     return asked

@@ -120,7 +120,8 @@ def rotate(
     Returns:
       The state and the stored values at the end.
     """
-    stage, final = lax.axis_index(axis), rotation.stages - 1
+    stage = lax.axis_index(axis)
+    final = rotation.stages - 1
 
     def tick(carry: PyTree) -> PyTree:
         now, passes, x, state, stored = carry

@@ -9,14 +9,17 @@ stage with the next tick. The layers are cut into stages x chunks *model chunks*
 `g // stages` of stage `g % stages`, so consecutive model chunks are on neighbouring stages of the ring.
 
 Zero-bubble schedules have a third kind, weight units: they compute the gradients of the weights, and backward units
-only those of the activations. No other stage waits for a weight unit. A tick has three lanes, which run one after the
-other: forward, backward and weight. A weight unit runs in the third lane, or in another one where its stage is idle.
+only the gradients of the activations. No other stage waits for a weight unit. A tick has three lanes, which run one
+after the other: forward, backward and weight. A weight unit runs in the third lane, or in another one where its stage
+is idle.
 
 Suffixes: T ticks, P stages, M microbatches, G model chunks, K lanes. JAX is not imported.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -161,7 +164,9 @@ class Schedule:
         table = np.full((3, 3, self.ticks, self.stages), IDLE, np.int32)
         for kind, ticks_MG in enumerate(self._ticks_of_kinds):
             for m, g in np.ndindex(ticks_MG.shape):
-                tick, stage, unit = ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages
+                tick = ticks_MG[m, g]
+                stage = g % self.stages
+                unit = m * self.chunks + g // self.stages
                 lane = self._lane_MG[m, g] if kind == WEIGHT else kind
                 there = table[:, lane, tick, stage]
                 if there.max() != IDLE:
@@ -215,9 +220,21 @@ class Schedule:
             return 0
         return int((self._backward_before(self.weight_MG + 1) - self._backward_before(self.backward_MG)).max())
 
+    @property
+    def pair_slot_TP(self) -> np.ndarray:
+        """Pair slot that each stage's backward unit writes to; in an idle stage a free one. int32 [T, P]."""
+        starts = self.backward_TP != IDLE
+        ends = (self.weight_KTP != IDLE).sum(0)
+        started = starts.cumsum(0) - starts  # units before the tick
+        ended = ends.cumsum(0) - ends
+        slots = np.where(started - ended < self.pair_slots, started % max(1, self.pair_slots), self.pair_slots)
+        return slots.astype(np.int32)
+
     def _backward_before(self, ticks_MG: np.ndarray) -> np.ndarray:
         """Returns how many backward units of the same stage run before each tick."""
-        M, V, P = self.microbatches, self.chunks, self.stages
+        M = self.microbatches
+        V = self.chunks
+        P = self.stages
         before = self.backward_MG.reshape(M, V, P) < ticks_MG.reshape(M, V, 1, 1, P)
         return before.sum((2, 3)).reshape(M, V * P)
 
@@ -259,7 +276,7 @@ class Schedule:
         return lanes_LT
 
     def simulate(self, forward: float = 1.0, backward: float = 2.0, weight: float = 0.5) -> "Simulation":
-        """Returns the time of a step if all units of a kind take equally long. The arguments are those of `seconds`."""
+        """Returns the time of a step if all units of a kind take equally long. For the arguments, see `seconds`."""
         work = self.microbatches * self.chunks * (forward + backward)
         seconds = self.seconds(forward, backward, weight)
         free = self.makespan(*(np.full(self.model_chunks, t) for t in seconds))
@@ -334,3 +351,128 @@ class Simulation:
     def free_bubble(self) -> float:
         """Idle time divided by work, when stages run freely."""
         return self.free / self.work - 1
+
+
+def _make(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    forward: Callable[[int, int], int],
+    backward: Callable[[int, int], int],
+) -> Schedule:
+    """Builds a schedule from functions (m, g) -> tick of microbatch m in model chunk g."""
+    for key, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if not isinstance(value, Integral) or value < 1:
+            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more")
+    both = [
+        np.array([[tick(m, g) for g in range(stages * chunks)] for m in range(microbatches)])
+        for tick in (forward, backward)
+    ]
+    return Schedule(name, stages, chunks, microbatches, *both)
+
+
+def _round_the_ring(name: str, stages: int, microbatches: int, chunks: int, first_backward: int) -> Schedule:
+    """Builds a schedule in which groups of P microbatches go through the chunks in turn, forward and backward alike.
+
+    Raises:
+      ScheduleError: with several chunks, the number of microbatches is not a multiple of the number of stages.
+    """
+    P = stages
+    V = chunks
+    M = microbatches
+    if V > 1 and M % P:
+        near = max(P, M - M % P)
+        raise ScheduleError(
+            f"{name}: {M} microbatches come in groups of {P} stages; use {near} or {near + P}, or the schedule 1f1b"
+        )
+
+    def forward(m: int, g: int) -> int:
+        group, i = divmod(m, P)
+        v, s = divmod(g, P)
+        return s + group * V * P + v * P + i
+
+    def backward(m: int, g: int) -> int:
+        group, i = divmod(m, P)
+        v, s = divmod(g, P)
+        return first_backward + (P - 1 - s) + group * V * P + (V - 1 - v) * P + i
+
+    return _make(name, P, M, V, forward, backward)
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Builds GPipe: all forward units, then all backward units (Huang et al. 2019, arXiv:1811.06965).
+
+    The bubble is (P - 1) / (V M) with V chunks. The residuals of all microbatches are stored at once.
+    """
+    first_backward = chunks * microbatches + stages - 1
+    return _round_the_ring("gpipe", stages, microbatches, chunks, first_backward)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """Builds 1F1B: one forward, one backward (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
+
+    The bubble is as large as GPipe's. Stage s stores the residuals of at most 2 (P - s) - 1 microbatches, for any M.
+    """
+    P = stages
+    return _make("1f1b", P, microbatches, 1, lambda m, s: s + m, lambda m, s: 2 * (P - 1) - s + m)
+
+
+def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Builds interleaved 1F1B, with several chunks a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    V chunks reduce the bubble to (P - 1) / (V M), and multiply the traffic between stages by V. Microbatches run in
+    groups of P, so that the first stage is free when the last stage sends it the next chunk's input.
+
+    Raises:
+      ScheduleError: see `_round_the_ring`.
+    """
+    return _round_the_ring("interleaved_1f1b", stages, microbatches, chunks, chunks * stages - 1)
+
+
+def zb1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Builds 1F1B (interleaved, with several chunks) with weight units that all stages run at the same ticks.
+
+    The weight unit of a microbatch runs on all stages at the tick of the first stage's backward unit. So the bubble,
+    (P - 1) (F + B) in time with one chunk, has no weight gradients. With one chunk, a stage stores as many units as in
+    1F1B, and at most P of them wait for their weight units.
+
+    Raises:
+      ScheduleError: see `interleaved_one_f_one_b`.
+    """
+    fused = interleaved_one_f_one_b(stages, microbatches, chunks) if chunks > 1 else one_f_one_b(stages, microbatches)
+    first_stage_G = np.arange(fused.model_chunks) // stages * stages
+    weight_MG = fused.backward_MG[:, first_stage_G]
+    return Schedule("zb1", stages, chunks, microbatches, fused.forward_MG, fused.backward_MG, weight_MG)
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """Builds ZB-H1 for stages in lockstep: weight units also run in the lanes where a stage has no unit at the end.
+
+    At the end of a step, stage s is idle in P - 1 - s forward lanes and in s backward lanes. With P - 1 weight units in
+    these, the weight lane runs in P - 1 ticks less: the bubble is (P - 1) (F + B - W) in time, if a weight unit takes
+    no longer than a forward or a backward unit. A stage stores as many units as in 1F1B.
+
+    Fewer than 2P - 1 microbatches leave fewer weight units that can wait for these lanes: M - P, or none.
+    """
+    P = stages
+    M = microbatches
+    fused = one_f_one_b(P, M)
+    saved = min(max(M - P, 0), P - 1)
+    pause = max(M, 2 * P - 1) - 1  # so that a unit waits when the first stage's forward lane is idle
+    runs_T = np.arange(fused.ticks) >= 2 * (P - 1)  # whether the tick has a weight lane
+    runs_T[pause : pause + saved] = False
+    weight_MG = np.zeros((M, P), int)
+    lane_MG = np.zeros((M, P), int)
+    idle = {FORWARD: fused.forward_TP == IDLE, BACKWARD: fused.backward_TP == IDLE}
+    for stage in range(P):
+        m = 0  # the next weight unit of the stage
+        for tick, lane in np.ndindex(fused.ticks, 3):
+            # The forward lane ends with the last stage's last unit.
+            free = runs_T[tick] if lane == WEIGHT else idle[lane][tick, stage] and not idle[lane][tick].all()
+            if free and m < M and 3 * fused.backward_MG[m, stage] + BACKWARD < 3 * tick + lane:
+                weight_MG[m, stage] = tick
+                lane_MG[m, stage] = lane
+                m += 1
+        assert m == M, f"stage {stage} of {P} has {M - m} weight units left"
+    return Schedule("zb_h1", P, 1, M, fused.forward_MG, fused.backward_MG, weight_MG, lane_MG)

@@ -35,7 +35,7 @@ class SplitVJP:
         self._argument_of_leaf: list[int | None] = []
 
     def find_sites(self, wanted: PyTree, weights: PyTree, x: PyTree, group: jax.Array, inputs: PyTree) -> None:
-        """Sets `sites` to those of the wanted weights, see `taps.find_sites`. The arguments are those of `forward`."""
+        """Sets `sites` to the products of the wanted weights, see `taps.find_sites` and `forward`."""
         self.sites = find_sites(lambda weights: self._layer(weights, x, group, inputs), weights, wanted)
 
     def forward(
@@ -68,7 +68,8 @@ class SplitVJP:
         dpenalty: jax.Array,
     ) -> tuple[PyTree, PyTree, Pairs]:
         """Returns the gradients of the weights without a site (None for the others) and of x, and the sites' pairs."""
-        arguments, rest = jax.tree.leaves((weights, group, inputs, self.sites.taps())), iter(residuals)
+        arguments = jax.tree.leaves((weights, group, inputs, self.sites.taps()))
+        rest = iter(residuals)
         leaves = [next(rest) if i is None else arguments[i] for i in self._argument_of_leaf]
         return jax.tree.unflatten(self._structure, leaves)((dy, dpenalty))
 

@@ -7,8 +7,8 @@ dimension gives every stage its own layers. If model chunks are equal and every 
 order. Layers run in groups of `period` layers that differ in kind (such as Gemma 2's windows). A group is never cut.
 The last group of a model may have fewer layers (ModernBERT's); its other slots are empty.
 
-A model with several stacks, such as an encoder and a decoder, has the model chunks of the first stack before those of
-the second one. So every stage has layers of all stacks. Each stack has its own layer slots.
+In a model with several stacks, such as an encoder and a decoder, the model chunks of the first stack come before the
+model chunks of the second. So every stage has layers of all stacks. Each stack has its own layer slots.
 
 Suffixes: P stages, G model chunks, L layers. JAX is not imported.
 """
@@ -89,8 +89,8 @@ class Stages:
     @cached_property
     def slot_of_layer(self) -> np.ndarray:
         """Layer slot of each layer, int32 [L]."""
-        held = self.layer_of_slot >= 0
-        return np.flatnonzero(held)[np.argsort(self.layer_of_slot[held])].astype(np.int32)
+        is_layer = self.layer_of_slot >= 0
+        return np.flatnonzero(is_layer)[np.argsort(self.layer_of_slot[is_layer])].astype(np.int32)
 
     @property
     def group_of_slot(self) -> np.ndarray:

@@ -28,8 +28,8 @@ class TickRow(NamedTuple):
     """One tick of a program; in `tick_rows` all ticks, stacked.
 
     The `_at` fields hold the microbatch whose embedding, embedding gradient or loss is computed at the tick, or -1.
-    Those of `enter` are of each stack but the first. `forward` and `backward` have the units of each stack; `weight`
-    are the weight units of each lane, [K, P]. Without weight units `weight` and `pair_slot` are None.
+    The fields of `enter` have an entry for each stack but the first. `forward` and `backward` have the units of each
+    stack, and `weight` the weight units of each lane, [K, P]. Without weight units `weight` and `pair_slot` are None.
     """
 
     turns: Turns[jax.Array] | Turns[int]
@@ -51,7 +51,7 @@ class TickRow(NamedTuple):
         return self._replace(forward=forward, backward=backward, weight=weight, pair_slot=slot)
 
     def static(self, turns: Turns[int]) -> "TickRow":
-        """Returns the row with static trip counts; only mixed ticks keep those of each stage."""
+        """Returns the row with static trip counts; only mixed ticks keep the trip counts of each stage."""
         if turns.mixed:
             return self._replace(turns=turns)
         return self._replace(
@@ -95,7 +95,7 @@ def tick_rows(program: Program) -> TickRow:
         enter_at=tuple(jnp.asarray(part.enter_at_T) for part in later),
         enter_grad_at=tuple(jnp.asarray(part.enter_grad_at_T) for part in later),
         weight=unit(program.weight, *WEIGHT_LOOPS) if program.weight else None,
-        pair_slot=jnp.asarray(program.pair_slot_TP) if program.weight else None,
+        pair_slot=jnp.asarray(program.schedule.pair_slot_TP) if program.weight else None,
     )
 
 

@@ -115,7 +115,7 @@ class _Pipeline:
         arguments.check_rows(batch, self.schedule.microbatches, self.replicas)
         if AxisType.Explicit not in self.mesh.axis_types:
             return self.compute(self.mesh, shared, stacked, batch)
-        # The gradients get the shardings of their parameters, as those of `jax.grad` do on a mesh with explicit axes.
+        # The gradients get the shardings of their parameters, as with `jax.grad` on a mesh with explicit axes.
         automatic = Mesh(self.mesh.devices, self.mesh.axis_names)
         loss, *grads = jax.tree.map(
             lambda a: NamedSharding(self.mesh, jax.typeof(a).sharding.spec), (jnp.zeros(()), shared, stacked)
@@ -134,7 +134,8 @@ class _Pipeline:
 
         def local(shared: PyTree, stacked: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
             # Parameters that vary along the batch axes get local gradients, which are reduced once after the pipeline.
-            shared, stacked = self.varying(shared), self.varying(stacked)
+            shared = self.varying(shared)
+            stacked = self.varying(stacked)
             microbatches = jax.tree.map(lambda a: a.reshape(self.schedule.microbatches, -1, *a.shape[1:]), batch)
             fns = replace(self.fns, split=self.check_functions(shared, stacked, microbatches))
             sums = execute(program, fns, self.axis, shared, stacked, microbatches)
@@ -142,7 +143,9 @@ class _Pipeline:
 
         if not stages.is_layer_order:
             stacked = jax.tree.map(lambda a: to_slots(stages, a), stacked)
-        staged, replicated, rows = PartitionSpec(self.axis), PartitionSpec(), PartitionSpec(self.batch_axes or None)
+        staged = PartitionSpec(self.axis)
+        replicated = PartitionSpec()
+        rows = PartitionSpec(self.batch_axes or None)
         run_local = jax.shard_map(
             local,
             mesh=mesh,

@@ -19,6 +19,7 @@ import jax.extend.core
 from jaxstack.common.hardware import CHIPS, find_chip
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
+from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
@@ -161,7 +162,7 @@ def obstacle(target: str) -> str:
 
 def abstract_inputs(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
     """Returns the context of a run on a target, its abstract state, and an abstract batch."""
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices(target)))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices(target)))
     return ctx, *estimate.abstract_inputs(cfg, ctx)
 
 
@@ -172,20 +173,20 @@ def compile(cfg: Config, target: str) -> CompiledStep:
       ConfigError: the target cannot be described, or what the program sends cannot be read.
     """
     ctx, state, batch = abstract_inputs(cfg, target)
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     cfg, _ = estimate.resolve_split(cfg, ctx)
     jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     return CompiledStep(
         compiled=compiled,
-        device_kind=ctx.mesh.devices.flat[0].device_kind,
+        device_kind=ctx.layout.mesh.devices.flat[0].device_kind,
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         memory=estimate.memory(cfg, ctx, state, batch),
         collectives=_collectives(compiled.as_text(), ctx, target),
         expected=estimate.traffic(cfg, ctx),
-        trip_counts=ctx.trip_counts,
+        trip_counts=ctx.layout.trip_counts,
         hbm=CHIPS[parse_target(target)[0]].hbm_bytes,
     )
 
@@ -196,11 +197,11 @@ def _collectives(text: str, ctx: Context, target: str) -> list[hlo.Collective]:
     Raises:
       ConfigError: one cannot be read.
     """
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     try:
-        return hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts)
+        return hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts)
     except ValueError as error:
-        if ctx.partitioner == "manual":
+        if ctx.layout.partitioner == "manual":
             raise
         raise ConfigError(
             f"target={target}: what XLA's partitioner sends cannot be read from the program: {str(error)[:120]}. "

@@ -47,7 +47,7 @@ def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
 
 def abstract_batch(cfg: Config, ctx: Context) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
-    return batches.abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
+    return batches.abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
 
 
 def exact_bytes(parts: Mapping[str, float]) -> float:
@@ -80,9 +80,9 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
     if not has_formulas(cfg):
         return _exact_parts(state, batch) | _traced_parts(resolve_split(cfg, ctx)[0], ctx)
     parts = _parts_without_pairs(cfg, ctx, state, batch, counter)
-    if ctx.pipeline is None or ctx.pipeline.weight is None:
+    if ctx.layout.pipeline is None or ctx.layout.pipeline.weight is None:
         return parts
-    units, layers = ctx.pipeline.pair_slots, ctx.pipeline.stages.max_layers
+    units, layers = ctx.layout.pipeline.pair_slots, ctx.layout.pipeline.stages.max_layers
     pairs = (
         counter.shaped(f"pairs of {', '.join(one.weights)}", (one.tokens, one.width), ("tokens", "widths"))
         for one in split_of(cfg, ctx, parts).split
@@ -116,13 +116,13 @@ def resolve_split(cfg: Config, ctx: Context) -> tuple[Config, str]:
       ConfigError: `pipeline.split` names a weight that does not exist.
     """
     if (
-        ctx.pipeline is None
-        or ctx.pipeline.weight is None
+        ctx.layout.pipeline is None
+        or ctx.layout.pipeline.weight is None
         or (cfg.pipeline.split is not None and not has_formulas(cfg))
     ):
         return cfg, ""
     split = split_of(cfg, ctx)
-    line = f"{split}; bubble {weight_split.bubble(ctx.pipeline, split.flops_share):.1%}"
+    line = f"{split}; bubble {weight_split.bubble(ctx.layout.pipeline, split.flops_share):.1%}"
     names = tuple(path for readers in split.split for path in readers.weights)
     return replace(cfg, pipeline=replace(cfg.pipeline, split=names)), line
 
@@ -137,22 +137,22 @@ def _parts_without_pairs(
     gradients = _gradient_bytes(cfg, ctx, weights)
     saved = _saved_bytes(cfg, ctx, acts, t.remat) + _copied_bytes(cfg, ctx, acts)
     layers = counter.named("layers", cfg.model.num_layers)
-    if ctx.pipeline is not None:
-        units = counter.named("units of the stash", ctx.pipeline.slots)
-        layers = units * counter.named("layers of a stage", ctx.pipeline.stages.max_layers)
+    if ctx.layout.pipeline is not None:
+        units = counter.named("units of the stash", ctx.layout.pipeline.slots)
+        layers = units * counter.named("layers of a stage", ctx.layout.pipeline.stages.max_layers)
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
-        waiting = 0 if ctx.pipeline.loss_follows_forward else ctx.pipeline.slots
+        waiting = 0 if ctx.layout.pipeline.loss_follows_forward else ctx.layout.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
     in_head, in_layer = _head_bytes(cfg, ctx, weights, acts), _layer_bytes(cfg, ctx, weights, acts)
     if _pipelines_collectives(ctx):
         in_head, in_layer = _peeled_bytes(cfg, ctx, weights, acts)
-    elif ctx.platform == "tpu":
+    elif ctx.ops.platform == "tpu":
         in_layer = max(in_layer, _attention_bytes(cfg, ctx, weights, acts))
-        if ctx.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
+        if ctx.ops.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
             in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
         in_layer = max(in_layer, 4 * weights.trained - layers * saved)
-    if ctx.pipeline is None and t.grad_accum == 1:
+    if ctx.layout.pipeline is None and t.grad_accum == 1:
         in_head -= gradients
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
@@ -197,7 +197,7 @@ def _gradient_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
     A pipeline sums the gradients of the weights that its units read in float32.
     """
     accumulates = cfg.train.grad_accum > 1
-    if ctx.pipeline is not None:
+    if ctx.layout.pipeline is not None:
         return 4 * weights.summed + (4 * weights.trained if accumulates else 0)
     return (8 if accumulates else itemsize(cfg)) * weights.trained
 
@@ -207,8 +207,8 @@ def _pipelines_collectives(ctx: Context) -> bool:
 
     It then runs the first or the last turn outside of the loop (`runtime.xla_options`).
     """
-    loop = ctx.layers == "scan" and ctx.pipeline is None
-    return loop and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
+    loop = ctx.ops.layers == "scan" and ctx.layout.pipeline is None
+    return loop and ctx.ops.platform == "gpu" and bool(select_options(ctx.ops.platform, ctx.layout.mesh).used)
 
 
 def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> float:
@@ -226,16 +226,16 @@ def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> fl
     selective = e * (2 * stream // between + acts.heads + in_mlp)
     if remat == "selective":
         return selective
-    if ctx.platform != "cpu":
+    if ctx.ops.platform != "cpu":
         # Without a loop, XLA fuses the activation into what reads it and only stores the product. A loop stores all
         # residuals: of the gated product four arrays, the sigmoid and its complement, the activation and the product;
         # experts also have the product in float32. Norms save three float32 arrays, or with a gradient of their own
         # their input.
-        loop = ctx.layers == "scan"
+        loop = ctx.ops.layers == "scan"
         in_mlp += (4 if cfg.model.gated and loop else 1) * acts.saved_hidden
         if cfg.model.moe.num_experts:
             in_mlp += acts.sent + (2 * acts.saved_hidden if loop else 0)
-        norms = (24 if ctx.norm == "xla" else 2 * e) * stream // between
+        norms = (24 if ctx.ops.norm == "xla" else 2 * e) * stream // between
         return norms + e * (acts.heads + in_mlp + 2 * stream) + (4 + e) * acts.scores
     # `none` also saves attention weights, the inputs of matmuls, and three float32 arrays of each norm.
     inputs = e * (2 * stream + 2 * acts.saved_hidden)
@@ -253,7 +253,7 @@ def _copied_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
         return 0
     if t.grad_accum > 1:
         return _saved_bytes(cfg, ctx, acts, t.remat)
-    if acts.between > 1 and ctx.gathers_params:
+    if acts.between > 1 and ctx.layout.gathers_params:
         return itemsize(cfg) * (1 if t.remat == "full" else 2) * acts.stream // acts.between
     return 0
 
@@ -265,8 +265,12 @@ def kept_bytes(cfg: Config, ctx: Context) -> float:
     weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
     until then.
     """
-    several = ctx.pipeline is None and ctx.platform == "gpu" and bool(select_options(ctx.platform, ctx.mesh).used)
-    if not several or ctx.layers == "scan" or cfg.train.remat != "full":
+    several = (
+        ctx.layout.pipeline is None
+        and ctx.ops.platform == "gpu"
+        and bool(select_options(ctx.ops.platform, ctx.layout.mesh).used)
+    )
+    if not several or ctx.ops.layers == "scan" or cfg.train.remat != "full":
         return 0
     return itemsize(cfg) * (4 if cfg.model.gated else 2) * count_activations(cfg, ctx).hidden * cfg.model.num_layers
 
@@ -282,7 +286,7 @@ def _peeled_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations
     sums = 4 * (weights.head + weights.table)
     if shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"]):
         sums += 3 * 4 * (weights.experts_layer + acts.stream)  # in each of the loops over rounds
-    if ctx.axes("sequence") and ctx.context_method == "ring":
+    if ctx.layout.axes("sequence") and ctx.layout.context_method == "ring":
         m = cfg.model
         sums += 4 * acts.tokens * m.head_width * (3 * m.num_heads + 4 * m.kv_heads) // T
     # The first turn of the backward pass begins before the loss: its residuals are read or recomputed.
@@ -304,7 +308,7 @@ def _attention_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activati
     """
     e, m, T = itemsize(cfg), cfg.model, shards.mesh_sizes(ctx)["tensor"]
     slices = 0.0
-    if ctx.attention == "chunked":
+    if ctx.ops.attention == "chunked":
         length = cfg.data.seq_len // shards.mesh_sizes(ctx)["context"]
         seen = [_queries_seen(length, window) for window in m.layer_windows]
         slices = (4 + 2 * e) * acts.tokens * m.head_width * m.num_heads // T * sum(seen) / len(seen)
@@ -335,24 +339,24 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations)
     e = itemsize(cfg)
     scores = (12 + e) * acts.scores
     # With options for several GPUs, XLA gathers the weights of the next layer during this one.
-    in_flight = 4 if select_options(ctx.platform, ctx.mesh).used else 2
+    in_flight = 4 if select_options(ctx.ops.platform, ctx.layout.mesh).used else 2
     gathered = in_flight * e * weights.gathered_layer
     # Tokens for experts: as sent, as received, as sorted by expert, and the gradient of each.
     size: float = e * (2 * acts.stream + 3 * acts.hidden + 6 * acts.sent)
     if cfg.train.remat == "full":  # what `selective` would have saved is recomputed
         size += _saved_bytes(cfg, ctx, acts, "selective")
-    if ctx.pipeline is not None:
+    if ctx.layout.pipeline is not None:
         turn = e * weights.gathered_layer  # with `pipeline.gather=layer`; its gradients are scattered one by one
-        return scores - (0 if ctx.pipeline.inlines_layers else 6 * acts.scores) + turn + size
+        return scores - (0 if ctx.layout.pipeline.inlines_layers else 6 * acts.scores) + turn + size
     return scores + gathered + size
 
 
 def _logits(cfg: Config, ctx: Context, acts: Activations) -> int:
     """Counts the logits that are stored at once."""
     e, vocab, rows = itemsize(cfg), acts.vocab, shards.microbatch_rows(cfg, ctx)
-    if ctx.cross_entropy == "chunked":
-        return min(acts.tokens, rows * max(1, ctx.loss_chunk // rows)) * vocab
-    if ctx.cross_entropy.startswith("pallas_"):
+    if ctx.ops.cross_entropy == "chunked":
+        return min(acts.tokens, rows * max(1, ctx.ops.loss_chunk // rows)) * vocab
+    if ctx.ops.cross_entropy.startswith("pallas_"):
         return acts.tokens * min(VOCAB_BLOCK, vocab) * e // (4 + e)
     return acts.tokens * vocab
 
@@ -364,9 +368,9 @@ def _head_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) 
     stream.
     """
     e, gradient = itemsize(cfg), 0
-    if ctx.cross_entropy == "chunked":
+    if ctx.ops.cross_entropy == "chunked":
         gradient = 4 * weights.head // shards.mesh_sizes(ctx)["pipe"]
-    elif ctx.cross_entropy.startswith("pallas_"):
+    elif ctx.ops.cross_entropy.startswith("pallas_"):
         gradient = 4 * acts.stream
     return (4 + e) * _logits(cfg, ctx, acts) + gradient + 2 * e * (acts.stream + weights.head)
 
@@ -391,11 +395,11 @@ def _muon_bytes(cfg: Config, ctx: Context, trained: int) -> float:
         iterations.append(4 * at_once * (2 * short * long + 2 * short**2))  # X, the next X, X X^T and its square
     if not updates:
         return 0
-    sums = 4 if cfg.train.grad_accum > 1 or ctx.pipeline is not None else itemsize(cfg)
+    sums = 4 if cfg.train.grad_accum > 1 or ctx.layout.pipeline is not None else itemsize(cfg)
     if shards.device_count(ctx) == 1:
         return sums * trained + sum(updates) + 3 * max(stacks)
     # XLA:CPU starts what it can as early as possible: the momenta of all parameters are there beside the updates.
-    copies = 2 if ctx.platform == "cpu" else 1
+    copies = 2 if ctx.ops.platform == "cpu" else 1
     return sums * trained + max(copies * sum(updates) + max(stacks), sum(stacks) + max(iterations))
 
 

@@ -73,7 +73,7 @@ def memory_figures(cfg: Config, ctx: Context) -> list[Figure]:
     found, arrays = [], {} if has_formulas(cfg) else traced.memory(cfg, ctx)
     for name, size in parts.items():
         formula = _traced_bytes(arrays[name]) if name in arrays else recorded(exact.get(name, size))
-        if name.startswith("saved by") and ctx.pipeline is not None:
+        if name.startswith("saved by") and ctx.layout.pipeline is not None:
             name = f"pipeline stash, {name}"
         found.append(Figure(name, float(size), formula.text, where=formula.where))
     return found
@@ -173,7 +173,7 @@ def generation_figures(cfg: Config, ctx: Context) -> list[Figure]:
         return []
     params, cache = generation_memory.generation_need(cfg, ctx, tokens)
     keys = m.kv_heads * m.head_width / shards.mesh_sizes(ctx)["tensor"]
-    rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
+    rows = cfg.data.batch_size // ctx.layout.replicas * cfg.sample.beams
     terms = {"rows": rows, "keys": keys, "each": 2 if cfg.train.dtype == "bfloat16" else 4}
     seen = cache / (2 * terms["each"] * rows * keys)
     formula = "2 x {each} bytes x {rows} rows x {seen:g} tokens of all layers x {keys:g} elements of a key"
@@ -230,7 +230,7 @@ def time_figures(cfg: Config, ctx: Context, limits: ChipLimits, time: StepTime) 
         alone = seconds + time.hidden[axes]
         terms = {"alone": alone, "hidden": time.hidden[axes]}
         found.append(Figure(f"waiting for {axes}", seconds, "{alone:.6g} s alone - {hidden:.6g} s hidden", terms))
-    if ctx.pipeline is not None:
+    if ctx.layout.pipeline is not None:
         busy = time.layers + time.recomputation
         terms = {"busy": busy, "idle": time.bubble / busy}
         formula = "{busy:.6g} s of layers x {idle:.6g} idle ticks of the schedule"

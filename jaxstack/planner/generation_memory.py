@@ -32,7 +32,7 @@ def generation_need(cfg: Config, ctx: Context, slots: int) -> tuple[float, float
         params += 4 * math.prod(shards.stored_shape(p, ctx)) * copies
     kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
     itemsize = 2 if cfg.train.dtype == "bfloat16" else 4
-    rows = cfg.data.batch_size // ctx.replicas * cfg.sample.beams
+    rows = cfg.data.batch_size // ctx.layout.replicas * cfg.sample.beams
     return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
 
 

@@ -60,7 +60,7 @@ def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, fl
       text: the result of `jax.stages.Compiled.as_text()`.
       mesh: axes and sizes, the slowest axis first; devices are numbered in this order, as in `jax.sharding.Mesh`.
       trip_counts: mean trip counts of loops whose counts XLA does not know, by the name scope of the loop; see
-        `Context.trip_counts`.
+        `Layout.trip_counts`.
 
     Raises:
       ValueError: if a collective is in a loop whose trip count is not known, or its groups do not follow axes of the

@@ -15,12 +15,13 @@ from jaxstack import kernels
 from jaxstack.common.hardware import Chip
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config
+from jaxstack.families.context import make_context
 from jaxstack.kernels import implementation
 from jaxstack.models import family, layers, params
 from jaxstack.models.batches import random_batch
 from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context
-from jaxstack.models.implementations import implementations
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.planner import shards
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations
@@ -53,16 +54,12 @@ def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
       device: the device that does a device's share of the work.
     """
     sizes = shards.mesh_sizes(ctx)
-    own = Context(
-        dtype=ctx.dtype,
-        quant=cfg.train.quant,
-        remat=ctx.remat,
-        **implementations(implementation.platform_of(device), cfg.kernels, _cases(cfg, ctx)),
-    )
+    chosen = implementations(implementation.platform_of(device), cfg.kernels, _cases(cfg, ctx))
+    own = Context(ops=Ops(quant=cfg.train.quant, **chosen), dtype=ctx.dtype, remat=ctx.remat)
     ops = one_layer(operations(cfg, ctx, "fused"))
     T = sizes["tensor"]
     rows, length = shards.microbatch_rows(cfg, ctx), cfg.data.seq_len // sizes["context"]
-    x = _random((rows, length // (T if ctx.sequence_parallel_axes else 1), cfg.model.d_model), str(ctx.dtype), 0)
+    x = _random((rows, length // (T if ctx.layout.sequence_parallel_axes else 1), cfg.model.d_model), str(ctx.dtype), 0)
     with jax.default_device(device):
         found = {
             "matmul": _matmuls(ops, own),
@@ -112,7 +109,7 @@ def _attention(cfg: Config, ctx: Context, ops: list[Op], rows: int, length: int,
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scale = m.head_width**-0.5
         return kernels.attention(
-            q, k, v, scale=scale, mask=mask, softcap=m.attention_softcap, implementation=ctx.attention
+            q, k, v, scale=scale, mask=mask, softcap=m.attention_softcap, implementation=ctx.ops.attention
         )
 
     return _forward_and_backward(attention, (q, kv, kv), _runs(ops, "attention"))
@@ -187,7 +184,7 @@ def _matmuls(ops: list[Op], ctx: Context) -> float:
         dtype = op.dtype if op.dtype == "float32" else str(ctx.dtype)
         key = (op.matrix, op.dtype, form)
         if key not in known:
-            known[key] = _matmul(op.matrix, dtype, form, ctx.moe)
+            known[key] = _matmul(op.matrix, dtype, form, ctx.ops.moe)
         total += known[key] * op.times
     return total
 
@@ -238,10 +235,10 @@ def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
 
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     """Measures a whole training step, and the optimizer alone."""
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
-    batch = random_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
+    batch = random_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
     train_step, optimizer = assemble.jit_train_step(cfg, ctx, abstract), make_optimizer(Recipe.of(cfg))
 
     def run_steps(count: int) -> TrainState:

@@ -52,7 +52,7 @@ def activations(cfg: Config, ctx: Context) -> Figure:
     m, sizes = cfg.model, shards.mesh_sizes(ctx)
     s, b, h = cfg.data.seq_len // sizes["context"], shards.microbatch_rows(cfg, ctx), m.d_model
     t, p = sizes["tensor"], sizes["pipe"]
-    between = t if ctx.sequence_parallel_axes else 1
+    between = t if ctx.layout.sequence_parallel_axes else 1
     queries, keys = m.num_heads * m.head_width, m.kv_heads * m.head_width
     hidden = m.expert_width * m.moe.choices + m.expert_width * m.moe.shared_experts if m.moe.num_experts else m.ff_width
     # Inputs of matmuls and of two norms, and the masks of two dropouts, which tensor parallelism does not split.
@@ -84,9 +84,9 @@ def activations(cfg: Config, ctx: Context) -> Figure:
 
 def _held(ctx: Context) -> float:
     """Returns the microbatches whose activations the first stage holds: p, and interleaved p (1 + (p - 1) / (p v))."""
-    if ctx.pipeline is None:
+    if ctx.layout.pipeline is None:
         return 1.0
-    schedule = ctx.pipeline.schedule
+    schedule = ctx.layout.pipeline.schedule
     p, v, count = schedule.stages, schedule.chunks, schedule.microbatches
     if schedule.name == "gpipe":
         return float(count)

@@ -16,6 +16,7 @@ from jaxstack.common import host_memory
 from jaxstack.common.errors import is_out_of_memory
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import Config, ConfigError, with_values
+from jaxstack.families.context import make_context
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, hlo
@@ -114,7 +115,7 @@ def context(cfg: Config, devices: int, platform: str) -> Context:
     """
     if cfg.pipeline.partition == "auto":  # it is measured where the run begins
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
-    return Context.create(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
 
 
 def need(cfg: Config, devices: int, platform: str) -> Need:
@@ -183,10 +184,10 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     Raises:
       ConfigError: it does not fit even by the lower bound.
     """
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     if not has_formulas(cfg):
         return None
-    devices = list(ctx.mesh.devices.flat)
+    devices = list(ctx.layout.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
     found = need_of(cfg, ctx, state, platform_of(devices[0]))
     low, high = (bound * room.sharing for bound in found.bounds)

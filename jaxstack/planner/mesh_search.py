@@ -123,7 +123,7 @@ def candidates(cfg: Config, devices: int, platform: str, given: Collection[str] 
 def _divides(cfg: Config, ctx: Context) -> bool:
     """Returns whether the mesh divides every parameter."""
     try:
-        ctx.parameters(family.spec(cfg.model))
+        ctx.layout.parameters(family.spec(cfg.model))
     except ConfigError:
         return False
     return True
@@ -224,7 +224,11 @@ class Search:
 
     def state(self, cfg: Config, ctx: Context) -> TrainState | None:
         """Returns the abstract state of a candidate, or None if a rule does not divide a parameter."""
-        slots = () if ctx.pipeline is None else tuple(len(p.layer_of_slot) for p in ctx.pipeline.stages.parts.values())
+        slots = (
+            ()
+            if ctx.layout.pipeline is None
+            else tuple(len(p.layer_of_slot) for p in ctx.layout.pipeline.stages.parts.values())
+        )
         key = tuple(cfg.mesh.sizes.values()), slots
         if key not in self._states:
             try:

@@ -26,8 +26,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.tree import Batch, PyTree, flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
+from jaxstack.models.layout import Layout
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.partition import GIB
 from jaxstack.planner import estimate
@@ -98,16 +100,18 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
         )
     sequences = cfg.microbatch_size // math.prod(mesh[axis] for axis in BATCH_AXES)
     even = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
-    stages = Context.create(even, AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES))
-    assert stages.pipeline is not None
-    rows = sequences // stages.pipeline.schedule.microbatches
+    stages = make_context(even, AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES))
+    pipeline = stages.layout.pipeline
+    assert pipeline is not None
+    rows = sequences // pipeline.schedule.microbatches
     cfg, _ = estimate.resolve_split(even, stages)
-    if stages.pipeline.weight is None:
+    if pipeline.weight is None:
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, split=None))
     small = _two_groups(cfg, mesh, rows)
     # A pipeline gathers weights before it starts, so they are not sharded over `expert` here either.
     on = make_mesh(small.mesh, small.data.batch_size, devices[:replica])
-    ctx = Context.create(small, on).with_gathered_params
+    ctx = make_context(small, on)
+    ctx = replace(ctx, layout=ctx.layout.with_gathered_params)
     values, batch = initial_values(small, ctx), random_batch(small, ctx)
     boundary_bytes, stash_bytes, pair_bytes = activation_bytes(small, ctx, values, batch)
     seconds = _part_seconds(small, ctx, values, batch)
@@ -135,8 +139,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
             f"{cfg.train.dtype}, remat {cfg.train.remat}; one layer measured for all, {link}"
         ),
         memory_bytes=None if memory is None else max(memory - shared_bytes, 0.0),
-        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if stages.pipeline.weight else None,
-        pair_bytes=(pair_bytes,) * groups if stages.pipeline.weight else None,
+        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if pipeline.weight else None,
+        pair_bytes=(pair_bytes,) * groups if pipeline.weight else None,
     )
 
 
@@ -203,7 +207,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     """
     sizes = {axis: mesh[axis] for axis in AXES}
     on = AbstractMesh(tuple(sizes.values()), AXES)
-    ctx = Context(mesh=on, rules=transformer(cfg.mesh), gather=cfg.pipeline.gather)  # type: ignore[arg-type]
+    ctx = Context(Layout(on, transformer(cfg.mesh), gather=cfg.pipeline.gather))  # type: ignore[arg-type]
     one_group = len(cfg.model.windows) * mesh["pipe"]  # on each stage
     one = replace(cfg, model=replace(cfg.model, num_layers=one_group))
     spec, state = family.spec(one.model), abstract_state(Recipe.of(one), ctx)
@@ -212,9 +216,9 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), tree)
 
     gathered = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(ctx.sharding(where).shard_shape(leaf.shape), leaf.dtype),
+        lambda leaf, where: jax.ShapeDtypeStruct(ctx.layout.sharding(where).shard_shape(leaf.shape), leaf.dtype),
         state.params,
-        ctx.within_stage.parameters(spec),
+        ctx.layout.within_stage.parameters(spec),
     )
     read = jax.eval_shape(lambda values: params.cast_matrices(spec, values, jnp.dtype(cfg.train.dtype)), gathered)
     stored = local_shapes(state.params)

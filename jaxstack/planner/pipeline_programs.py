@@ -37,21 +37,21 @@ Loops = dict[str, tuple[Body, Callable[[], PyTree]]]
 
 def initial_values(cfg: Config, ctx: Context) -> PyTree:
     """Returns initial parameters in the compute dtype."""
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     spec = family.spec(cfg.model)
-    shardings = jax.tree.map(ctx.sharding, ctx.parameters(spec))
+    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
 
     def make() -> PyTree:
         return params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)
 
-    on_cpu = ctx.mesh.devices.flat[0].platform == "cpu"
+    on_cpu = ctx.layout.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None  # this runs once, as in `make_state`
     return jax.jit(make, out_shardings=shardings, compiler_options=options)()
 
 
 def random_batch(cfg: Config, ctx: Context) -> Batch:
     """Returns a made-up batch; with packing, each row is one document."""
-    return batches.random_batch(family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
+    return batches.random_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class _Stage:
     @classmethod
     def create(cls, cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> "_Stage":
         """Builds the stage on a device's shards of parameters and batch."""
-        values = ctx.defer_grad_sync(family.spec(cfg.model), values)
-        batch = ctx.shard_sequence(batch)
+        values = ctx.layout.defer_grad_sync(family.spec(cfg.model), values)
+        batch = ctx.layout.shard_sequence(batch)
         terms = cfg.model.objective.terms
         rows, length = batch[terms[0].weights].shape
         if cfg.model.dropout:
-            batch = batch | {"rows": ctx.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
+            batch = batch | {"rows": ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
         name, stack = family.only_stack(cfg.model)
         counts = experts.Counts({name: float(rows * length)}, {name: float(rows)})
         totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
@@ -221,7 +221,11 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
         return jnp.stack(firsts).sum()
 
     replicated = PartitionSpec()
-    return jax.jit(ctx.local(local, (ctx.parameters(family.spec(cfg.model)), ctx.batch, replicated), replicated))
+    return jax.jit(
+        ctx.layout.local(
+            local, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch, replicated), replicated
+        )
+    )
 
 
 def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
@@ -233,18 +237,18 @@ def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
 
 def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> tuple[float, float, float]:
     """Returns the bytes on a device of the residual stream, and of the residuals and pairs of a group of layers."""
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
 
     def local(values: PyTree, batch: Batch) -> tuple[PyTree, list[jax.Array], PyTree]:
         stage, start = _Stage.create(cfg, ctx, values, batch), jnp.int32(0)
         x, *_, residuals = stage.forward(stage.embed(start), start)
         return jax.tree.map(lambda a: a[None], (x, residuals, stage.layer.sites.taps()))
 
-    sharded = PartitionSpec(ctx.mesh.axis_names)
-    run = ctx.local(local, (ctx.parameters(family.spec(cfg.model)), ctx.batch), sharded)
+    sharded = PartitionSpec(ctx.layout.mesh.axis_names)
+    run = ctx.layout.local(local, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch), sharded)
     x, residuals, pairs = jax.eval_shape(run, values, batch)
     stream, stash, waiting = (bytes_of_arrays(jax.tree.leaves(some)) for some in (x, residuals, pairs))
-    return stream / ctx.mesh.size, stash / ctx.mesh.size, waiting / ctx.mesh.size
+    return stream / ctx.layout.mesh.size, stash / ctx.layout.mesh.size, waiting / ctx.layout.mesh.size
 
 
 def bytes_of_arrays(leaves: Sequence[jax.ShapeDtypeStruct]) -> float:

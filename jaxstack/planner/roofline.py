@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 from jaxstack.common.hardware import Chip
 from jaxstack.config import Config, ConfigError
+from jaxstack.families.context import make_context
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner.roofline_ops import PARTS, Op, Traffic
@@ -113,7 +114,7 @@ def context(cfg: Config, devices: int = 1) -> Context:
             f"a batch of {sequences} sequences does not divide among {replicas} replicas of the mesh. Set "
             f"data.batch_size to a multiple of {replicas * cfg.train.grad_accum}."
         )
-    return Context.create(cfg, AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES))
+    return make_context(cfg, AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES))
 
 
 @dataclass(frozen=True)
@@ -328,16 +329,16 @@ def make_roofline(
       ConfigError: if the chip does not compute in `train.dtype`, or the mesh does not divide the batch.
     """
     ctx = context(cfg, devices)
-    assert ctx.mesh is not None
+    assert ctx.layout.mesh is not None
     limits.peak(cfg.train.dtype)  # fails early if the chip has none
     return Roofline(
         chip=chip,
         limits=limits,
-        devices=ctx.mesh.size,
+        devices=ctx.layout.mesh.size,
         traffic=traffic,
         dtype=cfg.train.dtype,
         ops=operations(cfg, ctx, traffic),
-        bubble=0.0 if ctx.pipeline is None else ctx.pipeline.bubble,
+        bubble=0.0 if ctx.layout.pipeline is None else ctx.layout.pipeline.bubble,
         tokens=cfg.data.batch_size * cfg.data.seq_len,
         flops_per_token=flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length),
         measured=measured or {},

@@ -43,7 +43,7 @@ def local_operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> l
         length=cfg.data.seq_len // sizes["context"],
         seq_len=cfg.data.seq_len,
         tensor=sizes["tensor"],
-        between=sizes["tensor"] if ctx.sequence_parallel_axes else 1,
+        between=sizes["tensor"] if ctx.layout.sequence_parallel_axes else 1,
         expert=sizes["expert"],
     )
     build = OpBuilder(traffic, t.remat, str(ctx.dtype), ctx.dtype.itemsize, t.quant)
@@ -199,7 +199,7 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 
 def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
-    e, spec = build.itemsize, pad_to_slots(family.spec(cfg.model), ctx.stages)
+    e, spec = build.itemsize, pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
     (_, embedding), (_, weight) = find_role(spec, "token_table"), find_role(spec, "head")
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]
@@ -232,7 +232,7 @@ def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[
 def _update(cfg: Config, ctx: Context) -> list[Op]:
     """Returns casts of weights, sums of gradients over microbatches, and the optimizer."""
     spec, e, accum = shards.flat_params(cfg, ctx), ctx.dtype.itemsize, cfg.train.grad_accum
-    sums = accum > 1 or ctx.pipeline is not None
+    sums = accum > 1 or ctx.layout.pipeline is not None
     stored = {path: math.prod(shards.stored_shape(p, ctx)) for path, p in spec.items()}
     trained = [path for path, p in spec.items() if not p.frozen]
     count = float(sum(stored[path] for path in trained))

@@ -11,6 +11,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig, MoEConfig
 from jaxstack.models import family
 from jaxstack.models.context import Context
+from jaxstack.models.layout import Layout
 from jaxstack.models.params import Param, flat_spec, pad_to_slots
 from jaxstack.moe import rounds
 from jaxstack.pipeline import Stages
@@ -23,8 +24,8 @@ DimAxes = list[tuple[str, ...]]
 
 def mesh_sizes(ctx: Context) -> Mapping[str, int]:
     """Returns the size of every axis of a context's mesh."""
-    assert ctx.mesh is not None
-    return ctx.mesh.shape
+    assert ctx.layout.mesh is not None
+    return ctx.layout.mesh.shape
 
 
 def device_count(ctx: Context) -> int:
@@ -34,7 +35,7 @@ def device_count(ctx: Context) -> int:
 
 def flat_params(cfg: Config, ctx: Context) -> dict[str, Param]:
     """Returns the declaration of every stored parameter by its path; a pipeline's padding is included."""
-    return dict(_padded_params(cfg.model, ctx.stages))
+    return dict(_padded_params(cfg.model, ctx.layout.stages))
 
 
 @lru_cache(maxsize=32)
@@ -43,12 +44,12 @@ def _padded_params(model: ModelConfig, stages: Stages | None) -> dict[str, Param
     return flat_spec(pad_to_slots(family.spec(model), stages))
 
 
-def param_axes(p: Param, ctx: Context) -> DimAxes:
-    """Returns the mesh axes that shard each dimension of a parameter by the rules of a context.
+def param_axes(p: Param, layout: Layout) -> DimAxes:
+    """Returns the mesh axes that shard each dimension of a parameter by the rules of a layout.
 
-    With `ctx.with_gathered_params` these are the axes under which a layer uses the parameter.
+    With `layout.with_gathered_params` these are the axes under which a layer uses the parameter.
     """
-    return [names_of(ctx.rules.parameters[axis]) for axis in p.axes]
+    return [names_of(layout.rules.parameters[axis]) for axis in p.axes]
 
 
 def shard_shape(p: Param, axes: DimAxes, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -58,17 +59,17 @@ def shard_shape(p: Param, axes: DimAxes, sizes: Mapping[str, int]) -> tuple[int,
 
 def stored_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     """Returns the shape of the shard of a parameter that a device stores."""
-    return shard_shape(p, param_axes(p, ctx), mesh_sizes(ctx))
+    return shard_shape(p, param_axes(p, ctx.layout), mesh_sizes(ctx))
 
 
 def used_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     """Returns the shape of the shard that a layer computes with, after FSDP has gathered the parameter."""
-    return shard_shape(p, param_axes(p, ctx.with_gathered_params), mesh_sizes(ctx))
+    return shard_shape(p, param_axes(p, ctx.layout.with_gathered_params), mesh_sizes(ctx))
 
 
 def summed_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     """Returns the shape of the shard that the units of a pipeline read, and sum gradients of."""
-    return shard_shape(p, param_axes(p, ctx.within_stage), mesh_sizes(ctx))
+    return shard_shape(p, param_axes(p, ctx.layout.within_stage), mesh_sizes(ctx))
 
 
 def bytes_of(tree: PyTree) -> float:
@@ -78,12 +79,12 @@ def bytes_of(tree: PyTree) -> float:
 
 def microbatches(ctx: Context) -> int:
     """Returns the microbatches of the pipeline, or 1; gradient accumulation is a loop outside of them."""
-    return 1 if ctx.pipeline is None else ctx.pipeline.schedule.microbatches
+    return 1 if ctx.layout.pipeline is None else ctx.layout.pipeline.schedule.microbatches
 
 
 def microbatch_rows(cfg: Config, ctx: Context) -> int:
     """Returns the sequences of one microbatch on one device."""
-    return cfg.microbatch_size // ctx.replicas // microbatches(ctx)
+    return cfg.microbatch_size // ctx.layout.replicas // microbatches(ctx)
 
 
 def runs_in_rounds(moe: MoEConfig, shards: int) -> bool:
@@ -120,7 +121,7 @@ def muon_matrices(cfg: Config, ctx: Context) -> dict[str, tuple[whole_matrices.S
     found = {}
     for path, p in flat_params(cfg, ctx).items():
         if p.is_hidden_matrix and not p.frozen:
-            axes = param_axes(p, ctx)
+            axes = param_axes(p, ctx.layout)
             shared = whole_matrices.sharing(p, p.shape, PartitionSpec(*(names or None for names in axes)), sizes)
             found[path] = shared, shard_shape(p, axes, sizes)[p.batch_axes :]
     return found

@@ -105,11 +105,13 @@ def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weig
         stored[path] = used[path] = counter.shaped(path, shape, p.axes)
         if gathered_shape != shape:
             used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
-    read = stored if ctx.pipeline is None or ctx.gather == "layer" else used
+    read = stored if ctx.layout.pipeline is None or ctx.layout.gather == "layer" else used
     gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path]]
     named, layers = counter.named, counter.named("layers", m.num_layers)
-    if ctx.pipeline is not None:
-        layers = named("layer slots of a stage", ctx.pipeline.stages.chunks * ctx.pipeline.stages.max_layers)
+    if ctx.layout.pipeline is not None:
+        layers = named(
+            "layer slots of a stage", ctx.layout.pipeline.stages.chunks * ctx.layout.pipeline.stages.max_layers
+        )
     trained = [path for path, p in spec.items() if not p.frozen]
     return Weights(
         cast=named("parameters to cast", sum(read[path] for path, p in spec.items() if p.is_cast)),
@@ -146,12 +148,12 @@ def count_activations(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> 
     return Activations(
         tokens=tokens,
         stream=named("stream", tokens * width),
-        between=T if ctx.sequence_parallel_axes else 1,
+        between=T if ctx.layout.sequence_parallel_axes else 1,
         heads=named("queries to outputs", tokens * named("head_width", m.head_width) * (2 * heads + 2 * kv_heads) // T),
         hidden=hidden,
         sent=sent,
         saved_hidden=shared if rounds else hidden,
         saved_sent=sent if m.moe.capacity_factor is not None else 0,
-        scores=named("scores", tokens * named("keys", keys) * heads // T) if ctx.attention == "xla" else 0,
+        scores=named("scores", tokens * named("keys", keys) * heads // T) if ctx.ops.attention == "xla" else 0,
         vocab=named("vocab", m.padded_classes // (sizes["tensor"] * sizes["pipe"])),
     )

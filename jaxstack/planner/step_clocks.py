@@ -42,8 +42,8 @@ class ChipClock:
         if not has_formulas(cfg):  # every mesh is visited, as each of its candidates is traced anyway
             return 0.0
         time, turns = step_time(cfg, ctx, self.limits), 1.0
-        if ctx.pipeline is not None:
-            turns += ctx.pipeline.bubble
+        if ctx.layout.pipeline is not None:
+            turns += ctx.layout.pipeline.bubble
         waits = math.fsum(each for axes, each in time.exposed.items() if "pipe" not in axes.split("+"))
         return time.layers + time.head + time.update + waits / turns
 
@@ -66,7 +66,7 @@ class CpuWork(NamedTuple):
 
 def cpu_work(cfg: Config, ctx: Context) -> CpuWork:
     """Counts the work of a device in a step. Stages of a pipeline that wait compute along with the others."""
-    turns = 1.0 if ctx.pipeline is None else 1 + ctx.pipeline.bubble
+    turns = 1.0 if ctx.layout.pipeline is None else 1 + ctx.layout.pipeline.bubble
     flops = size = 0.0
     for op in local_operations(cfg, ctx):
         times = op.times * (turns if op.of_layer else 1)

@@ -220,17 +220,17 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
       limits: the chip.
       split: part of the work for gradients of weights that weight units do; backward units do the rest.
     """
-    if ctx.pipeline is None:
+    if ctx.layout.pipeline is None:
         return 0.0
     forward = _seconds((op for op in in_layers if not op.in_backward), limits)
     backward = _seconds((op for op in in_layers if op.in_backward), limits)
-    schedule, stages = ctx.pipeline.schedule, ctx.pipeline.stages
+    schedule, stages = ctx.layout.pipeline.schedule, ctx.layout.pipeline.stages
     unit = stages.stages / (schedule.microbatches * int((stages.group_of_slot >= 0).sum()))  # of one layer group
     if schedule.weight_MG is None:
-        turns = ctx.pipeline.turns
+        turns = ctx.layout.pipeline.turns
         return unit * float(forward * turns.forward.sum() + backward * turns.backward.sum()) - forward - backward
     weight = split * _seconds(filter(_is_weight_gradient, in_layers), limits)
-    seconds = lockstep_seconds(ctx.pipeline, unit * forward, unit * (backward - weight), unit * weight)
+    seconds = lockstep_seconds(ctx.layout.pipeline, unit * forward, unit * (backward - weight), unit * weight)
     return seconds - forward - backward
 
 
@@ -239,19 +239,19 @@ def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> flo
 
     The names of traced operations begin with that of their loop.
     """
-    if ctx.pipeline is None:
+    if ctx.layout.pipeline is None:
         return 0.0
     busy: dict[str, float] = defaultdict(float)
     for op in in_layers:
         busy[op.name.split()[0].removeprefix("pipeline_")] += op.times * limits.seconds(op)[0]
-    trips = {name: trips_TP for name, trips_TP in ctx.pipeline.layer_trips.items() if busy[name]}
+    trips = {name: trips_TP for name, trips_TP in ctx.layout.pipeline.layer_trips.items() if busy[name]}
     ticks_TP = sum(busy[name] / trips_TP.sum(0).mean() * trips_TP for name, trips_TP in trips.items())
     return float(ticks_TP.max(1).sum()) - math.fsum(busy.values())
 
 
 def _split_share(cfg: Config, ctx: Context) -> float:
     """Returns the part of the FLOPs for gradients of weights that weight units have; 0 without weight units."""
-    if ctx.pipeline is None or ctx.pipeline.schedule.weight_MG is None:
+    if ctx.layout.pipeline is None or ctx.layout.pipeline.schedule.weight_MG is None:
         return 0.0
     return split_of(cfg, ctx).flops_share
 
@@ -279,14 +279,14 @@ def _communication(
         seconds, axes = place.seconds(c), "+".join(c.axes)
         alone[axes] += seconds
         waits[axes] += seconds
-    ring = beside.attention if ctx.context_method == "ring" else 0.0
+    ring = beside.attention if ctx.layout.context_method == "ring" else 0.0
     waits["tensor"] -= min(0.5 * alone["tensor"], beside.weights)
     waits["context"] -= min(alone["context"], ring)
     in_loop: dict[str, float] = defaultdict(float)
     for c in parameter_traffic(cfg, ctx):
         seconds, axes = place.seconds(c), "+".join(c.axes)
         alone[axes] += seconds
-        if ctx.pipeline is None and (c.times >= cfg.model.num_layers or c.kind == "all-gather"):
+        if ctx.layout.pipeline is None and (c.times >= cfg.model.num_layers or c.kind == "all-gather"):
             in_loop[axes] += seconds
         else:
             waits[axes] += seconds

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxstack.config import Config
+from jaxstack.families.context import make_context
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace
@@ -50,8 +51,8 @@ def labels_of(cfg: Config, ctx: Context) -> dict[str, str]:
     found = {}
     for name, stack in family.of(cfg.model).stacks(cfg.model).items():
         saved = f"saved by {stack.depth} layers of {name}, remat {cfg.train.remat}"
-        scope = name if ctx.pipeline is not None and ctx.pipeline.stages.stacks else ""
-        found[f"stash_{scope}" if ctx.pipeline is not None else f"stack_{name}"] = saved
+        scope = name if ctx.layout.pipeline is not None and ctx.layout.pipeline.stages.stacks else ""
+        found[f"stash_{scope}" if ctx.layout.pipeline is not None else f"stack_{name}"] = saved
     waiting = {"between_stages": "activations between stages", "weight_pairs": "weight gradients, waiting"}
     return found | waiting | {"gradient_sums": "gradients"}
 
@@ -63,15 +64,15 @@ def trace_of(cfg: Config, ctx: Context) -> Trace:
       cfg: the run, resolved.
       ctx: its context; the mesh may be abstract.
     """
-    return _trace(cfg, tuple(ctx.kernels.items()), ctx.platform, shards.device_count(ctx))
+    return _trace(cfg, tuple(ctx.ops.by_name.items()), ctx.ops.platform, shards.device_count(ctx))
 
 
 @lru_cache(maxsize=512)
 def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, devices: int) -> Trace:
     """Returns the trace of a configuration, see `trace_of`."""
-    ctx = Context.create(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    ctx = make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
-    ctx = replace(ctx, partitioner="manual", **plain)
+    ctx = replace(ctx, layout=replace(ctx.layout, partitioner="manual"), ops=replace(ctx.ops, **plain))
     state = abstract_state(Recipe.of(cfg), ctx)
     batch = family.of(cfg.model).batch_spec(cfg)
     arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
@@ -80,7 +81,7 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     count = len(jax.tree.leaves(state.params))
     arguments = [PARAMETERS if i < count else "" for i in range(len(program.invars))]
     labels, copies = labels_of(cfg, ctx), platform == "cpu"
-    return trace.walk(program, arguments, labels, ctx.trip_counts, "gradients", copies)
+    return trace.walk(program, arguments, labels, ctx.layout.trip_counts, "gradients", copies)
 
 
 def memory(cfg: Config, ctx: Context) -> dict[str, Counter[Array]]:
@@ -155,7 +156,7 @@ def _op(run: Run, ctx: Context) -> Op | None:
         return None
     flops = _flops(run)
     in_attention = bool({"attention", "jvp(attention)"} & set(run.where.split("/")))
-    kernel = in_attention and ctx.attention != "xla"  # it writes neither scores nor weights
+    kernel = in_attention and ctx.ops.attention != "xla"  # it writes neither scores nor weights
     if kernel and not flops:
         return None
     size = 0.0 if kernel else _moved(run)

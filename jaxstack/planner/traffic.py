@@ -45,10 +45,12 @@ class _Traffic:
         self.layer_runs = accum * cfg.model.num_layers
         # Runs of the head, of the embedding and of its gradient.
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
-        if ctx.pipeline is not None and has_formulas(cfg):
-            turns = ctx.pipeline.turns
-            trips = _mean_trips(ctx.pipeline)
-            self.layer_runs = round(accum * ctx.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2)
+        if ctx.layout.pipeline is not None and has_formulas(cfg):
+            turns = ctx.layout.pipeline.turns
+            trips = _mean_trips(ctx.layout.pipeline)
+            self.layer_runs = round(
+                accum * ctx.layout.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2
+            )
             self.embeds, self.embed_grads = (accum * int(n.sum()) for n in (turns.embed, turns.embed_grad))
         m, remat = cfg.model, cfg.train.remat
         # How often the backward pass repeats a part of the forward pass. `attention_out` is the reduction after
@@ -93,7 +95,7 @@ class _Traffic:
 
         XLA:TPU does so over all devices of a slice, except on a v5e of 2x4 or fewer and a v5p of 2x2x1.
         """
-        return self.ctx.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
+        return self.ctx.ops.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
 
 
 def traffic(cfg: Config, ctx: Context) -> list[Collective]:
@@ -114,7 +116,7 @@ def activation_traffic(cfg: Config, ctx: Context) -> list[Collective]:
     if not has_formulas(cfg):
         return [t.compiled(c) for c in traced.traffic(cfg, ctx) if _is_of_activations(c)]
     _tensor_traffic(t)
-    if ctx.pipeline is not None:
+    if ctx.layout.pipeline is not None:
         _pipeline_traffic(t)
     _context_traffic(t)
     if cfg.model.moe.num_experts:
@@ -152,7 +154,7 @@ def _tensor_traffic(t: _Traffic) -> None:
     mlp_in = repeats["dispatch"] if saves_tokens else repeats["layer_in"]
     tied = m.tied_embeddings
     embedded = stream if tied else (*stream[:2], m.d_model // t.sizes["pipe"])  # the part that a stage looks up
-    if t.ctx.sequence_parallel_axes:
+    if t.ctx.layout.sequence_parallel_axes:
         t.add("all-gather", TENSOR, stream, runs * (2 + repeats["layer_in"] + mlp_in), "inputs of attention and MLP")
         t.add("all-gather", TENSOR, stream, runs * 2, "gradients of their outputs")
         outputs = 4 + attention_out + repeats["post_norm"]
@@ -176,17 +178,17 @@ def _pipeline_traffic(t: _Traffic) -> None:
     and their cotangent is scattered; tied embeddings are summed and their cotangent is broadcast.
     """
     ctx, ends = t.ctx, t.heads
-    assert ctx.pipeline is not None
-    between = t.sizes["tensor"] if ctx.sequence_parallel_axes else 1
+    assert ctx.layout.pipeline is not None
+    between = t.sizes["tensor"] if ctx.layout.sequence_parallel_axes else 1
     residual = (t.rows, t.length // between, t.cfg.model.d_model)
     accum = t.cfg.train.grad_accum
-    t.add("collective-permute", PIPE, residual, accum * ctx.pipeline.sends, "to neighbours")
+    t.add("collective-permute", PIPE, residual, accum * ctx.layout.pipeline.sends, "to neighbours")
     t.add("all-reduce", PIPE, residual, ends, "the last stage's output to the head")
-    if ctx.sequence_parallel_axes:  # otherwise `_tensor_traffic` sums it over `pipe` and `tensor` at once
+    if ctx.layout.sequence_parallel_axes:  # otherwise `_tensor_traffic` sums it over `pipe` and `tensor` at once
         t.add("all-reduce", PIPE, residual, ends, "gradient of the head")
     if t.cfg.model.tied_embeddings:
         t.add("all-reduce", PIPE, residual, t.embed_grads, "the first stage's cotangent to the embedding")
-        if ctx.sequence_parallel_axes:
+        if ctx.layout.sequence_parallel_axes:
             t.add("all-reduce", PIPE, residual, t.embeds, "embedding")
     else:
         t.add("all-gather", PIPE, residual, t.embeds, "embedding")
@@ -200,7 +202,7 @@ def _context_traffic(t: _Traffic) -> None:
     """
     m, runs, count = t.cfg.model, t.layer_runs, t.sizes["context"]
     keys = (t.rows, t.length, m.kv_heads // t.sizes["tensor"], m.head_width)
-    if t.ctx.context_method == "ring":
+    if t.ctx.layout.context_method == "ring":
         # The result of the last hop is not used. With two shards there is no loop: XLA then drops that hop, and the
         # recomputation shares its hop with the backward pass.
         hops = runs * (count * (2 + t.repeats["attention"]) if count > 2 else 2)
@@ -229,7 +231,7 @@ def _expert_traffic(t: _Traffic) -> None:
         # The gradient of the routing weights needs the results that come back, so that exchange is repeated.
         trips = 4 + recomputes + repeats["dispatch"]
     t.add("all-to-all", EXPERT, (pairs, t.cfg.model.d_model), runs * trips, "tokens to experts and back")
-    if t.ctx.sequence_parallel_axes:
+    if t.ctx.layout.sequence_parallel_axes:
         choices = (t.rows, t.length, moe.choices)
         t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing weights", "f32")
         t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing choices", "s32")
@@ -246,34 +248,35 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
         return  # the load of experts updates this bias; it has no gradient
     cfg, ctx, accum = t.cfg, t.ctx, t.cfg.train.grad_accum
     L = cfg.model.num_layers
-    stored_axes, used_axes = shards.param_axes(p, ctx), shards.param_axes(p, ctx.with_gathered_params)
+    stored_axes = shards.param_axes(p, ctx.layout)
+    used_axes = shards.param_axes(p, ctx.layout.with_gathered_params)
     sharded_over = {a for names in stored_axes for a in names}
     fsdp_axes = tuple(sharded_over - {a for names in used_axes for a in names})
     stored, used, layers = shards.stored_shape(p, ctx), shards.used_shape(p, ctx), 1
-    if p.stacked and ctx.pipeline is None:
+    if p.stacked and ctx.layout.pipeline is None:
         stored, used, layers = stored[1:], used[1:], L
     dtype, reduce_dtype = (t.dtype, HLO_DTYPES[cfg.train.reduce_dtype]) if p.is_cast else ("f32", "f32")
     uses = 2 if {"token_table", "head"} <= set(p.roles) else 1
     # XLA moves the gather of a weight out of the loop over microbatches, but not out of the loop over layers. On GPUs
     # it moves none, because it runs gathers beside the turn before.
-    gathers = 2 * accum * L if p.stacked else uses * (accum if ctx.platform == "gpu" else 1)
+    gathers = 2 * accum * L if p.stacked else uses * (accum if ctx.ops.platform == "gpu" else 1)
     scatters = accum * layers * uses
-    if ctx.gather == "layer":
+    if ctx.layout.gather == "layer":
         used, (gathers, scatters) = used[p.stacked :], _uses_in_units(t, p)
-    elif ctx.pipeline is not None:
+    elif ctx.layout.pipeline is not None:
         gathers, scatters = 1, accum
     t.add("all-gather", fsdp_axes, used, gathers, f"{path}, gathered", dtype)
     if p.frozen:
         return
     # The gradient of a cast weight is rounded after its sum. An all-reduce of XLA:TPU sums in `reduce_dtype` and sends
     # the rounded result; its bytes are counted by the result.
-    rounded = t.dtype if p.is_cast and ctx.platform == "tpu" else reduce_dtype
+    rounded = t.dtype if p.is_cast and ctx.ops.platform == "tpu" else reduce_dtype
     scattered = rounded if t.replaced(fsdp_axes) else reduce_dtype
     t.add("reduce-scatter", fsdp_axes, used, scatters, f"gradient of {path}", scattered)
-    summed_over = tuple(a for a in ctx.axes("batch", "sequence", "residual") if a not in sharded_over)
+    summed_over = tuple(a for a in ctx.layout.axes("batch", "sequence", "residual") if a not in sharded_over)
     if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in summed_over:
         summed_over = (*summed_over, "tensor")  # norms of queries and keys see the heads of one device
-    if accum == 1 and ctx.pipeline is None:
+    if accum == 1 and ctx.layout.pipeline is None:
         t.add("all-reduce", summed_over, stored, layers, f"gradient of {path}", rounded)
     else:
         summed = (L, *stored) if layers > 1 else stored
@@ -290,15 +293,15 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
 
     XLA:CPU moves the gathers of embedding and head out of the loop over ticks.
     """
-    assert t.ctx.pipeline is not None
-    trips, groups = _mean_trips(t.ctx.pipeline), t.cfg.train.grad_accum * t.ctx.pipeline.stages.period
+    assert t.ctx.layout.pipeline is not None
+    trips, groups = _mean_trips(t.ctx.layout.pipeline), t.cfg.train.grad_accum * t.ctx.layout.pipeline.stages.period
     if p.stacked:
         weight = sum(trips.get(name, 0) for name in WEIGHT_LOOPS)
         scatters = weight if weight and p.kind == "matrix" else trips["backward"]
         return round(groups * (trips["forward"] + trips["backward"])), round(groups * scatters)
-    heads = t.cfg.train.grad_accum * int(t.ctx.pipeline.turns.loss.sum()) if "head" in p.roles else 0
+    heads = t.cfg.train.grad_accum * int(t.ctx.layout.pipeline.turns.loss.sum()) if "head" in p.roles else 0
     embeds = 0 if p.roles == ("head",) else 1
-    gathers = heads + embeds * t.embeds if t.ctx.platform != "cpu" else 1
+    gathers = heads + embeds * t.embeds if t.ctx.ops.platform != "cpu" else 1
     return gathers, heads + embeds * t.embed_grads
 
 

@@ -123,9 +123,9 @@ def find_readers(cfg: Config, ctx: Context, wanted: Callable[[str], bool] = lamb
       ctx: its context, with a pipeline.
       wanted: whether to return the weight of a path.
     """
-    assert ctx.pipeline is not None
+    assert ctx.layout.pipeline is not None
     name, _ = family.only_stack(cfg.model)
-    layers = ctx.pipeline.pair_slots * ctx.pipeline.stages.max_layers
+    layers = ctx.layout.pipeline.pair_slots * ctx.layout.pipeline.stages.max_layers
     in_rounds = shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"])
     by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
     for path, p in params.flat_spec(params.unstack(family.spec(cfg.model).get(name, {}))).items():

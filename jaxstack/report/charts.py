@@ -108,7 +108,9 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.concatenate([end(values), middle, end(values[::-1])[::-1]])
 
 
-WIDE, NARROW, SMALL = (860, 350), (400, 280), (400, 210)
+WIDE = (860, 350)
+NARROW = (400, 280)
+SMALL = (400, 210)
 """Pixels of a chart: the loss on wide and on narrow windows, and any other. Its text has 12 pixels at this size."""
 
 
@@ -145,7 +147,8 @@ def loss_limits(chart: LossChart) -> tuple[float, float]:
     """Returns the lowest and highest loss of the chart. They exclude a few spikes, which would flatten the rest."""
     inner: list[float] = []
     for curves in chart.curves:
-        values, held_out = curves.training[1], curves.held_out[1]
+        values = curves.training[1]
+        held_out = curves.held_out[1]
         inner += [*(np.quantile(values, [0.001, 0.999]) if values.size else ()), *smooth(values), *held_out]
         inner += [] if curves.ngrams is None else [curves.ngrams]
     low, high = (min(inner), max(inner)) if inner else (0.0, 1.0)
@@ -249,11 +252,12 @@ def _ticks(axes: "Axes", scale: str, most: int) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(most, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         greatest = max(axis.get_view_interval())
-        plain = ticker.ScalarFormatter(useOffset=False)
-        plain.set_scientific(False)
-        axis.set_major_formatter(
-            plain if 1e-4 <= greatest < 1e3 else "{x:,.0f}" if 1e3 <= greatest < 1e9 else "{x:.3g}"
-        )
+        if 1e-4 <= greatest < 1e3:
+            plain = ticker.ScalarFormatter(useOffset=False)
+            plain.set_scientific(False)
+            axis.set_major_formatter(plain)
+        else:
+            axis.set_major_formatter("{x:,.0f}" if 1e3 <= greatest < 1e9 else "{x:.3g}")
     if scale == "log" and axes.dataLim.y0 > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))

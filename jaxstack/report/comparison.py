@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxstack.report.runs import MISSING, LoggedRun, format_value, summarize
 
-NATS, BITS = "nats per token", "bits per byte"
+NATS = "nats per token"
+BITS = "bits per byte"
 _TEXT_KEYS = (
     "data.source",
     "data.path",
@@ -49,7 +50,8 @@ class LossCurves:
     @property
     def ngrams(self) -> float | None:
         """The held-out loss of the n-gram model. `None` if the log does not have it."""
-        ngrams, factor = self.run.ngrams, self.run.bits_per_nat
+        ngrams = self.run.ngrams
+        factor = self.run.bits_per_nat
         return ngrams[1] / factor * self.factor if ngrams and factor else None
 
     def _scaled(self, key: str) -> tuple[np.ndarray, np.ndarray]:

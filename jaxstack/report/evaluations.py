@@ -57,7 +57,6 @@ def rows(runs: Sequence[dict[str, list[Result]]], missing: str) -> dict[str, lis
     """Returns what was measured, each with the newest result of every run, as text.
 
     Args:
-      runs: `by_name` of each run.
       missing: shown for a run without the result.
     """
     names = dict.fromkeys(name for run in runs for name in run)

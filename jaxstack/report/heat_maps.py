@@ -77,7 +77,8 @@ def _order(name: str) -> tuple[int, str]:
 
 def sentence(heat: HeatMap) -> str:
     """Returns what a map shows: the smallest and the largest value, and where it has changed most."""
-    values, word = heat.values, WORDS[heat.statistic]
+    values = heat.values
+    word = WORDS[heat.statistic]
     if not np.isfinite(values).any():
         return f"No {word} is finite."
     low, high = (np.unravel_index(f(np.where(np.isfinite(values), values, fill)), values.shape)
@@ -98,7 +99,8 @@ def _at(heat: HeatMap, cell: Sequence[np.intp]) -> str:
 
 def _change(heat: HeatMap) -> str:
     """Returns the layer that has changed most from the first to the last step, in words; empty if none has by 5%."""
-    first, last = heat.values[:, 0], heat.values[:, -1]
+    first = heat.values[:, 0]
+    last = heat.values[:, -1]
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = last / first
     usable = np.isfinite(factors) & (factors > 0)

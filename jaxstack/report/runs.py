@@ -17,9 +17,10 @@ from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.common import files, inputs
 from jaxstack.common.errors import one_line
-from jaxstack.config import ConfigError, yaml_check
+from jaxstack.config import ConfigError
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
+from jaxstack.config.reading import yaml_check
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.report.evaluations import Result, by_name
 from jaxstack.tracking import goodput
@@ -92,7 +93,8 @@ class LoggedRun:
     @cached_property
     def ngrams(self) -> tuple[int, float] | None:
         """Order and held-out bits per byte of the n-gram model. `None` if the log does not have it."""
-        orders, bits = self.series("ngram_order")[1], self.series("ngram_bits_per_byte")[1]
+        orders = self.series("ngram_order")[1]
+        bits = self.series("ngram_bits_per_byte")[1]
         return (int(orders[-1]), float(bits[-1])) if orders.size and bits.size else None
 
     @cached_property
@@ -142,7 +144,8 @@ def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
 
 
 def _read_run(path: Path, name: str) -> LoggedRun:
-    log, saved = path / "metrics.jsonl", path / "config.yaml"
+    log = path / "metrics.jsonl"
+    saved = path / "config.yaml"
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/quickstart.")
     if not log.is_file():
@@ -233,7 +236,7 @@ def _read_config(saved: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(saved: Path, config: dict[str, Any]) -> SavedTokenizer | None:
-    """Returns the tokenizer that a run saved, or else that of its configuration. A token file determines its own."""
+    """Returns the tokenizer that a run saved, or else the one that its configuration names. A token file has one."""
     try:
         if not files.is_within(saved, saved.parent):
             raise ValueError("it is a link to a file elsewhere")
@@ -292,7 +295,8 @@ def list_events(run: LoggedRun) -> list[Event]:
     skipped = 0
     with_line = {record["step"] for record in run.records if record.get("event") == "spike"}
     for record in run.records:
-        step, kind = int(record["step"]), record.get("event")
+        step = int(record["step"])
+        kind = record.get("event")
         if kind == "rolled back":
             found.append(Event(step, kind, f"from the spike at step {record.get('spike', 0):,}, {_lost(record)}"))
             skipped = 0  # the state is a checkpoint's again; the next line says how many steps that had skipped
@@ -324,13 +328,15 @@ def _lost(record: Record) -> str:
 def summarize(run: LoggedRun) -> dict[str, str]:
     """Returns the figures of a run by their names in the summary."""
     ends = [record for record in run.records if record.get("event") in ("stopped", "finished")]
-    steps, planned = max(int(record["step"]) for record in run.training), run.config.get("train.steps")
+    steps = max(int(record["step"]) for record in run.training)
+    planned = run.config.get("train.steps")
     eval_steps, eval_losses = run.series("eval_loss")
     best = int(eval_losses.argmin()) if eval_losses.size else None
     losses = run.series("loss")[1]
     bits_steps, bits = run.series("eval_bits_per_byte")
     fewest = int(bits.argmin()) if bits.size else None
-    wall, good = sum(run.spent.values()), goodput.fraction(run.spent)
+    wall = sum(run.spent.values())
+    good = goodput.fraction(run.spent)
     return (
         {
             "parameters": format_number(_last(run, "parameters"), ",.0f"),
@@ -363,7 +369,8 @@ def summarize(run: LoggedRun) -> dict[str, str]:
 
 def _describe_objective(run: LoggedRun) -> dict[str, str]:
     """Returns the figures that only objectives with several losses, or with an accuracy, have."""
-    objective, figures = run.objective, {}
+    objective = run.objective
+    figures = {}
     if len(objective.terms) > 1 or objective.accuracy:
         figures["objective"] = f"{objective.loss.removeprefix('held-out ')} in {objective.unit}"
     if len(objective.terms) > 1:

@@ -73,7 +73,8 @@ def style_sheet(runs: int) -> str:
 NARROW = 700
 """Windows of at most this many pixels show the narrow chart of the loss."""
 
-_LABEL, _COLUMN = 320, 160
+_LABEL = 320
+_COLUMN = 160
 """Pixels of a table beside the columns of runs (labels and margins), and of each such column."""
 
 _SHEET = Template("""\

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxstack.generate import decode
 from jaxstack.generate.continuous import Part, Prompt
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.serve.errors import ApiError, error_response, too_late
 from jaxstack.serve.replies import Piece, Reply, Usage
@@ -68,7 +68,7 @@ class Texts:
         seed = seed if asked.seed is None else asked.seed
         wanted = [
             Prompt(-1, prompt, replace(asked.sample, tokens=limit), mark, seed, asked.logprobs is not None)
-            for prompt, limit, mark in zip(prompts, limits, decode.row_seeds(prompts), strict=True)
+            for prompt, limit, mark in zip(prompts, limits, row_seeds(prompts), strict=True)
         ]
         receivers = [partial(self._receive, i) for i in range(len(prompts))]
         self._names: list[int] = []

@@ -50,10 +50,10 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     ctx = within_step(ctx)
     objective = objective or objective_of(model)
 
-    if ctx.pipeline is None:
+    if ctx.layout.pipeline is None:
         share = plain(model, ctx, objective)
     else:
-        split = ctx.pipeline.split if cfg.pipeline.split is None else cfg.pipeline.split
+        split = ctx.layout.pipeline.split if cfg.pipeline.split is None else cfg.pipeline.split
         share = pipelined.pipelined(model, ctx, objective, split)
     if train.noise_scale:
         noise_scale.require_small_batches(ctx, train.grad_accum)
@@ -74,7 +74,7 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
 
 def in_parts(cfg: Config, ctx: Context) -> bool:
     """Returns whether gradients are sums over microbatches, or are read before they are summed over devices."""
-    return cfg.train.grad_accum > 1 or ctx.pipeline is not None or cfg.train.noise_scale
+    return cfg.train.grad_accum > 1 or ctx.layout.pipeline is not None or cfg.train.noise_scale
 
 
 def make_train_step(
@@ -113,8 +113,8 @@ def jit_train_step(
         make_train_step(cfg, ctx, watched, objective),
         donate_argnums=0,
         # Process 0 reads all statistics, which XLA might otherwise leave on the stages of their layers.
-        out_shardings=(shardings, None if watched is None else ctx.sharding(PartitionSpec())),
-        compiler_options=select_options(ctx.platform, ctx.mesh).used or None,
+        out_shardings=(shardings, None if watched is None else ctx.layout.sharding(PartitionSpec())),
+        compiler_options=select_options(ctx.ops.platform, ctx.layout.mesh).used or None,
     )
 
 
@@ -125,10 +125,10 @@ def make_eval_step(model: ModelConfig, ctx: Context, microbatches: int = 1) -> s
 
     @shape_errors.explained()
     def work(params: Params, batch: Batch) -> EvalSums:
-        batch = ctx.shard_sequence(batch)
+        batch = ctx.layout.shard_sequence(batch)
         sums = evaluate(model, params, batch, ctx, microbatches)
-        return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.token_axes), sums)
+        return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.layout.token_axes), sums)
 
-    if ctx.mesh is None:
+    if ctx.layout.mesh is None:
         return work
-    return ctx.local(work, (ctx.parameters(family.spec(model)), ctx.batch), PartitionSpec())
+    return ctx.layout.local(work, (ctx.layout.parameters(family.spec(model)), ctx.layout.batch), PartitionSpec())

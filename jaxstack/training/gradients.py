@@ -97,8 +97,8 @@ def summed_once(share: Share, ctx: Context, spec: Spec) -> Share:
     trained_spec, _ = parameters.partition(spec, spec)
 
     def summed(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
-        part = share(ctx.defer_grad_sync(spec, params), batch, key, totals)
-        return part._replace(grads=ctx.sync_grads(trained_spec, part.grads))
+        part = share(ctx.layout.defer_grad_sync(spec, params), batch, key, totals)
+        return part._replace(grads=ctx.layout.sync_grads(trained_spec, part.grads))
 
     return summed
 
@@ -113,22 +113,22 @@ def over_devices(share: Share, ctx: Context, objective: Objective, spec: Spec) -
     first = objective.terms[0]
 
     def gradients(params: Params, batch: Batch, key: Key = None) -> tuple[jax.Array, Params, Metrics]:
-        batch = ctx.shard_sequence(batch)
+        batch = ctx.layout.shard_sequence(batch)
         totals = objective.totals(batch, ctx)
         if key is not None:
-            batch = {**batch, "rows": ctx.row_indices(batch[first.weights].shape[0])}
+            batch = {**batch, "rows": ctx.layout.row_indices(batch[first.weights].shape[0])}
         terms, aux, grads, figures = share(params, batch, key, totals)
-        terms, aux = sharded.reduce((terms, aux), ctx.token_axes)
+        terms, aux = sharded.reduce((terms, aux), ctx.layout.token_axes)
         aux |= objective.extras.totals(totals.counts)
         sums = {"tokens": totals.weights[first.name], **objective.metrics(terms), **aux, **figures}
         return losses.add_up(terms), grads, sums
 
     @shape_errors.explained()
     def on_mesh(params: Params, batch: Batch, key: Key = None) -> tuple[jax.Array, Params, Metrics]:
-        where: PyTree = ctx.parameters(spec)
+        where: PyTree = ctx.layout.parameters(spec)
         trained, _ = parameters.partition(spec, where)
         replicated = PartitionSpec()
-        inputs = (where, ctx.batch, replicated)
-        return ctx.local(gradients, inputs, (replicated, trained, replicated))(params, batch, key)
+        inputs = (where, ctx.layout.batch, replicated)
+        return ctx.layout.local(gradients, inputs, (replicated, trained, replicated))(params, batch, key)
 
-    return shape_errors.explained()(gradients) if ctx.mesh is None else on_mesh
+    return shape_errors.explained()(gradients) if ctx.layout.mesh is None else on_mesh

@@ -81,7 +81,7 @@ class Objective:
 
     def totals(self, batch: Batch, ctx: Context) -> BatchTotals:
         """Returns the totals over all devices of this device's batch [B, S]."""
-        weights = {t.name: collectives.all_reduce(batch[t.weights].sum(), ctx.token_axes) for t in self.terms}
+        weights = {t.name: collectives.all_reduce(batch[t.weights].sum(), ctx.layout.token_axes) for t in self.terms}
         return BatchTotals(weights, self.extras.count(batch, ctx))
 
     def share(self, term: Term, value: jax.Array, totals: BatchTotals) -> jax.Array:
@@ -216,7 +216,7 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
     def work(
         ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[None, jax.Array]:
-        axes = ctx.axes("vocab")
+        axes = ctx.layout.axes("vocab")
 
         def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             x, target, weight = row

@@ -69,8 +69,8 @@ def make_optimizer(recipe: Recipe, ctx: Context | None = None) -> optax.Gradient
     spec = family.spec(recipe.model)
     trained, _ = parameters.partition(spec, spec)
     shardings = None
-    if ctx is not None and ctx.mesh is not None:
-        shardings, _ = parameters.partition(spec, jax.tree.map(ctx.sharding, ctx.parameters(spec)))
+    if ctx is not None and ctx.layout.mesh is not None:
+        shardings, _ = parameters.partition(spec, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec)))
     return optim.optimizer(recipe.optim, recipe.train.steps, trained, shardings)
 
 
@@ -80,8 +80,8 @@ def init_state(recipe: Recipe, ctx: Context | None = None) -> TrainState:
     Only the order in which the stages of a pipeline store their layers is read from the context.
     """
     ctx = ctx or Context()
-    spec = parameters.pad_to_slots(family.spec(recipe.model), ctx.stages)
-    params = parameters.init(jax.random.key(recipe.seed), spec, ctx.stages)
+    spec = parameters.pad_to_slots(family.spec(recipe.model), ctx.layout.stages)
+    params = parameters.init(jax.random.key(recipe.seed), spec, ctx.layout.stages)
     return _first_state(spec, params, make_optimizer(recipe), recipe.train.spike.window)
 
 
@@ -155,9 +155,11 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     The optimizer's arrays for a parameter are sharded like it. Means over the inputs or outputs of its matrices are
     sharded like it in the remaining dimensions.
     """
-    spec = parameters.pad_to_slots(family.spec(recipe.model), ctx.stages)
+    spec = parameters.pad_to_slots(family.spec(recipe.model), ctx.layout.stages)
     by_shape = {}
-    for (path, p), where in zip(parameters.flat_spec(spec).items(), jax.tree.leaves(ctx.parameters(spec)), strict=True):
+    for (path, p), where in zip(
+        parameters.flat_spec(spec).items(), jax.tree.leaves(ctx.layout.parameters(spec)), strict=True
+    ):
         entries = (*where, *[None] * len(p.shape))[: len(p.shape)]
         outputs = p.batch_axes + p.in_axes
         parts = [  # if two shapes are equal, the last one counts
@@ -165,8 +167,8 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
             (p.shape[:outputs], entries[:outputs]),
             (p.shape, entries),
         ]
-        by_shape[path] = {shape: ctx.sharding(PartitionSpec(*split)) for shape, split in parts}
-    replicated = ctx.sharding(PartitionSpec())
+        by_shape[path] = {shape: ctx.layout.sharding(PartitionSpec(*split)) for shape, split in parts}
+    replicated = ctx.layout.sharding(PartitionSpec())
 
     def with_sharding(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = path_of(keys)
@@ -176,5 +178,5 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
     train = recipe.train
-    shapes = _state_shapes(recipe.model, recipe.optim, train.steps, train.spike.window, ctx.stages)
+    shapes = _state_shapes(recipe.model, recipe.optim, train.steps, train.spike.window, ctx.layout.stages)
     return jax.tree_util.tree_map_with_path(with_sharding, shapes)

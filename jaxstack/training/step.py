@@ -143,7 +143,7 @@ def one_step(
         with jax.named_scope("optimizer"):
             if not is_bounded:
                 good = check_update(optimizer, good, grads, params, opt_state)
-            if ctx.update == "select":
+            if ctx.ops.update == "select":
                 results = (update(params, opt_state), skip(params, opt_state))
                 params, opt_state, updated = jax.tree.map(partial(jnp.where, good), *results)
             else:

@@ -154,7 +154,7 @@ def test_a_token_reads_codes_and_never_their_values(weights, group, part):
         found = decode_gpu.program_of_token(decode_gpu.Decoding(cfg, ctx, 1, decode_gpu.Length()))
         assert 1 <= found["bytes_moved"] / found["bytes_needed"] < 1.05, found
         moved[name] = found["bytes_moved"]
-    assert ctx.kernels["codes"] == "pallas_gpu"
+    assert ctx.ops.by_name["codes"] == "pallas_gpu"
     print(f"{weights}: {moved[weights] / moved['float']:.3f} of the bytes")
     assert moved[weights] <= part * moved["float"]
 

@@ -23,7 +23,8 @@ import pytest
 from jaxstack import train
 from jaxstack.cli import parser, supervise
 from jaxstack.common import errors, files
-from jaxstack.config import parse, resolve
+from jaxstack.config import resolve
+from jaxstack.config.reading import parse
 from jaxstack.runtime import platform, preemption
 from jaxstack.sharding import mesh
 

@@ -16,7 +16,8 @@ import jaxstack
 from jaxstack.cli import parser, supervise
 from jaxstack.cli.parser import COMMANDS
 from jaxstack.common import errors
-from jaxstack.config import ConfigError, parse
+from jaxstack.config import ConfigError
+from jaxstack.config.reading import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,7 +203,7 @@ def test_a_wheel_trains_from_any_folder(tmp_path):
     small = ["--train.steps=3", "--model.num_layers=1", "--data.batch_size=4", "--train.eval_steps=1"]
     assert "3 of 3" in run(command, "train", *small, "--train.ngram_baseline=false", "--sample.prompts=[]")
     assert (folder / "runs" / "quickstart" / "metrics.jsonl").is_file()
-    code = "from jaxstack.config import parse\nfor name in parse.shipped(): parse.parse_config([f'--config={name}']); "
-    code += "print(name)"
+    code = "from jaxstack.config.reading import parse\nfor name in parse.shipped():\n"
+    code += " parse.parse_config([f'--config={name}']); print(name)"
     assert run(str(python), "-c", code).split() == [*parse.shipped()]
     assert Path(run(str(python), "-c", "import jaxstack; print(jaxstack.__path__[0])").strip()).is_relative_to(tmp_path)

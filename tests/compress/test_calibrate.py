@@ -15,9 +15,9 @@ from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.quantize import Settings, join, quantize
 from jaxstack.compress.sparsity import Pattern
 from jaxstack.config import ConfigError, MeshConfig
+from jaxstack.families.context import make_context
 from jaxstack.hf.compressed import Scheme
 from jaxstack.models import decoder, params
-from jaxstack.models.context import Context
 from jaxstack.models.folding import divide_outputs, shared_inputs
 from jaxstack.models.layers import norm
 from jaxstack.sharding import make_mesh
@@ -29,7 +29,7 @@ def opened(name: str, sizes: dict[str, int]) -> tuple[Walk, Any, list[Any]]:
     """A model with random norms, on a mesh, and two batches of 8 rows."""
     cfg = meshes.config(name, sizes)
     cfg = replace(cfg, mesh=MeshConfig(**{"data": 1, **sizes}))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: int(np.prod([*sizes.values(), 1]))]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: int(np.prod([*sizes.values(), 1]))]))
     spec = decoder.spec(cfg.model)
     values = jax.device_get(params.init(jax.random.key(1), spec))
     rng = np.random.default_rng(5)
@@ -37,8 +37,12 @@ def opened(name: str, sizes: dict[str, int]) -> tuple[Walk, Any, list[Any]]:
     batches: list[Any] = [{"tokens": rng.integers(0, cfg.model.vocab, (8, 24)).astype(np.int32)} for _ in range(2)]
     if len(sizes) == 0:
         return Walk.of(cfg.model, ctx), jax.tree.map(jnp.asarray, values), batches
-    place = jax.tree.map(ctx.sharding, ctx.parameters(spec))
-    return Walk.of(cfg.model, ctx), jax.device_put(values, place), jax.device_put(batches, ctx.sharding(ctx.batch))
+    place = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
+    return (
+        Walk.of(cfg.model, ctx),
+        jax.device_put(values, place),
+        jax.device_put(batches, ctx.layout.sharding(ctx.layout.batch)),
+    )
 
 
 def measured(name: str, sizes: dict[str, int], dtype: Any = jnp.float32) -> list[Arrays]:

@@ -18,7 +18,7 @@ from jaxstack.compress import quantize, sparsify
 from jaxstack.config import ConfigError, KernelsConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.models import params
-from jaxstack.models.context import implementations
+from jaxstack.models.ops import implementations
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=40
     --data.seq_len=32 --data.batch_size=4 --train.steps=2 --train.eval_every=2 --train.eval_steps=2 --optim.name=sgd
@@ -81,7 +81,7 @@ def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, caps
     execute(["compress", "quantize", str(run), str(out), "--weights=int8", "--group=null", "--activations=int8",
              "--method=rtn"])  # fmt: skip
     made = js.load(out)
-    assert made.config.train.quant == made.context.quant == "int8"
+    assert made.config.train.quant == made.context.ops.quant == "int8"
     assert f"{made.evaluate().bits_per_byte:.4f} after" in capsys.readouterr().out
     weights_only = replace(made, context=replace(made.context, quant="none"))
     rounded = replace(js.load(run), params=made.params, context=made.context)

@@ -14,7 +14,7 @@ from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, DataConfig, RunConfig, TrainConfig
 from jaxstack.data.tokenizers import ByteTokenizer
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         path.mkdir()
         run_dir.write(cfg, ByteTokenizer().to_json())
-        ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+        ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
         with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
             state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
             # With noise in all weights, no next token is nearly as probable as another, and texts differ.

@@ -18,38 +18,38 @@ from jaxstack.config import (
     WeightChange,
     bounds,
     branches,
-    buckets,
     contrastive,
     data,
     denoisers,
     diffusion,
-    distill,
     experts,
     model,
     parallel,
     pictures,
     run,
     sentences,
-    seq2seq,
     training,
 )
+from jaxstack.config.checks import buckets, families, mesh
+from jaxstack.config.checks import training as run_checks
 
 MODULES = (
     branches,
     buckets,
-    experts,
-    model,
+    contrastive,
     data,
     denoisers,
-    contrastive,
     diffusion,
-    distill,
-    pictures,
-    sentences,
-    seq2seq,
+    experts,
+    families,
+    mesh,
+    model,
     parallel,
-    training,
+    pictures,
     run,
+    run_checks,
+    sentences,
+    training,
 )
 FILES = {module.__file__: inspect.getsource(module) for module in MODULES}
 CHECKS = {
@@ -463,6 +463,37 @@ def test_every_check_refuses_what_is_past_its_edge_and_nothing_before_it():
     unseen = [ast.unparse(node) for place, node in CHECKS.items() if place not in seen]
     assert not unseen, "no row of EDGES is refused by these checks; add one for each"
     assert seen >= BOUNDS.keys()
+
+
+FAMILIES = {"encoder": ENCODER, "branches": TWO, "encoder_decoder": PAIRS, "diffusion": DIT, "contrastive": TOWERS}
+OTHER_VALUES = {
+    "model.windows": (1,), "model.logit_softcap": 1.0, "model.pad_vocab_to": 512, "model.lora.rank": 1,
+    "model.base_width": 64, "data.domains": ("a",), "data.languages": ("en",), "data.target_len": 16,
+    "data.tokenizer": "chars", "data.mask_id": 4, "sample.prompts": ("a",), "sample.beams": 4,
+    "model.labels": ("a", "b"), "model.encoder_layers": 2, "model.diffusion.image": (8, 8, 1),
+    "model.diffusion.path": "cosine", "model.contrastive.image": (8, 8, 1), "model.contrastive.loss": "softmax",
+    "model.contrastive.features": 8, "model.branches.layers": 1, "model.branches.rates": (2, 1),
+}  # fmt: skip
+"""Values that are not the default of their key, where it is not a number or a switch."""
+WITH = {"sample.beams": {"sample.temperature": 0.0}, "model.moe.num_experts": {"model.moe.top_k": 1}}
+WITH |= {"model.lora.rank": {"run.init_from": "x"}, "model.moe.num_experts": {"model.moe.router": "sigmoid"}}
+WITH |= {"data.domains": DOMAIN}
+ROWS = [(row.key, row.default, family, FAMILIES.get(family, {})) for row in families.ONLY
+        for family in ("decoder", *FAMILIES) if family not in row.families]  # fmt: skip
+ROWS += [(row.key, row.use, family, FAMILIES[family]) for row in families.REFUSED for family in row.families]
+
+
+@pytest.mark.parametrize(("key", "usual", "family", "values"), ROWS)
+def test_every_row_of_the_table_of_families_is_refused(key, usual, family, values):
+    """The table says which keys a family cannot use; each is refused by its name, with the value to use instead."""
+    if isinstance(usual, bool):
+        wrong = not usual
+    else:
+        wrong = OTHER_VALUES[key] if key in OTHER_VALUES else (usual or 0) * 2 or 1
+    check, message = refusal(values | WITH.get(key, {}) | {key: wrong})
+    assert check is not None, f"{family} takes {key}={wrong}"
+    if key not in WITH:
+        assert message.startswith(f"{key}="), message
 
 
 @pytest.mark.parametrize("key", BOUNDS)

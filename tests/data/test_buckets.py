@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SourceConfig, resolve
-from jaxstack.config.buckets import with_buckets
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SourceConfig, resolve, with_buckets
 from jaxstack.data import ngram
 from jaxstack.data.buckets import (
     BucketReader,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxstack import data
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import captions, images
 from jaxstack.data.captions import CaptionReader
 from jaxstack.data.images import Images

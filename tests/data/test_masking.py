@@ -6,7 +6,7 @@ import pytest
 
 from jaxstack import data
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data.loader import HeldOut
 from jaxstack.data.masking import Masking, Words
 from jaxstack.data.tokenizers import IdTokenizer

@@ -12,7 +12,7 @@ from test_windows import assert_equal, make_tokens
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
 from jaxstack.config import Config, ConfigError, DataConfig, DenoiserConfig, SourceConfig, TrainConfig, WeightChange
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data import interleave, make_tokenizer
 from jaxstack.data.interleave import Interleaving

@@ -12,7 +12,7 @@ import pytest
 from jaxstack import data
 from jaxstack.checkpoint import run_dir, store
 from jaxstack.config import ConfigError, DataConfig, DenoiserConfig, resolve
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.buckets import BucketReader, whole_documents
 from jaxstack.data.images import ImageReader, Images

@@ -8,7 +8,7 @@ import pytest
 
 from jaxstack import data
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.loader import HeldOut, window_sizes
 from jaxstack.data.masking import Masking

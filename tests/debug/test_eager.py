@@ -14,8 +14,8 @@ import test_meshes as meshes
 
 from jaxstack.config import ConfigError, DebugConfig, PipelineConfig
 from jaxstack.debug import eager
+from jaxstack.families.context import make_context
 from jaxstack.models import layers
-from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import jit_train_step
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -70,9 +70,11 @@ def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, axis):
     cfg = dataclasses.replace(cfg, pipeline=PipelineConfig(microbatches=2))
     devices = 2 if axis else 1
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     abstract = abstract_state(Recipe.of(cfg), ctx)
-    batch = jax.device_put(meshes.random_batch(0, False, cfg.model, cfg.data.batch_size), ctx.sharding(ctx.batch))
+    batch = jax.device_put(
+        meshes.random_batch(0, False, cfg.model, cfg.data.batch_size), ctx.layout.sharding(ctx.layout.batch)
+    )
     stops, real = [], layers.mlp
 
     def mlp(cfg, params, x, ctx):
@@ -96,7 +98,7 @@ def test_a_pipeline_whose_stages_have_other_trip_counts_is_refused(family, sched
     cfg = meshes.config(family, {"pipe": 2})
     pipeline = PipelineConfig(schedule=schedule, microbatches=2, split=(".*",))
     cfg = dataclasses.replace(cfg, debug=DebugConfig(eager=True), pipeline=pipeline)
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
     with pytest.raises(ConfigError, match=rf"mesh\.pipe=2 has .*pipeline\.schedule={schedule}\. Use"):
         eager.make_eager_step(cfg, ctx, abstract_state(Recipe.of(cfg), ctx))
 

@@ -25,6 +25,7 @@ from jaxstack.debug import replay
 from jaxstack.debug.describe import describe, device, place
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad
+from jaxstack.families.context import make_context
 from jaxstack.models import blocks, decoder, encoder_decoder, family, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
@@ -393,7 +394,7 @@ def setting(fault: Fault) -> tuple[Config, Context, Any, Any]:
     """Returns configuration, context, parameters and batch on the mesh; all scales of layer i's norm are 1 + i/64."""
     cfg = config(fault)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     ctx = dataclasses.replace(ctx, dtype=jnp.dtype(fault.dtype))
     spec = family.spec(cfg.model)
     initial = params.init(jax.random.key(0), spec)
@@ -406,14 +407,14 @@ def setting(fault: Fault) -> tuple[Config, Context, Any, Any]:
     if fault.poison is not None:
         fault.poison(values, batch, fault.layer)
     stacked = {path for path, p in params.flat_spec(spec).items() if p.stacked}
-    for path in stacked if ctx.stages is not None else ():
-        stages = ctx.stages.of(path)
+    for path in stacked if ctx.layout.stages is not None else ():
+        stages = ctx.layout.stages.of(path)
         rows = np.zeros((len(stages.layer_of_slot), *values[path].shape[1:]), values[path].dtype)
         rows[stages.slot_of_layer] = values[path]
         values[path] = rows
     tree = jax.tree.unflatten(jax.tree.structure(initial), [*values.values()])
-    specs = jax.tree.map(lambda s: NamedSharding(ctx.mesh, s), ctx.parameters(spec))
-    return cfg, ctx, jax.device_put(tree, specs), jax.device_put(batch, ctx.sharding(ctx.batch))
+    specs = jax.tree.map(lambda s: NamedSharding(ctx.layout.mesh, s), ctx.layout.parameters(spec))
+    return cfg, ctx, jax.device_put(tree, specs), jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
 
 
 def line_of(line: str | tuple[str, str]) -> tuple[str, int]:
@@ -433,12 +434,12 @@ def check(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     assert replay.bad_inputs(values, batch) == []
     found = replay.explain(cfg, ctx, values, batch)
     assert found is not None
-    guide = RunGuide(cfg, ctx.pipeline)
-    lines = describe(cfg, found, guide)
+    guide = RunGuide(cfg.model, cfg.train.grad_accum, ctx.layout.pipeline)
+    lines = describe(found, guide)
     text = "\n".join(lines)
     assert found.frames[0][:2] == line_of(fault.line), text
     assert fault.backward in (None, bool(found.result)), text
-    where = place(cfg, found, guide)
+    where = place(found, guide)
     assert (f"layer {fault.layer} " in where) if fault.layer >= 0 else ("layer" not in where), text
     assert fault.where in where, text
     assert fault.on in device(found), text

@@ -20,10 +20,13 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.debug import describe, replay, rules, search
+from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import Statistics, is_bad, statistics
 from jaxstack.debug.way import Guide
+from jaxstack.families.context import make_context
 from jaxstack.models import blocks, decoder, encoder_decoder, family, params
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import jit_train_step
 from jaxstack.training.state import Recipe, abstract_state
@@ -118,7 +121,7 @@ FAULTS = {
 def setting(kind, **how):
     """Returns configuration, context, parameters and batch; the first norm of layer i begins with 100 + i."""
     cfg = meshes.config(kind, {}, **how)
-    ctx = Context(**implementations("cpu"))
+    ctx = Context(ops=Ops(**implementations("cpu")))
     values = params.init(jax.random.key(0), family.spec(cfg.model))
 
     def numbered(path, a):
@@ -142,7 +145,7 @@ def test_a_fault_of_a_layer_is_found(fault, monkeypatch):
     assert found is not None
     assert found.frames[0][:2] == (HERE, line_of(text))
     assert backward in (None, bool(found.result))
-    where = describe.place(cfg, found)
+    where = describe.place(found, RunGuide(cfg.model, cfg.train.grad_accum))
     of = {"switch_2": " of encoder", "branches": " of trunk"}.get(kind, "")
     assert f"layer 1{of} (2 of" in where
     assert not any(map(is_bad, found.inputs))
@@ -344,8 +347,9 @@ def test_faults_outside_of_layers_and_in_bfloat16(monkeypatch):
     found = replay.explain(cfg, dataclasses.replace(ctx, dtype=jnp.bfloat16), large, one)
     assert found is not None
     assert found.result == 0
-    assert describe.place(cfg, found) == "microbatch 1 of 2, layer 0 (1 of 2)"
-    reads = [line for line in describe.describe(cfg, found) if line.startswith("layer ")]
+    guide = RunGuide(cfg.model, cfg.train.grad_accum)
+    assert describe.place(found, guide) == "microbatch 1 of 2, layer 0 (1 of 2)"
+    reads = [line for line in describe.describe(found, guide) if line.startswith("layer ")]
     assert [line.partition(":")[0] for line in reads] == [
         f"layer {i}  {what}" for what in ("what it reads", "gradient of what it returns") for i in (0, 1)
     ]
@@ -375,7 +379,7 @@ def test_train_debug_does_not_change_the_program():
     def text(debug):
         cfg = meshes.config("gpt2", {"data": 2})
         cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, debug=debug))
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
         return jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
@@ -431,4 +435,4 @@ def test_the_command_explains_the_first_skipped_step_and_its_operation_can_be_re
 
 def test_a_layer_behind_the_loop_over_layers_has_its_number():
     found = SimpleNamespace(loops=(), scopes="stack_layers/after_1_steps/layer_1_of_3", device={})
-    assert describe.place(meshes.config("modernbert_cut", {}), found) == "layer 4 (5 of 5)"
+    assert describe.place(found, RunGuide(meshes.config("modernbert_cut", {}).model)) == "layer 4 (5 of 5)"

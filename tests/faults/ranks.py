@@ -146,7 +146,7 @@ POISON = (
     "        yield index, {**batch, 'loss_weights': batch['loss_weights'] * np.nan}\n"
     "d.prefetch = prefetch"
 )
-VERSION = "import jaxstack\njaxstack.__version__ = '9.9'"
+VERSION = "import jaxstack.common.version as v\nv.__version__ = '9.9'"
 KILL = "import os, jaxstack.runtime.distributed as d\nd.to_global_batch = lambda *a: os.kill(os.getpid(), 9)"
 USER_ERROR, LOST = int(Exit.USER_ERROR), int(Exit.PEER_LOST)
 

@@ -18,7 +18,7 @@ from jaxstack.checkpoint import manifest, run_dir, verify
 from jaxstack.common import files
 from jaxstack.common.errors import ConfigError, one_line
 from jaxstack.config import Config, RunConfig, TrainConfig
-from jaxstack.config.parse import to_yaml
+from jaxstack.config.reading.parse import to_yaml
 from jaxstack.data import tokenizers, tokens
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import ByteTokenizer

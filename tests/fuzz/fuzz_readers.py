@@ -15,7 +15,7 @@ from jaxstack import data
 from jaxstack.checkpoint import evaluations, manifest
 from jaxstack.common.errors import ConfigError
 from jaxstack.config import DataConfig, SampleConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import binary, chat, images, tokenizers, tokens
 from jaxstack.data.chat import JinjaTemplate, PlainTemplate
 from jaxstack.data.conversations import read_conversations

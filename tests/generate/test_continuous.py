@@ -14,11 +14,13 @@ from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slo
 from jaxstack.config import SampleConfig
 from jaxstack.generate import decode, row_programs, sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.row_programs import RowPrograms
 from jaxstack.generate.sampling import RowSample
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 STOP = (9, 11, 12, 13)
 
@@ -56,7 +58,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: in
 )
 def test_texts_are_those_of_one_batch(name, form, dtype, rng):
     cfg = MODELS[name]
-    options = {"gate": gate_of(cfg), "ctx": Context(decode=form, dtype=dtype)}
+    options = {"gate": gate_of(cfg), "ctx": Context(ops=Ops(decode=form), dtype=dtype)}
     prompts = prompts_for(cfg, rng)
     for sample, rows in ((SAMPLED, 3), (replace(GREEDY, tokens=20), 2)):
         assert_same_texts(cfg, values_of(cfg), prompts, sample, rows, **options)
@@ -86,7 +88,7 @@ def test_texts_on_a_mesh_are_those_of_one_batch(name, mesh, rng):
 
 def batch_of(rows: int, slots: int = 300, stop: tuple[int, ...] = ()) -> tuple[Any, ContinuousBatch]:
     cfg = MODELS["llama3"]
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
     return engine, ContinuousBatch(engine, rows=rows, slots=slots, stop=stop)
 
 
@@ -140,7 +142,7 @@ def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     extend = RowPrograms.extend
     monkeypatch.setattr(RowPrograms, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
     prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
-    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+    for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, replace(GREEDY, tokens=90 if name == 0 else 20), mark))
     texts = [list(prompt) for prompt in prompts]
     while batch.busy:
@@ -169,7 +171,7 @@ def test_a_text_that_is_given_up_makes_room():
 
 def test_other_prompts_compile_nothing(rng, monkeypatch):
     cfg = MODELS["llama3"]
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
     compiled, compile_program = [], row_programs.compile_program
     monkeypatch.setattr(
         row_programs, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
@@ -219,13 +221,13 @@ def test_rows_are_sampled_as_each_would_be_alone(penalty, rng):
 @pytest.mark.random
 def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
     cfg = MODELS["llama3"]
-    values, ctx = values_of(cfg), Context(decode="unrolled")
+    values, ctx = values_of(cfg), Context(ops=Ops(decode="unrolled"))
     engine = Engine.create(cfg, values, ctx=ctx)
     batch = ContinuousBatch(engine, rows=2, slots=64, alternatives=5)
     prompts = prompts_for(cfg, rng)[:3]
     samples = [replace(ROWS[i], tokens=8) for i in (0, 5, 0)]
     for name, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        batch.add(Prompt(name, prompt, sample, decode.row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
+        batch.add(Prompt(name, prompt, sample, row_seeds([prompt])[0], 10 + name, logprobs=name > 0))
     texts, scores = [list(prompt) for prompt in prompts], [[] for _ in prompts]
     while batch.busy:
         for part in batch.advance():

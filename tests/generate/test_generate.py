@@ -37,12 +37,14 @@ from jaxstack.config import (
 from jaxstack.data import Dataset, Tokens
 from jaxstack.data.dataset import Source
 from jaxstack.data.tokenizers import ByteTokenizer
+from jaxstack.families.context import make_context
 from jaxstack.generate import beam_search, decode, row_sampler, sampling, stream
 from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.kv_cache import CachedDecoder
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 from jaxstack.planner import generation_memory, memory
 from jaxstack.sharding import make_mesh
 from jaxstack.training.services import init_from
@@ -52,7 +54,7 @@ MODELS = FAMILIES | EXPERTS
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
-UNROLLED = Context(decode="unrolled")
+UNROLLED = Context(ops=Ops(decode="unrolled"))
 QUICK = [("gpt2", "scan"), ("gemma2", "unrolled"), ("deepseek", "scan"), ("capacity", "unrolled")]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
 """One form for each model. The streams below have the other one."""
@@ -97,7 +99,7 @@ def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form:
     """Checks that every token is the likeliest one in the uncached forward pass."""
     values, gate = values_of(cfg), gate_of(cfg)
     sample = replace(GREEDY, tokens=tokens)
-    rows = decode.generate(cfg, values, prompts, sample, gate=gate, ctx=Context(decode=form))
+    rows = decode.generate(cfg, values, prompts, sample, gate=gate, ctx=Context(ops=Ops(decode=form)))
     whole = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, text in zip(whole, rows, strict=True):
         row[: len(text)] = text
@@ -132,7 +134,7 @@ def test_a_layer_holds_what_its_window_sees(windows, tokens, form):
 
     def held(prompts, first):
         model = CachedDecoder.create(
-            cfg, values_of(cfg), Context(decode=form), gate=None, vocabulary=61, first=first, num_slots=168
+            cfg, values_of(cfg), Context(ops=Ops(decode=form)), gate=None, vocabulary=61, first=first, num_slots=168
         )
         return model.prefill(prompts)[1]
 
@@ -208,7 +210,7 @@ MORE_STREAMED = [(name, OTHER[form]) for name, form in QUICK + SLOW if name not 
 @pytest.mark.parametrize(("name", "form"), slow([*STREAMED, *MORE_STREAMED]))
 def test_streams_and_conversations_have_the_tokens_of_one_call(name, form):
     cfg = MODELS[name]
-    assert_streams(cfg, values_of(cfg), SAMPLED, gate=gate_of(cfg), ctx=Context(decode=form))
+    assert_streams(cfg, values_of(cfg), SAMPLED, gate=gate_of(cfg), ctx=Context(ops=Ops(decode=form)))
 
 
 def test_a_conversation_reads_only_what_is_new(monkeypatch):
@@ -233,7 +235,7 @@ def on_mesh(name: str, mesh: dict[str, int]) -> tuple[ModelConfig, Any, dict[str
         chunks = PipelineConfig(schedule="interleaved_1f1b", chunks=2) if "pipe" in mesh else PipelineConfig()
         cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
     values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     values = jax.tree.map(lambda a: 4 * a, values)  # so that logits differ by more than rounding
     return cfg.model, values, {"gate": 1 if cfg.model.moe.router == "domain" else None, "ctx": ctx}
@@ -451,13 +453,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
     shape = replace(FAMILIES["gpt2"], vocab_size=256)
     cfg = Config(model=shape, run=RunConfig(dir=str(path)), data=DataConfig(seq_len=64))
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     rundir.write(cfg, ByteTokenizer().to_json())
     with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
         for number in (3, 5):
-            state = make_state(
-                replace(cfg, run=replace(cfg.run, seed=number)), ctx, abstract_state(Recipe.of(cfg), ctx)
-            )
+            state = make_state(Recipe.of(cfg)._replace(seed=number), ctx, abstract_state(Recipe.of(cfg), ctx))
             checkpoints.save(number, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
     return path
 
@@ -469,7 +469,7 @@ def test_only_parameters_are_verified_and_read(run_dir, monkeypatch):
         verify, "_content_corruption", lambda path, tree: asked.append((path, tree)) or changed(path, tree)
     )
     cfg = init_from.find_source(str(run_dir), "run")
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     for number in (None, 3):
         init_from.restore_params(cfg, ctx, number)
     assert [path.name for path, _ in asked] == ["5", "3"]

@@ -62,8 +62,8 @@ def alone(name: str, sample: SampleConfig) -> Any:
 
 def sharded(values: PyTree, like: PyTree, ctx: Context) -> PyTree:
     """Returns parameters of one device as a mesh stores them."""
-    if ctx.stages is not None:
-        order = np.maximum(ctx.stages.layer_of_slot, 0)
+    if ctx.layout.stages is not None:
+        order = np.maximum(ctx.layout.stages.layer_of_slot, 0)
         values = {**values, "layers": jax.tree.map(lambda a: a[order], values["layers"])}
     return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), values, like)
 

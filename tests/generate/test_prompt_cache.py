@@ -12,8 +12,10 @@ from jaxstack.config import SampleConfig
 from jaxstack.generate import continuous, decode
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
 from jaxstack.generate.prompt_cache import PromptCache
+from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.stream import Engine
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 SEED = 3
 
@@ -23,7 +25,7 @@ def written(
 ) -> tuple[list[list[int]], list[int]]:
     """Returns the texts with their prompts, and how many tokens of each prompt were not read."""
     texts, cached = [list(prompt) for prompt in prompts], [0] * len(prompts)
-    for name, (prompt, mark) in enumerate(zip(prompts, decode.row_seeds(prompts), strict=True)):
+    for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, sample, mark, SEED))
     while batch.busy:
         for part in batch.advance():
@@ -68,7 +70,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: SampleConfig,
 )
 def test_texts_with_a_shared_beginning_are_those_of_one_batch(name, form, dtype, rng):
     cfg = MODELS[name]
-    options = {"gate": gate_of(cfg), "ctx": Context(decode=form, dtype=dtype)}
+    options = {"gate": gate_of(cfg), "ctx": Context(ops=Ops(decode=form), dtype=dtype)}
     cached = assert_same_texts(cfg, values_of(cfg), shared_prompts(rng, cfg.vocab), SAMPLED, **options)
     # What is shared counts where it saves a bucket of 64: 110 tokens are two without it, and 40 are one.
     assert cached == [0, 70, 100, 0, 130, 128, 0]
@@ -132,7 +134,7 @@ def test_the_counter_of_slots_begins_again(monkeypatch, rng):
     cfg = MODELS["llama3"]
     prompts = [rng.integers(1, cfg.vocab, n).tolist() for n in (5, 9, 3, 20, 7, 11)]
     sample = replace(GREEDY, tokens=40)
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
     batch = ContinuousBatch(engine, rows=2, slots=64)
     texts, _ = written(batch, prompts, sample)
     assert texts == decode.generate(cfg, values_of(cfg), prompts, sample, ctx=engine.ctx)

@@ -17,10 +17,10 @@ from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, SampleConfig
 from jaxstack.data.tokenizers import ByteTokenizer
+from jaxstack.families.context import make_context
 from jaxstack.generate import decode
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder
-from jaxstack.models.context import Context
 from jaxstack.moe.placement import read_load
 from jaxstack.sharding import make_mesh
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -42,7 +42,7 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Creates a run with four experts in each of two layers."""
     path = tmp_path_factory.mktemp("run")
     cfg = begin_run(path, replace(EXPERTS["mixtral"], num_layers=2))
-    ctx = Context.create(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
         state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
         checkpoints.save(1, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})

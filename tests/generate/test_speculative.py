@@ -17,6 +17,7 @@ from jaxstack.generate.speculative import Speculation
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 STOP = (9,)
 LONG = replace(GREEDY, tokens=25)
@@ -71,7 +72,7 @@ def assert_greedy_tokens(cfg: Any, values: Any, rng: np.random.Generator, noise:
 )
 def test_greedy_tokens_are_those_of_the_model_alone(name, form, dtype, rng):
     cfg = MODELS[name]
-    options = {"gate": gate_of(cfg), "ctx": Context(decode=form, dtype=dtype)}
+    options = {"gate": gate_of(cfg), "ctx": Context(ops=Ops(decode=form), dtype=dtype)}
     found = assert_greedy_tokens(cfg, values_of(cfg), rng, 0.02, **options)
     accepted, rounds = (sum(int(getattr(f, name)) for f in found) for name in ("accepted", "rounds"))
     assert 0 < accepted < 4 * rounds, "a draft that is always right, or never, tests half of it"
@@ -82,7 +83,7 @@ def test_greedy_tokens_are_those_of_the_model_alone(name, form, dtype, rng):
 def test_in_bfloat16_every_token_is_likeliest_up_to_rounding(rng):
     """A block of five tokens rounds in another way than one. So a token may have the second largest logit, by as much
     as bfloat16 rounds: 2 ** -8 of the largest logit for each of the products that make it."""
-    cfg, ctx = MODELS["gemma2"], Context(decode="unrolled", dtype=jnp.bfloat16)
+    cfg, ctx = MODELS["gemma2"], Context(ops=Ops(decode="unrolled"), dtype=jnp.bfloat16)
     values = values_of(cfg)
     work = speculation(cfg, values, 0.02, ctx=ctx)
     prompt = rng.integers(0, cfg.vocab, 20).tolist()
@@ -114,7 +115,7 @@ def test_a_mesh_writes_what_one_device_writes(name, mesh, rng):
 def test_a_perfect_draft_is_always_accepted(tokens):
     """Each round adds all drafted tokens and one more; the first token comes with the prompt."""
     cfg = MODELS["llama3"]
-    work = speculation(cfg, values_of(cfg), 0.0, tokens=tokens, ctx=Context(decode="unrolled"))
+    work = speculation(cfg, values_of(cfg), 0.0, tokens=tokens, ctx=Context(ops=Ops(decode="unrolled")))
     sample = SampleConfig(tokens=1 + 4 * (tokens + 1), temperature=1.0)
     found = last(work.stream([1, 2, 3], sample, at_once=True))
     assert (found.rounds, found.accepted, found.count[0]) == (4, 4 * tokens, sample.tokens)
@@ -123,7 +124,7 @@ def test_a_perfect_draft_is_always_accepted(tokens):
 @pytest.mark.matrix
 def test_a_text_ends_with_its_first_stop_token():
     """Also where a round has accepted tokens behind it."""
-    cfg, ctx = MODELS["llama3"], Context(decode="unrolled")
+    cfg, ctx = MODELS["llama3"], Context(ops=Ops(decode="unrolled"))
     work = speculation(cfg, values_of(cfg), 0.0, ctx=ctx)
     (text,) = decode.generate(cfg, values_of(cfg), [[1, 2, 3]], LONG, ctx=ctx)
     stop = text[5]

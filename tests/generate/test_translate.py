@@ -14,6 +14,7 @@ from jaxstack.cli import parser
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, SampleConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.families.context import make_context
 from jaxstack.generate import translate
 from jaxstack.generate.translate import make_translate
 from jaxstack.models import encoder_decoder, params
@@ -74,8 +75,8 @@ def test_every_mesh_writes_what_one_device_writes(mesh, beams, rng, seed):
     values, inputs = random_values(cfg, seed), inputs_of(rng, cfg)
     sample = SampleConfig(tokens=N, temperature=0.0, beams=beams)
     expected = make_translate(cfg, sample, start=0, stop=(1,))(values, inputs, 0)
-    ctx = Context.create(run, make_mesh(run.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
-    placed = jax.device_put(values, jax.tree.map(ctx.sharding, ctx.parameters(encoder_decoder.spec(cfg))))
+    ctx = make_context(run, make_mesh(run.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
+    placed = jax.device_put(values, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(encoder_decoder.spec(cfg))))
     assert make_translate(cfg, sample, start=0, stop=(1,), ctx=ctx)(placed, inputs, 0) == expected
 
 

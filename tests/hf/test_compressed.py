@@ -20,13 +20,15 @@ from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize
 from jaxstack.compress.calibrate import Walk
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.families.context import make_context
 from jaxstack.hf import compressed, quantized_folders, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf.compressed import Scheme
 from jaxstack.kernels.rounding import NF4
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
 
@@ -155,7 +157,7 @@ def test_a_model_is_written_and_read_again(name, scheme, tmp_path, rng, monkeypa
         assert str(scheme) in source.formats
         equal(source.read_params(), expected)
     run = Config(model=cfg, mesh=MeshConfig(fsdp=2, tensor=2, data=1), data=DataConfig(batch_size=4))
-    ctx = Context.create(run, sharding.make_mesh(run.mesh, 4, jax.devices()[:4]))
+    ctx = make_context(run, sharding.make_mesh(run.mesh, 4, jax.devices()[:4]))
     equal(read(tmp_path / "out", ctx), expected)
 
 
@@ -407,7 +409,9 @@ def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monke
     hf.save_pretrained(tmp_path, cfg, new, "float32", 64, quantized=(scheme, quantize.hf_codes(cfg, layers)))
     found = read(tmp_path)
     tokens = rng.integers(0, cfg.vocab, (2, 40))
-    plain, ours = (np.asarray(decoder.forward(cfg, found, tokens, Context(quant=q))[0]) for q in ("none", "int8"))
+    plain, ours = (
+        np.asarray(decoder.forward(cfg, found, tokens, Context(ops=Ops(quant=q)))[0]) for q in ("none", "int8")
+    )
     theirs = load(tmp_path, dtype=torch.float32)
     with torch.inference_mode():
         apart = np.linalg.norm(theirs(torch.tensor(tokens)).logits.numpy() - ours)

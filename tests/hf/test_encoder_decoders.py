@@ -15,13 +15,14 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, SampleConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.generate.translate import make_translate
 from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import encoder_decoder, params
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
 from jaxstack.training import assemble
 from jaxstack.training.state import Recipe, init_state
@@ -31,7 +32,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra [pari
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [parity]")
 
 S, T, V = 45, 22, 61
-CPU = Context(**implementations("cpu"))
+CPU = Context(ops=Ops(**implementations("cpu")))
 KINDS = {
     "t5": {"feed_forward_proj": "relu"},
     "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},

@@ -15,10 +15,11 @@ from jaxstack import hf
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import encoder
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
 from jaxstack.training import assemble
 from jaxstack.training.state import Recipe, init_state
@@ -29,7 +30,7 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [
 
 B, S, V, PAD = 3, 19, 67, {"bert": 0, "roberta": 1, "modernbert": 0}
 COMMON = {"vocab_size": V, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40}
-CPU = Context(**implementations("cpu"))
+CPU = Context(ops=Ops(**implementations("cpu")))
 LABELS = ("down", "level", "up")
 HEADS = [
     *((family, "") for family in PAD),

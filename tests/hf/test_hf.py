@@ -30,13 +30,13 @@ from jaxstack.config import (
     MoEConfig,
     PipelineConfig,
     RunConfig,
-    parse,
 )
+from jaxstack.config.reading import parse
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, to_tokenizer_json
+from jaxstack.families.context import make_context
 from jaxstack.hf import originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import decoder
-from jaxstack.models.context import Context
 from jaxstack.models.params import map_spec
 from jaxstack.training.services import init_from
 
@@ -202,7 +202,7 @@ def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tm
     values = random_values(cfg, rng)
     folder = save(tmp_path / "model", cfg, values)
     run = Config(model=cfg, mesh=mesh, data=DataConfig(seq_len=32), pipeline=PipelineConfig(microbatches=2))
-    ctx = Context.create(run, sharding.make_mesh(mesh, 16))
+    ctx = make_context(run, sharding.make_mesh(mesh, 16))
     count, whole = [0], tensor_files.TensorFiles.read
 
     def counted(self, name, index):
@@ -212,9 +212,9 @@ def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tm
 
     monkeypatch.setattr(tensor_files.TensorFiles, "read", counted)
     got = read(folder, ctx)
-    if ctx.pipeline is not None:
-        assert not ctx.pipeline.stages.is_layer_order
-        got["layers"] = jax.tree.map(lambda a: a[ctx.pipeline.stages.slot_of_layer], got["layers"])
+    if ctx.layout.pipeline is not None:
+        assert not ctx.layout.pipeline.stages.is_layer_order
+        got["layers"] = jax.tree.map(lambda a: a[ctx.layout.pipeline.stages.slot_of_layer], got["layers"])
     equal(got, values)
     held = sum(shard.data.size for leaf in jax.tree.leaves(read(folder, ctx)) for shard in leaf.addressable_shards)
     assert count[0] // 2 <= held
@@ -230,7 +230,7 @@ def test_a_vocabulary_is_padded_on_the_way_in_and_cut_on_the_way_out(name, tmp_p
     padded = dataclasses.replace(cfg, pad_vocab_to=80)
     run = Config(model=padded, mesh=mesh, data=DataConfig(seq_len=32))
     with hf.PretrainedFolder(folder) as source:
-        found = source.read_params(Context.create(run, sharding.make_mesh(mesh, 16)), 80)
+        found = source.read_params(make_context(run, sharding.make_mesh(mesh, 16)), 80)
     table, spec = found["embedding"]["tokens"], decoder.spec(padded)
     assert {shard.data.shape[0] for shard in table.addressable_shards} == {20}
     assert jax.tree.map(np.shape, found) == map_spec(lambda p: p.shape, spec)

@@ -21,7 +21,8 @@ from jaxstack import hf
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeScaling, TrainConfig
 from jaxstack.models import decoder
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
 from jaxstack.training import assemble, losses
 from jaxstack.training.state import Recipe, init_state
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.slow
 # More than one chunk of the chunked kernels (64 rows of attention, 512 tokens of cross-entropy), but not a multiple.
 BATCH, LENGTH = 8, 72
 
-CONTEXTS = {"xla": Context(), "cpu": Context(**implementations("cpu"))}
+CONTEXTS = {"xla": Context(), "cpu": Context(ops=Ops(**implementations("cpu")))}
 
 CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},

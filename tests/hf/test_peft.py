@@ -16,6 +16,7 @@ from jaxstack import hf, sharding
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, PipelineConfig, RunConfig
+from jaxstack.families.context import make_context
 from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import decoder, params
@@ -206,18 +207,18 @@ def test_a_run_begins_with_adapters_on_any_mesh(mesh, tmp_path, rng):
         model=model, mesh=mesh, data=DataConfig(seq_len=32), pipeline=PipelineConfig(microbatches=2),
         run=RunConfig(init_from=str(base), init_adapter=str(adapter)),
     )  # fmt: skip
-    ctx = Context.create(cfg_of_run, sharding.make_mesh(mesh, 16))
+    ctx = make_context(cfg_of_run, sharding.make_mesh(mesh, 16))
     placed = peft.place(found, cfg, ctx)
-    if ctx.pipeline is not None:
-        placed = jax.tree.map(lambda a: a[ctx.pipeline.stages.slot_of_layer], placed)
+    if ctx.layout.pipeline is not None:
+        placed = jax.tree.map(lambda a: a[ctx.layout.pipeline.stages.slot_of_layer], placed)
     for path, value in flatten(placed).items():
         np.testing.assert_array_equal(value, found.values[path], err_msg=path)
     with hf.PretrainedFolder(base, adapter) as source:
         expected, merged = flatten(source.read_params()), flatten(source.read_params(ctx, 64))
     for path in ("layers/attention/w_o", "layers/mlp/w_down"):
         value = np.asarray(merged[path])
-        if ctx.pipeline is not None:
-            value = value[ctx.pipeline.stages.slot_of_layer]
+        if ctx.layout.pipeline is not None:
+            value = value[ctx.layout.pipeline.stages.slot_of_layer]
         np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=path)
     wrong = replace(cfg_of_run, model=replace(model, lora=replace(found.lora, rank=2)))
     with (

@@ -32,6 +32,7 @@ from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import AttentionMask
 from jaxstack.models import encoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 pallas_gpu, pallas_tpu = (
     importlib.import_module(f"jaxstack.kernels.attention.{name}") for name in ("pallas_gpu", "pallas_tpu")
@@ -198,7 +199,7 @@ def test_an_encoder_with_windows_learns_on_a_tpu(rng):
     batch = {"tokens": tokens, "targets": tokens, "loss_weights": np.ones((2, 48), np.float32)}
 
     def total(attention):
-        ctx = Context(attention=attention)
+        ctx = Context(ops=Ops(attention=attention))
 
         def loss(values):
             hidden, _ = encoder.hidden_states(cfg, values, batch, ctx)

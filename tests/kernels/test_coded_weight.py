@@ -19,6 +19,7 @@ from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.rounding import round_matrix
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 
 
 def numpy_values(rows, bits, group):
@@ -134,7 +135,7 @@ def test_decoding_reads_codes(rng, name, dtype, codes, scheme):
         return round_matrix(10 * a, p.batch_axes, p.in_axes, scheme)
 
     values = params.map_spec(on_grid, decoder.spec(cfg), values)
-    ctx = Context(decode="unrolled", dtype=dtype)
+    ctx = Context(ops=Ops(decode="unrolled"), dtype=dtype)
     tokens = jnp.asarray(rng.integers(0, cfg.vocab, (2, 9)), jnp.int32)
 
     def logits(ctx):
@@ -147,7 +148,7 @@ def test_decoding_reads_codes(rng, name, dtype, codes, scheme):
         return np.asarray(jax.jit(work)(values))
 
     with interpret_mode():
-        dense, coded = logits(ctx), logits(replace(ctx, decode_weights=scheme, codes=codes))
+        dense, coded = logits(ctx), logits(replace(ctx, ops=replace(ctx.ops, decode_weights=scheme, codes=codes)))
     # Inputs of int8 are off by 1/64,000, and weights in bfloat16 by 2^-9, which codes are not. With xla in float32,
     # values are the same or off by an ulp.
     apart = np.abs(dense - coded).max()
@@ -161,7 +162,7 @@ def test_generation_holds_codes_only_where_it_is_asked_to():
     values = params.init(jax.random.key(1), decoder.spec(cfg))
     held = {}
     for kind, scheme in (("float", None), ("int8", Scheme(8)), ("int4", Scheme(4, 32))):
-        ctx = Context(decode="unrolled", decode_weights=scheme)
+        ctx = Context(ops=Ops(decode="unrolled", decode_weights=scheme))
         made = {"gate": None, "vocabulary": cfg.vocab, "first": jnp.zeros(1, jnp.int32), "num_slots": 4}
         weights = CachedDecoder.create(cfg, values, ctx, **made).token_weights.layer_groups
         held[kind] = sum(a.nbytes for a in jax.tree.leaves(weights))

@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack import kernels
 from jaxstack.config import Config, KernelsConfig, ModelConfig, MoEConfig
+from jaxstack.families.context import make_context
 from jaxstack.kernels import cross_entropy_pallas, grouped_matmul_pallas, norm_pallas, tiles
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import CAUSAL, AttentionMask
-from jaxstack.models import context
+from jaxstack.models import ops
 
 activation_module, chunked_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
@@ -746,22 +747,22 @@ def test_mistakes_are_named():
 
 
 def test_the_configuration_names_what_there_is():
-    for op, table in context.OPS.items():
+    for op, table in ops.OPS.items():
         named = set(get_args(get_type_hints(KernelsConfig)[op])) - {"auto", "pallas"}
         assert named == {name for name in table if not name.startswith("pallas_")}, op
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_auto_always_finds_something_that_runs(platform):
-    for op, name in context.implementations(platform).items():
-        assert platform in context.OPS[op][name].platforms
+    for op, name in ops.implementations(platform).items():
+        assert platform in ops.OPS[op][name].platforms
 
 
 @pytest.mark.parametrize(("capability", "chosen"), [("7.5", "chunked"), ("8.0", "cudnn"), (None, "cudnn")])
 def test_auto_takes_cudnn_where_the_gpu_has_it(capability, chosen):
     """A T4, which notebooks get, has compute capability 7.5."""
     case = {"dtype": jnp.bfloat16, "head_dim": 64, "compute_capability": capability}
-    assert context.implementations("gpu", cases={"attention": case})["attention"] == chosen
+    assert ops.implementations("gpu", cases={"attention": case})["attention"] == chosen
 
 
 @pytest.mark.parametrize(
@@ -776,11 +777,11 @@ def test_auto_takes_cudnn_where_the_gpu_has_it(capability, chosen):
 def test_auto_takes_the_experts_kernel_where_the_gpu_runs_triton(capability, experts, layers):
     """Loops over tiles take minutes to compile in each layer; the kernel does not. `gfx942` is a GPU of AMD."""
     case = {"dtype": jnp.bfloat16, "compute_capability": capability}
-    assert context.implementations("gpu", cases={"moe": case})["moe"] == experts
+    assert ops.implementations("gpu", cases={"moe": case})["moe"] == experts
     device = types.SimpleNamespace(platform="cuda", compute_capability=capability)
     mesh = types.SimpleNamespace(shape=collections.defaultdict(lambda: 1), devices=np.array([device]), size=1)
-    found = context.Context.create(Config(model=ModelConfig(moe=MoEConfig(num_experts=4))), mesh)
-    assert (found.moe, found.layers) == (experts, layers)
+    found = make_context(Config(model=ModelConfig(moe=MoEConfig(num_experts=4))), mesh)
+    assert (found.ops.moe, found.ops.layers) == (experts, layers)
 
 
 def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):

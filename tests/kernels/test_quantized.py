@@ -14,9 +14,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxstack import kernels
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder as models
 from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
 from jaxstack.training.assemble import make_gradients
@@ -209,7 +211,7 @@ def test_every_linear_layer_of_a_block_and_no_other(kind):
     batch = {"tokens": ids, "targets": ids, "loss_weights": jnp.ones((2, 8))}
 
     def loss(values, quant):
-        return losses.loss_sums(cfg, values, batch, Context(quant=quant))[0]["loss"]
+        return losses.loss_sums(cfg, values, batch, Context(ops=Ops(quant=quant)))[0]["loss"]
 
     count = eight_bit_products(jax.make_jaxpr(jax.grad(lambda v: loss(v, kind)))(values).jaxpr)
     assert count == 14
@@ -223,7 +225,7 @@ def test_one_scale_for_an_array_is_that_of_all_devices():
     """Each of the 7 projections exchanges the largest number of its input and of its incoming gradient over "data"."""
     cfg = test_meshes.config("llama3", {"data": 2, "tensor": 2})
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, quant="fp8_tensorwise"))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
     values = abstract_state(Recipe.of(cfg), ctx).params
     batch = test_meshes.random_batch(0, False, cfg.model)
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError
+from jaxstack.families.context import make_context
 from jaxstack.kernels import taps
 from jaxstack.models import family, params
 from jaxstack.models.blocks import group_layers
@@ -46,9 +47,9 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
     pairs of zeros.
     """
     (name, stack), spec = family.only_stack(cfg.model), family.spec(cfg.model)
-    values, batch = ctx.defer_grad_sync(spec, values), ctx.shard_sequence(batch)
-    batch |= {"rows": ctx.row_indices(len(batch["tokens"])), "key": jax.random.key_data(jax.random.key(1))}
-    values = ctx.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
+    values, batch = ctx.layout.defer_grad_sync(spec, values), ctx.layout.shard_sequence(batch)
+    batch |= {"rows": ctx.layout.row_indices(len(batch["tokens"])), "key": jax.random.key_data(jax.random.key(1))}
+    values = ctx.layout.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
     trained, frozen = params.partition(spec, values)
     rows, length = batch["tokens"].shape
     counts = Counts({"layers": float(rows * length)}, {"layers": float(rows)})
@@ -86,8 +87,8 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
 def on_devices(cfg: Config, seed: int, part: str) -> tuple[Any, Any, dict[str, Any]]:
     """Returns the compiled program of a part of the gradients, its arguments, and the weights that can have taps."""
     count = math.prod(cfg.mesh.sizes.values())
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
-    spec, axes = family.spec(cfg.model), tuple(ctx.mesh.axis_names)
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
+    spec, axes = family.spec(cfg.model), tuple(ctx.layout.mesh.axis_names)
     rng = np.random.default_rng(seed)
     values = params.map_spec(lambda p: rng.normal(0, 0.3, p.shape).astype(np.float32), spec)
     batch = meshes.random_batch(seed, False, cfg.model, cfg.data.batch_size)
@@ -98,7 +99,7 @@ def on_devices(cfg: Config, seed: int, part: str) -> tuple[Any, Any, dict[str, A
         tapped.update({path: w.shape for path, w in flatten(found).items()})
         return jax.tree.map(lambda a: varying(a, axes)[None], grads) if count > 1 else grads
 
-    run = jax.jit(ctx.local(work, (ctx.parameters(spec), ctx.batch), jax.P(axes)))
+    run = jax.jit(ctx.layout.local(work, (ctx.layout.parameters(spec), ctx.layout.batch), jax.P(axes)))
     return run.lower(values, batch).compile(), (values, batch), tapped
 
 
@@ -161,11 +162,9 @@ def test_without_taps_the_program_has_no_trace_of_them(name, monkeypatch):
     """The lowered text of a step's gradients is that of layers that call their products themselves."""
     cfg = config(*CASES[name])
     count = math.prod(cfg.mesh.sizes.values())
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
-    values, batch = (
-        abstract_state(Recipe.of(cfg), ctx).params,
-        meshes.random_batch(0, False, cfg.model, cfg.data.batch_size),
-    )
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
+    values = abstract_state(Recipe.of(cfg), ctx).params
+    batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
 
     def text() -> str:
         return jax.jit(make_gradients(cfg, ctx)).lower(values, batch, jax.random.key(0)).as_text()

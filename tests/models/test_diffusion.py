@@ -14,9 +14,10 @@ from families import DIFFUSION
 import jaxstack
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError, MoEConfig, SampleConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import images
 from jaxstack.data.captions import Given
+from jaxstack.families.context import make_context
 from jaxstack.generate import pictures
 from jaxstack.models import diffusion, params
 from jaxstack.models.context import Context
@@ -235,8 +236,8 @@ def test_a_picture_depends_neither_on_the_others_nor_on_the_mesh(model, monkeypa
     np.testing.assert_allclose(draw(values, three, 1), alone, atol=1e-5)
     run = meshes.config("dit_experts", {"fsdp": 2, "tensor": 2, "expert": 2})
     run = dataclasses.replace(run, model=cfg)
-    ctx = Context.create(run, meshes.make_mesh(run.mesh, 8, jax.devices()))
-    placed = jax.device_put(values, jax.tree.map(ctx.sharding, ctx.parameters(diffusion.spec(cfg))))
+    ctx = make_context(run, meshes.make_mesh(run.mesh, 8, jax.devices()))
+    placed = jax.device_put(values, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(diffusion.spec(cfg))))
     np.testing.assert_allclose(pictures.make_draw(cfg, SampleConfig(steps=3), ctx)(placed, three, 1), alone, atol=1e-4)
 
 

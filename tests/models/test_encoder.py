@@ -9,7 +9,7 @@ import test_meshes as meshes
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.report import comparison, runs
 from jaxstack.train import main
 

@@ -18,6 +18,7 @@ from jaxstack import kernels
 from jaxstack.common.tree import path_of
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.objective import Objective, Term
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, family, params
 from jaxstack.models.blocks import Stack, scan_stack, split_steps
 from jaxstack.models.context import Context
@@ -101,14 +102,14 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     batch, results = random_batch(tower, rng), []
     for model in (ModelConfig(**SIZES), tower):
         cfg = config(model, **mesh)
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         state = make_state(Recipe.of(cfg), ctx, abstract)
         values = params.init(jax.random.key(0), decoder.spec(tower))
         values = renamed(values, "layers", "tower") if model is tower else values
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
         state = dataclasses.replace(state, params=jax.device_put(values, shardings))
-        placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+        placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
         train_step = jit_train_step(cfg, ctx, abstract)
         for _ in range(2):
             state, metrics = train_step(state, placed)
@@ -125,7 +126,7 @@ TERMS = (Term("loss", "loss_weights", 0.5), Term("norm", "norm_weights", 2.0), T
 def two_embed(cfg, values, layer_inputs, ctx):
     """Returns the decoder's embedding, and that of the row's class: a condition for all layers."""
     x, _ = decoder.embed(cfg, values, layer_inputs, ctx)
-    table = ctx.gather_params(two_spec(cfg)["classes"], values["classes"])["table"]
+    table = ctx.layout.gather_params(two_spec(cfg)["classes"], values["classes"])["table"]
     return x, {"condition": 0.02 * jnp.tanh(kernels.embedding_lookup(table, layer_inputs.gate_ids[:, :1]))}
 
 
@@ -140,7 +141,7 @@ def two_step(cfg, ctx, weights, x, index, layer_inputs, cache=None):
 
 
 def two_loss(cfg, values, hidden, batch, ctx):
-    each, axes = jnp.square(hidden.astype(jnp.float32)).mean(-1), ctx.axes("vocab")
+    each, axes = jnp.square(hidden.astype(jnp.float32)).mean(-1), ctx.layout.axes("vocab")
     each = collectives.all_reduce(each / collectives.count(axes), axes)  # every device of a tensor split has all of it
     sums = {name: (batch[f"{name}_weights"] * each).sum() for name in ("norm", "absent")}
     return decoder.loss(cfg, values, hidden, batch, ctx) | sums
@@ -224,14 +225,16 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
         expected, wanted = jax.device_get((expected, objective(*double)))
     assert {a.dtype for a in jax.tree.leaves(wanted)} == {np.dtype(np.float64)}
 
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // cfg.train.grad_accum, jax.devices()[: sizes(cfg)]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 8 // cfg.train.grad_accum, jax.devices()[: sizes(cfg)]))
     placed = jax.tree_util.tree_map_with_path(
-        lambda keys, a, p: jax.device_put(ctx.to_stage_order(a, path_of(keys)) if p.stacked else a),
+        lambda keys, a, p: jax.device_put(ctx.layout.to_stage_order(a, path_of(keys)) if p.stacked else a),
         values,
         made.spec(model),
     )
-    placed = jax.device_put(placed, jax.tree.map(ctx.sharding, ctx.parameters(made.spec(model))))
-    loss, grads, sums = jax.jit(make_gradients(cfg, ctx))(placed, jax.device_put(batch, ctx.sharding(ctx.batch)))
+    placed = jax.device_put(placed, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(made.spec(model))))
+    loss, grads, sums = jax.jit(make_gradients(cfg, ctx))(
+        placed, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+    )
     # float32 sums of 64 tokens in another order: a few 1e-7 of the largest.
     for name, mean in expected.items():
         assert float(sums[f"loss_{name}"]) == pytest.approx(float(mean), rel=3e-6, abs=1e-7), name
@@ -239,7 +242,7 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
     for (path, p), one, other in zip(
         params.flat_spec(made.spec(model)).items(), jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True
     ):
-        order = ctx.stages.of(path).slot_of_layer if p.stacked and ctx.stages else slice(None)
+        order = ctx.layout.stages.of(path).slot_of_layer if p.stacked and ctx.layout.stages else slice(None)
         one = np.asarray(one)[order]
         # Terms of gradients cancel: in float32, numbers are off by up to 9e-6 of the largest.
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max(), err_msg=path)

@@ -14,7 +14,8 @@ from jaxstack import hf
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, MeshConfig, PipelineConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.families.context import make_context
 from jaxstack.kernels import context_order
 from jaxstack.models import encoder, params
 from jaxstack.models.context import Context
@@ -56,11 +57,11 @@ def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
     for mesh in ({}, {"data": 2, "tensor": 2, "pipe": 2}):
         own = dataclasses.replace(cfg, mesh=MeshConfig(**{"data": 1} | mesh), pipeline=PipelineConfig(microbatches=2))
         devices = jax.devices()[: 8 if mesh else 1]
-        ctx = Context.create(own, make_mesh(own.mesh, meshes.BATCH, devices))
+        ctx = make_context(own, make_mesh(own.mesh, meshes.BATCH, devices))
         state = make_state(Recipe.of(own), ctx, abstract_state(Recipe.of(own), ctx))
         placed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), values, state.params)
         sums = jax.jit(make_eval_step(own.model, ctx, own.train.grad_accum))(
-            placed, jax.device_put(batch, ctx.sharding(ctx.batch))
+            placed, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
         )
         np.testing.assert_allclose(float(sums.right), expected)
         np.testing.assert_allclose(float(sums.weights["loss"]), batch["loss_weights"].sum(dtype=np.float64))
@@ -87,13 +88,15 @@ def test_the_mean_of_a_text_is_that_of_its_tokens_beside_others_and_on_other_dev
     batch = {"tokens": tokens, "segment_ids": ids, "positions": position}
 
     def logits(values, batch, ctx):
-        batch = ctx.shard_sequence(batch)
+        batch = ctx.layout.shard_sequence(batch)
         return encoder.logits(cfg, values, encoder.hidden_states(cfg, values, batch, ctx)[0], ctx)
 
     run = meshes.config("modernbert_labels", {"context": 2, "tensor": 2, **meshes.GATHER})
-    ctx = Context.create(run, make_mesh(run.mesh, 1, jax.devices()[:4]))
-    where = ctx.parameters(encoder.spec(cfg))
-    whole = ctx.local(lambda *given: logits(*given, ctx), (where, ctx.batch), jax.P(None, "context", "tensor"))
+    ctx = make_context(run, make_mesh(run.mesh, 1, jax.devices()[:4]))
+    where = ctx.layout.parameters(encoder.spec(cfg))
+    whole = ctx.layout.local(
+        lambda *given: logits(*given, ctx), (where, ctx.layout.batch), jax.P(None, "context", "tensor")
+    )
     order = context_order(2, meshes.SEQ)
     packed = jax.jit(whole)(values, batch)[:, np.argsort(order), : cfg.classes]
     for i, length in enumerate(lengths):

@@ -19,7 +19,9 @@ from test_train import ROOT, environment
 from jaxstack import data, hf, sharding
 from jaxstack.checkpoint import store
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig, parse
+from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig
+from jaxstack.config.reading import parse
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, encoder_decoder, lora, params
 from jaxstack.models import flops as plan
 from jaxstack.models.context import Context
@@ -349,7 +351,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     cfg = parse.parse_config([config_of], tuned)
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tuned)))
     mesh = sharding.make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1])
-    ctx = replace(Context.create(replace(cfg, mesh=replace(cfg.mesh, data=1)), mesh), remat="none")
+    ctx = replace(make_context(replace(cfg, mesh=replace(cfg.mesh, data=1)), mesh), remat="none")
     wanted = abstract_state(Recipe.of(cfg), ctx)
     state = store.restore(tuned / "checkpoints", 60, wanted)
     spec = decoder.spec(cfg.model)

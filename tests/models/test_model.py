@@ -13,14 +13,16 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, RopeScaling
+from jaxstack.families.context import make_context
 from jaxstack.models import blocks, decoder, layers, params
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
 from jaxstack.models.layers import AttentionMask, LayerInputs
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.sharding import make_mesh
 
 CONTEXTS = {
     "xla": Context(),
-    "cpu": Context(**implementations("cpu")),
+    "cpu": Context(ops=Ops(**implementations("cpu"))),
 }
 
 
@@ -99,7 +101,7 @@ def test_under_debug_the_embedding_of_an_id_beyond_the_vocabulary_is_nan(shards,
     """Each device compares with the complete vocabulary, not with its part of it."""
     cfg = dataclasses.replace(FAMILIES["llama3"], vocab_size=64, tied_embeddings=True)
     run = Config(model=cfg, data=DataConfig(batch_size=2), mesh=MeshConfig(data=1, tensor=shards))
-    ctx = Context.create(run, make_mesh(run.mesh, 2, jax.devices()[:shards]))
+    ctx = make_context(run, make_mesh(run.mesh, 2, jax.devices()[:shards]))
     table = jnp.asarray(rng.normal(size=(64, cfg.d_model)), jnp.float32)
     tokens = jnp.asarray([[0, 63, 64, -1]])
 
@@ -107,7 +109,7 @@ def test_under_debug_the_embedding_of_an_id_beyond_the_vocabulary_is_nan(shards,
         return layers.embed(cfg, {"tokens": table}, tokens, jnp.arange(4), ctx)
 
     specs = (PartitionSpec("tensor"), PartitionSpec())
-    embed = jax.shard_map(embed, mesh=ctx.mesh, in_specs=specs, out_specs=PartitionSpec(None, "tensor"))
+    embed = jax.shard_map(embed, mesh=ctx.layout.mesh, in_specs=specs, out_specs=PartitionSpec(None, "tensor"))
     with jax.debug_nans(True):
         compiled = jax.jit(embed).lower(table, tokens).compile()
     found = compiled(*(jax.device_put(x, s) for x, s in zip((table, tokens), compiled.input_shardings[0], strict=True)))

@@ -11,9 +11,9 @@ from families import FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig, PipelineConfig, SampleConfig, TrainConfig
+from jaxstack.families.context import make_context
 from jaxstack.generate import decode
 from jaxstack.models import decoder, flops, params
-from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble, optimizer
@@ -43,7 +43,8 @@ def first_state(family, mesh, kernel, dtype, optim, padding, layers=2):
         pipeline=PipelineConfig(microbatches=4, schedule="interleaved_1f1b", chunks=2) if staged else PipelineConfig(),
     )  # fmt: skip
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    ctx = replace(Context.create(cfg, make_mesh(cfg.mesh, meshes.BATCH, devices)), cross_entropy=kernel)
+    ctx = make_context(cfg, make_mesh(cfg.mesh, meshes.BATCH, devices))
+    ctx = replace(ctx, ops=replace(ctx.ops, cross_entropy=kernel))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     return cfg, ctx, abstract, make_state(Recipe.of(cfg), ctx, abstract)
 
@@ -58,7 +59,9 @@ def test_a_step_is_that_without_padding(family, mesh, kernel, dtype, optim, seed
     # The same random numbers, but XLA may compile their logarithms in another way: one rounding.
     assert_close(layout.pack(state), expected, 1e-7)
     batch = meshes.random_batch(seed, False, cfg.model)
-    state, metrics = assemble.jit_train_step(cfg, ctx, abstract)(state, jax.device_put(batch, ctx.sharding(ctx.batch)))
+    state, metrics = assemble.jit_train_step(cfg, ctx, abstract)(
+        state, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+    )
     expected, metrics_of_expected = jax.jit(assemble.make_train_step(plain, alone))(expected, batch)
     for name in ("loss", "grad_norm"):  # the sums of a softmax in another order, in float32
         assert float(metrics[name]) == pytest.approx(float(metrics_of_expected[name]), rel=1e-5), name

@@ -12,7 +12,7 @@ import test_meshes as meshes
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, KernelsConfig, OptimConfig
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.planner import estimate
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
@@ -26,7 +26,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 def build(partitioner: str, optim: OptimConfig, dtype: str):
     cfg = meshes.config("llama3", {**MESH, "partitioner": partitioner}, accum=2)
     cfg = dataclasses.replace(cfg, optim=optim, train=dataclasses.replace(cfg.train, dtype=dtype, steps=10))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, meshes.BATCH // 2, jax.devices()[:8]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, meshes.BATCH // 2, jax.devices()[:8]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     return cfg, ctx, abstract, assemble.jit_train_step(cfg, ctx, abstract)
 
@@ -47,7 +47,7 @@ def test_a_step_under_either_partitioner_is_the_same(name, dtype, seed):
     assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding.spec), abstract) == jax.tree.map(
         lambda a: (a.shape, a.dtype, a.sharding.spec), same
     )
-    batch = jax.device_put(meshes.random_batch(seed, False, cfg.model), ctx.sharding(ctx.batch))
+    batch = jax.device_put(meshes.random_batch(seed, False, cfg.model), ctx.layout.sharding(ctx.layout.batch))
     one, other = (make_state(Recipe.of(cfg), ctx, abstract) for _ in range(2))
     for first, second in ((explicit, by_xla), (by_xla, explicit)):
         one, metrics = first(one, batch)
@@ -74,10 +74,10 @@ def test_a_kernel_that_xla_cannot_partition_is_refused(kernels, dtype, said):
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype), kernels=KernelsConfig(**kernels))
     mesh = make_mesh(cfg.mesh, meshes.BATCH, jax.devices()[:2])
     with pytest.raises(ConfigError, match=said):
-        Context.create(cfg, mesh, "tpu")
+        make_context(cfg, mesh, "tpu")
     allowed = dataclasses.replace(cfg, kernels=KernelsConfig())
-    assert Context.create(allowed, mesh, "tpu").linear == ("float32_sums" if dtype == "bfloat16" else "xla")
-    Context.create(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, partitioner="manual")), mesh, "tpu")
+    assert make_context(allowed, mesh, "tpu").linear == ("float32_sums" if dtype == "bfloat16" else "xla")
+    make_context(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, partitioner="manual")), mesh, "tpu")
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_gathered_weights_are_not_saved():
         cfg = meshes.config("llama3", {"fsdp": 8, "partitioner": partitioner})
         wide = dataclasses.replace(cfg.model, d_model=256, head_dim=32, d_ff=1024, num_layers=8)
         cfg = dataclasses.replace(cfg, model=wide)
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, meshes.BATCH, jax.devices()[:8]))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, meshes.BATCH, jax.devices()[:8]))
         state, batch = estimate.abstract_inputs(cfg, ctx)
         compiled = assemble.jit_train_step(cfg, ctx, state).lower(state, batch).compile()
         temporary[partitioner] = compiled.memory_analysis().temp_size_in_bytes

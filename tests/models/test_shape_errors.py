@@ -14,8 +14,8 @@ from flax import linen, nnx
 
 from jaxstack.cli import parser
 from jaxstack.common.errors import ConfigError
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, layers, moe_layer, params, shape_errors
-from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 
@@ -34,8 +34,8 @@ def traced(sizes, change=None, model="llama3", **options):
     """Returns the lines about the error of a step on a mesh, whose parameters' shapes may be changed."""
     cfg = meshes.config(model, sizes, **options)
     count = math.prod(size for size in sizes.values() if isinstance(size, int))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
-    spec = params.pad_to_slots(decoder.spec(cfg.model), ctx.stages)
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
+    spec = params.pad_to_slots(decoder.spec(cfg.model), ctx.layout.stages)
     values = params.abstract(spec)
     if change:
         change(values)

@@ -16,7 +16,8 @@ from test_diffusion import mlp, rms
 import jaxstack
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.families.context import make_context
 from jaxstack.generate import features
 from jaxstack.models import contrastive, family, params
 from jaxstack.models.context import Context
@@ -182,11 +183,11 @@ def test_an_evaluation_compares_all_rows_of_a_batch(mesh, how, seed):
     for axes, split in (({}, {}), (mesh, how)):
         cfg = pipelines.config("clip", axes, layers=2, **split)
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         batch = meshes.random_batch(seed, False, cfg.model)
         values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
         sums = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum))(
-            values, jax.device_put(batch, ctx.sharding(ctx.batch))
+            values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
         )
         found.append(jax.tree.map(float, sums))
     one, other = found

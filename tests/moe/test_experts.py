@@ -13,16 +13,17 @@ from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
 from jaxstack.models import decoder, encoder_decoder, family, flops, moe_layer, params, surgery
-from jaxstack.models.context import Context, implementations
+from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops, implementations
 from jaxstack.training import assemble, losses
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.features import experts
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
 
 CONTEXTS = {
-    "xla": Context(moe="reference"),
-    "ragged": Context(moe="ragged"),
-    "cpu": Context(**implementations("cpu")),
+    "xla": Context(ops=Ops(moe="reference")),
+    "ragged": Context(ops=Ops(moe="ragged")),
+    "cpu": Context(ops=Ops(**implementations("cpu"))),
 }
 
 
@@ -298,7 +299,7 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
         dense, dense_values = surgery.extract_expert(cfg, values, expert)
         alone, aux = jax.jit(lambda v, d=dense: decoder.forward(d, v, tokens, ctx))(dense_values)
         assert aux == {}
-        if ctx.moe == "ragged":
+        if ctx.ops.moe == "ragged":
             assert (whole == alone).all()
         np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 

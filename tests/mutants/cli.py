@@ -11,7 +11,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "config", "config/run.py", CHECKS,
+    "config", "config/checks/training.py", CHECKS,
     ("longest + sample.tokens <= seq_len", "sample.tokens <= seq_len"),
     ("max((len(prompt.encode()) for prompt", "max((len(prompt) for prompt"),
 )  # fmt: skip
@@ -48,7 +48,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "config", "config/run.py", CHECKS,
+    "config", "config/checks/training.py", CHECKS,
     ("cfg.profile.span[1] <= train.steps", "cfg.profile.span[0] <= train.steps"),
     ("positions >= cfg.text_length", "positions > cfg.text_length"),
 )  # fmt: skip
@@ -65,7 +65,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "cli", "config/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
+    "cli", "config/reading/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
     ('"allow_abbrev": False', '"allow_abbrev": True'),
     ('[*(f"--config={path}" for path in files), *words]', '[*words, *(f"--config={path}" for path in files)]'),
 )  # fmt: skip
@@ -76,6 +76,6 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "cli", "config/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
+    "cli", "config/reading/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
     ('names.append(word.removeprefix("--config="))', 'names.append(word)', "config/test_config.py cli/test_package.py"),
 )  # fmt: skip

@@ -70,8 +70,8 @@ mistakes(
 
 mistakes(
     "compress", "kernels/coded_weight.py", "kernels/test_coded_weight.py -k 'rounded or two_codes'",
-    ("low, high = blocks[:, 0], blocks[:, 1]", "low, high = blocks[:, 1], blocks[:, 0]"),
-    ("(packed << 4) >> 4, packed >> 4", "packed & 15, packed >> 4"),
+    ("low = blocks[:, 0]", "low = blocks[:, 1]"),
+    ("low = (packed << 4) >> 4", "low = packed & 15"),
     ("unpack(self.codes)[: self.inputs]", "unpack(self.codes)[-self.inputs :]"),
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ mistakes(
     "compress", "kernels/coded_weight_pallas.py", "kernels/test_coded_weight.py -k 'only_the_weights'",
     ("group = jnp.minimum(first // inputs_of_scale, G - 1)", "group = 0"),
     ("add(add(total, first, low), first + half, high)", "add(add(total, first, high), first + half, low)"),
-    ("(both << 28) >> 28, both >> 4", "both & 15, both >> 4"),
+    ("low = (both << 28) >> 28", "low = both & 15"),
     ("first = (part * share + i) * PACKED", "first = i * PACKED"),
     ("return parts.sum(0)", "return parts[0]"),
 )  # fmt: skip

@@ -15,7 +15,7 @@ mistakes(
     ("collectives.reduce_scatter(jnp.exp(columns - top), axes, 0)", "collectives.local_slice(jnp.exp(columns - top), axes, 0)"),
     ("jax.nn.logsumexp(rows, axis=0)", "rows.sum(0)"),
     ("(pairs.ids[:, None] == t.ids) & t.counts", "pairs.ids[:, None] == t.ids"),
-    ("image.astype(jnp.float32), pairs.ids", "image, pairs.ids"),
+    ("image = pairs.image.astype(jnp.float32)\n    ids", "image = pairs.image\n    ids"),
     ("lax.map(jax.checkpoint(f), texts)", "lax.map(f, texts)"),
     ("range(min(block, rows), 0, -1)", "range(rows, 0, -1)"),
     ("texts.ids[s.argmax(1)]", "texts.ids[s.argmin(1)]"),
@@ -32,7 +32,7 @@ mistakes(
     ("x = layers.norm(cfg, params[\"image_norm\"], x, ctx)", "x = x * 1"),
     ("jnp.square(x).sum(-1, keepdims=True)", "jnp.square(x).mean(-1, keepdims=True)"),
     ("total / collectives.count(others)", "total", MESH),
-    ("ctx.axes(\"residual\"))\n\n\ndef features", "ctx.axes(\"sequence\"))\n\n\ndef features", MESH),
+    ("ctx.layout.axes(\"residual\"))\n\n\ndef features", "ctx.layout.axes(\"sequence\"))\n\n\ndef features", MESH),
     ("scalars.get(\"bias\", 0.0)", "0.0"),
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ mistakes(
 
 mistakes(
     "evaluate", "generate/score.py", "generate/test_score.py",
-    ("-(-rows // self.ctx.replicas) * self.ctx.replicas", "rows"),
+    ("-(-rows // self.ctx.layout.replicas) * self.ctx.layout.replicas", "rows"),
     ("jnp.where(ids < vocabulary, logits, -jnp.inf)", "logits"),
     ("collectives.all_gather_invariant(ids[places], axes, 2)", "collectives.all_gather_invariant(places, axes, 2)"),
     ("yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])", "yield i, Scores(log_probs[: len(texts[i])], greedy[: len(texts[i])])"),

@@ -36,9 +36,9 @@ mistakes(
 
 mistakes(
     "generate",
-    "generate/decode.py",
+    "generate/prompts.py",
     GENERATE + " -k 'sampled or stop or greedy or reference'",
-    ("marks.append((mark, seen[mark]))", "marks.append((mark, 0))"),
+    ("marks.append((mark, equal[mark]))", "marks.append((mark, 0))"),
 )
 
 mistakes(

@@ -109,8 +109,8 @@ mistakes(
     "attention",
     "kernels/attention/__init__.py",
     KERNELS + " -k held",
-    ("visible &= distance < window", "visible &= distance <= window"),
-    ("visible, distance_to_first = distance > 0,", "visible, distance_to_first = distance >= 0,"),
+    ("visible &= distances < window", "visible &= distances <= window"),
+    ("visible = (distance > 0)[:, None]", "visible = (distance >= 0)[:, None]"),
     ("mixed += weights[..., slots:] *", "mixed = weights[..., slots:] *"),
 )
 
@@ -131,7 +131,7 @@ mistakes(
 
 mistakes(
     "attention", "kernels/attention/reference.py", MASKS,
-    ("own[:, :, None] != 0) & (own", "own[:, :, None] >= 0) & (own"),
+    ("query_ids[:, :, None] != 0) & (query", "query_ids[:, :, None] >= 0) & (query"),
     ("visible = (q_index[:, None] >= k_index) | same_prefix(mask)", "visible = (q_index[:, None] > k_index) | same_prefix(mask)"),
     ("scores += bias_scores(", "scores -= bias_scores("),
 )  # fmt: skip
@@ -148,9 +148,9 @@ mistakes(
 mistakes(
     "attention", "kernels/attention/__init__.py", MASKS,
     ("jnp.where(kv_segment_ids == 0, -1, kv_segment_ids)", "kv_segment_ids"),
-    ("Tokens(positions=-distance_to_first)", "Tokens(positions=distance_to_first)"),
-    ("jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0)", "jax.nn.softmax(scores, axis=-1)"),
-    ("every._replace(mask=own_mask), q_BGSRK", "every._replace(mask=own_mask, buckets=None), q_BGSRK"),
+    ("Tokens(positions=-distance)", "Tokens(positions=distance)"),
+    ("jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0)", "jax.nn.softmax(scores, axis=-1)"),
+    ("o._replace(mask=new_mask), q_BGSRK", "o._replace(mask=new_mask, buckets=None), q_BGSRK"),
 )  # fmt: skip
 
 mistakes(
@@ -188,7 +188,7 @@ mistakes(
     ("rescale = jnp.exp2(factor * (top - higher))", "rescale = jnp.exp2(factor * (higher - top))"),
     ("return share, abs(o.softcap) * _LOG2E, 1 - share * share", "return share, abs(o.softcap) * _LOG2E, 1 - share"),
     ("factor * top + jnp.log2(total)", "factor * top + jnp.log(total)"),
-    ("_store(static, dq_ref, start, o.scale * dq)", "_store(static, dq_ref, start, dq)"),
+    ("_store(static, dq_ref, start, static.o.scale * dq)", "_store(static, dq_ref, start, dq)"),
     ("visible &= queries - keys < o.window", "visible &= queries - keys <= o.window"),
 )
 
@@ -227,6 +227,6 @@ mistakes(
     KERNELS + " -k 'visits or (grouped and pallas)'",
     ("(ends - 1) // tile_rows, first)", "ends // tile_rows, first)"),
     ('searchsorted(through, visit, side="right",', 'searchsorted(through, visit, side="left",'),
-    ("mask=(row < end)[:, None] & (into < A)[None, :]", "mask=(row <= end)[:, None] & (into < A)[None, :]"),
+    ("(row < end, into < A)", "(row <= end, into < A)"),
     ("first = jnp.minimum(starts // tile_rows, tiles - 1)", "first = starts // tile_rows"),
 )

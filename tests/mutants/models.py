@@ -79,7 +79,7 @@ mistakes(
 mistakes(
     "model", "models/decoder.py", BY_HAND,
     ("index * len(cfg.windows) + i", "index + i", "models/test_dropout.py -k masks"),
-    ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.token_index(length))",
+    ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.layout.token_index(length))",
      GENERATE + " -k 'greedy and gemma2'"),
 )  # fmt: skip
 
@@ -91,14 +91,14 @@ mistakes(
 mistakes(
     "model", "models/decoder.py", BY_HAND,
     ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "moe/test_experts.py -k frozen"),
-    ('ctx.to_stage_order(aux["load"]), cfg.moe.bias_update_rate', 'ctx.to_stage_order(aux["load"]), -cfg.moe.bias_update_rate', "moe/test_experts.py -k frozen"),
+    ('ctx.layout.to_stage_order(aux["load"]), cfg.moe.bias_update_rate', 'ctx.layout.to_stage_order(aux["load"]), -cfg.moe.bias_update_rate', "moe/test_experts.py -k frozen"),
 )  # fmt: skip
 
 mistakes(
     "model", "models/blocks.py", BY_HAND,
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
      "return a.reshape(microbatches, -1, *a.shape[1:])", "models/test_model.py -k dealt"),
-    ('ctx.remat == "none" and not ctx.gathers_params', 'ctx.remat == "none"', "sharding/test_collectives.py"),
+    ('ctx.remat == "none" and not ctx.layout.gathers_params', 'ctx.remat == "none"', "sharding/test_collectives.py"),
 )  # fmt: skip
 
 mistakes(
@@ -109,7 +109,7 @@ mistakes(
 
 mistakes(
     "model", "models/encoder.py", "models/test_labels.py -k mean",
-    ("axes = ctx.axes(\"residual\")\n        texts", "axes = ctx.axes(\"sequence\")\n        texts"),
+    ("axes = ctx.layout.axes(\"residual\")\n        texts", "axes = ctx.layout.axes(\"sequence\")\n        texts"),
     ("sums[:, :-1] / sums[:, -1:]", "sums[:, :-1] / texts"),
 )  # fmt: skip
 
@@ -126,7 +126,7 @@ mistakes(
 mistakes(
     "losses", "models/decoder.py", BY_HAND,
     ('segment_ids=batch.get("segment_ids"),', "segment_ids=None,"),
-    ('positions = batch.get("positions", ctx.token_index(length))', "positions = ctx.token_index(length)"),
+    ('positions = batch.get("positions", ctx.layout.token_index(length))', "positions = ctx.layout.token_index(length)"),
     ('"softcap": cfg.logit_softcap', '"softcap": cfg.attention_softcap'),
     ('rows = batch.get("rows")', "rows = None", STEP + " -k dropout"),
 )  # fmt: skip

@@ -53,7 +53,7 @@ mistakes(
 )
 
 mistakes(
-    "precision", "models/context.py", "training/test_precision.py -k 'devices_sum and tensor and not accum'",
+    "precision", "models/layout.py", "training/test_precision.py -k 'devices_sum and tensor and not accum'",
     ('summed = self._grad_sync_axes(p) if p.is_cast or gathered else ()', 'summed = self._grad_sync_axes(p) if gathered else ()', "training/test_precision.py -k 'devices_sum and not fsdp'"),
     ("dtype = self.reduce_dtype if p.is_cast else value.dtype", "dtype = value.dtype",
      "training/test_precision.py -k 'devices_sum and accum'"),

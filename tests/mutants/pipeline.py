@@ -8,8 +8,7 @@ mistakes(
     "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
     ("[int(self.backward_MG[unit]) + 1]", "[int(self.backward_MG[unit])]"),
     ("max(ready[stage], needed) + (", "needed + (", "pipeline/test_schedule.py pipeline/test_partition.py"),
-    ("ticks_MG[m, g], g % self.stages, m * self.chunks + g // self.stages",
-     "ticks_MG[m, g], g % self.stages, m * self.chunks + g % self.chunks", "pipeline/test_schedule.py pipeline/test_pipeline.py"),
+    ("m * self.chunks + g // self.stages", "m * self.chunks + g % self.chunks", "pipeline/test_schedule.py pipeline/test_pipeline.py"),
     ("(self.forward_MG <= ticks) & (ticks <= self.backward_MG)", "(self.forward_MG <= ticks) & (ticks < self.backward_MG)"),
 )  # fmt: skip
 
@@ -24,7 +23,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "pipeline", "pipeline/fused.py", "pipeline/test_schedule.py",
+    "pipeline", "pipeline/schedule.py", "pipeline/test_schedule.py",
     ("lambda m, s: 2 * (P - 1) - s + m)", "lambda m, s: 2 * P - s + m)"),
     ("chunks * microbatches + stages - 1", "chunks * microbatches + stages"),
 )  # fmt: skip

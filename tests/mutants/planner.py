@@ -37,8 +37,8 @@ mistakes(
     "sharding/test_collectives.py -k formula",
     ('"attention_out": int(remat in ("full", "dots"))', '"attention_out": int(remat == "full")'),
     (
-        "accum * ctx.pipeline.sends",
-        "accum * ctx.pipeline.schedule.ticks",
+        "accum * ctx.layout.pipeline.sends",
+        "accum * ctx.layout.pipeline.schedule.ticks",
         "pipeline/test_pipeline.py -k formula",
     ),
 )

@@ -148,7 +148,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "debug", "debug/inline.py", "debug/test_search.py -k one_step",
+    "debug", "debug/levels.py", "debug/test_search.py -k one_step",
     ("name_stack=outer + inner.source_info.name_stack", "name_stack=inner.source_info.name_stack"),
     ("return not way.guide.is_followed(Scan.loop_of(equation, way))", "return True"),
     ("if len(equation.outvars) != scan_sizes(equation.params)[1]:", "if not equation.outvars:"),
@@ -158,10 +158,10 @@ mistakes(
 mistakes(
     "debug", "debug/levels.py", "debug/test_search.py",
     ('range(p["length"])[:: -1 if p["reverse"] else 1]', 'range(p["length"])'),
-    ("new := (now & ~seen).any(1)", "new := (now & ~seen)[:, 0]"),
+    ("np.flatnonzero((now & ~before).any(1))", "np.flatnonzero((now & ~before)[:, 0])"),
     ("if k < self._carried or k in bad]", "if k < self._carried]"),
     ("if i not in tried:", "if False:"),
-    ("        carry = results[: self._carried]\n", "        pass\n"),
+    ("new\n            carry = results[: self._carried]\n", "new\n            pass\n"),
     ("[devices.choose(runs, v, new, old) for v, new, old in arrays]", "results"),
     ("if kind:", "if not kind:", "debug/test_faults_on_meshes.py -m '' -k idle"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "context", "models/context.py", MESHES,
+    "context", "models/layout.py", MESHES,
     ("y = collectives.all_reduce(y, tuple(axis for axis in summed if axis not in between))",
      "y = collectives.all_reduce(y, summed)"),
     ('collectives.index(self.axes("batch")) * local_rows + jnp', 'collectives.index(self.axes("batch")) + jnp',

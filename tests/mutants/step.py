@@ -4,8 +4,8 @@ from mutants.rows import PIPELINE, STEP, mistakes
 
 mistakes(
     "step", "training/losses.py", STEP,
-    ("collectives.all_reduce(batch[t.weights].sum(), ctx.token_axes)",
-     "collectives.all_reduce((batch[t.weights] >= 0).sum(), ctx.token_axes)", STEP + " -k mean_over"),
+    ("collectives.all_reduce(batch[t.weights].sum(), ctx.layout.token_axes)",
+     "collectives.all_reduce((batch[t.weights] >= 0).sum(), ctx.layout.token_axes)", STEP + " -k mean_over"),
 )  # fmt: skip
 
 mistakes(

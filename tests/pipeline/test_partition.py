@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from jaxstack.config import ConfigError
-from jaxstack.pipeline import partition
+from jaxstack.pipeline import gpipe, interleaved_one_f_one_b, one_f_one_b, partition, zb1, zb_h1
 from jaxstack.pipeline.costs import Costs
-from jaxstack.pipeline.fused import gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.pipeline.partition import GIB, Partition, cut, even, simulate
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.schedule import Schedule
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import zb1, zb_h1
 
 PLAIN = Costs((1.0,) * 8, (2.0,) * 8, (10.0,) * 8, (1.0,) * 8, 0.0, (0.0, 0.0), (0.0, 0.0), False, 1.0, 0.0, "paper")
 

@@ -1,7 +1,7 @@
 """A pipeline never changes values: every schedule gives the loss and every gradient of one device.
 
-`python tests/pipeline/test_pipeline.py` prints the table of docs/pipelines.md, and with `--measure` what each case
-shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
+`python tests/pipeline/test_pipeline.py` prints the table of docs/pipeline_results.md, and with `--measure` what each
+case shows. JAXSTACK_TEST_SCHEDULE=zb1 or zb_h1 runs all cases of that table under that schedule, in place of their own.
 """
 
 import os
@@ -29,6 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxstack import pipeline
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
+from jaxstack.families.context import make_context
 from jaxstack.kernels.taps import find_weights
 from jaxstack.models import family as families
 from jaxstack.models.context import Context
@@ -301,12 +302,12 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
             return total + objective.extras.loss(aux, totals.counts, None), (total, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(full, has_aux=True)(values)
-        loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.token_axes), (loss, aux))
+        loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.layout.token_axes), (loss, aux))
         counted = objective.extras.totals(totals.counts)
         return loss, grads, {"tokens": tokens, **aux, **counted}
 
-    where, whole = ctx.parameters(families.spec(cfg.model)), PartitionSpec()
-    mapped = ctx.local(work, (where, ctx.batch), (whole, where, whole))
+    where, whole = ctx.layout.parameters(families.spec(cfg.model)), PartitionSpec()
+    mapped = ctx.layout.local(work, (where, ctx.layout.batch), (whole, where, whole))
     return lambda values, batch, key: mapped(values, batch)
 
 
@@ -391,14 +392,18 @@ def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
     family, mesh, how = next(c for c in TRAFFIC if name_of(c) == name)
     cfg = config(family, mesh, **how)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
     values = abstract_state(Recipe.of(cfg), ctx).params
-    shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.sharding(ctx.batch)
+    shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.layout.sharding(ctx.layout.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
     run = jax.jit(make_gradients(cfg, ctx), out_shardings=(None, placed, None))
-    return cfg, ctx, hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.mesh.shape, ctx.trip_counts)
+    return (
+        cfg,
+        ctx,
+        hlo.collectives(run.lower(values, batch).compile().as_text(), ctx.layout.mesh.shape, ctx.layout.trip_counts),
+    )
 
 
 @pytest.mark.matrix(quick=["remat=selective", "-sp", "gpt2"])
@@ -409,21 +414,25 @@ def test_everything_that_stages_exchange_in_the_loop(case):
     complete, and it has no entry for the ticks of the bubble. With static loops, the embedding and its gradient run
     in every tick of a run, and ticks without units of a direction send nothing."""
     cfg, ctx, found = moved(name_of(case))
-    plan, tensor, between = ctx.pipeline.schedule, cfg.mesh.tensor, cfg.mesh.tensor > 1 and cfg.mesh.sequence_parallel
-    rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.replicas // plan.microbatches
+    plan, tensor, between = (
+        ctx.layout.pipeline.schedule,
+        cfg.mesh.tensor,
+        cfg.mesh.tensor > 1 and cfg.mesh.sequence_parallel,
+    )
+    rows = cfg.data.batch_size // cfg.train.grad_accum // ctx.layout.replicas // plan.microbatches
     length, width = cfg.data.seq_len, cfg.model.d_model
     stream, numbers = (rows, length // tensor if between else length, width), (rows, length)
     summed = ("pipe", "tensor") if tensor > 1 and not between else ("pipe",)  # with the sum over `tensor`, where one is
     scattered = (cfg.mesh.pipe, *stream[:2], width // cfg.mesh.pipe)
-    tied, static, accum = cfg.model.tied_embeddings, ctx.pipeline.static, cfg.train.grad_accum
-    turns = ctx.pipeline.turns
+    tied, static, accum = cfg.model.tied_embeddings, ctx.layout.pipeline.static, cfg.train.grad_accum
+    turns = ctx.layout.pipeline.turns
     embeds, embed_grads, sends = plan.microbatches, plan.microbatches, 2 * plan.ticks
     if static:
         embeds, embed_grads = (int(trips_T.sum()) for trips_T in (turns.embed, turns.embed_grad))
         # In each direction there are V M + P - 1 ticks with units. Nothing reads what the last one sends; XLA drops it
         # if its tick is not in a loop.
         alone = []  # for each tick, whether it is not in a loop
-        for phase in ctx.pipeline.phases:
+        for phase in ctx.layout.pipeline.phases:
             alone += [phase.repeats * n == 1 for _, n in phase.runs for _ in range(n)] * phase.repeats
         dropped = sum(alone[np.flatnonzero(trips_T)[-1]] for trips_T in (turns.forward, turns.backward))
         sends = 2 * (plan.chunks * plan.microbatches + cfg.mesh.pipe - 1) - dropped
@@ -448,7 +457,7 @@ def test_everything_that_stages_exchange_in_the_loop(case):
     # After the loop the stages exchange routing's statistics, and nothing as large as an activation.
     assert static or all(math.prod(c.shape) < math.prod(stream) / 4 for c in along if c.times == accum)
     # Weights are gathered before the loop, gradients are scattered after it, unless units do so; sums are after it.
-    once = ("all-reduce",) if ctx.gather == "layer" else hlo.KINDS
+    once = ("all-reduce",) if ctx.layout.gather == "layer" else hlo.KINDS
     assert all(c.times == accum for c in found if {"data", "fsdp"} & set(c.axes) and c.kind in once)
     assert {c.kind for c in found if "fsdp" in c.axes} <= {"all-gather", "reduce-scatter", "all-reduce"}
 
@@ -528,7 +537,7 @@ def test_idle_stages_write_where_nobody_waits(schedule):
 
         take_pairs(FORWARD)  # before the backward unit of the tick stores its pairs
         if backward.active_TP[tick, stage] or (backward.groups_T[tick] and not runs_alone):
-            place = stage, int(program.pair_slot_TP[tick, stage])
+            place = stage, int(program.schedule.pair_slot_TP[tick, stage])
             assert pairs.get(place) is None
             assert place[1] < program.pair_slots
             if backward.active_TP[tick, stage]:
@@ -594,7 +603,7 @@ def test_what_does_not_fit_is_one_line_before_anything_compiles(how, pipe, words
     how = dict(how)
     cfg = config(how.pop("family", "llama3"), {"pipe": pipe}, **how)
     with pytest.raises(ScheduleError, match=words) as caught:
-        Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:pipe]))
+        make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:pipe]))
     assert "\n" not in str(caught.value)
 
 
@@ -630,7 +639,7 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
     numbers = {}
     for pipe, batch, how in [(2, 32, {}), (4, 8, {}), (2, 6, {"schedule": TWO, "chunks": 2})]:
         cfg = config("llama3", {"pipe": pipe}, batch=batch, **how)
-        program = Context.create(cfg, make_mesh(cfg.mesh, batch, jax.devices()[:pipe])).pipeline
+        program = make_context(cfg, make_mesh(cfg.mesh, batch, jax.devices()[:pipe])).pipeline
         numbers[pipe, batch] = program.schedule.microbatches
     assert numbers == {(2, 32): 8, (4, 8): 8, (2, 6): 6}
 
@@ -650,18 +659,20 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
 def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
     """A state is trained, converted to the layout of checkpoints and back; empty layer slots stay zero."""
     cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     layout = checkpoint_layout(cfg, ctx, abstract)
     state = make_state(Recipe.of(cfg), ctx, abstract)
     plain = config("llama3", {}, layers=5)
     plain = dataclasses.replace(plain, optim=cfg.optim)
-    whole = Context.create(plain, make_mesh(plain.mesh, plain.data.batch_size, jax.devices()[:1]))
+    whole = make_context(plain, make_mesh(plain.mesh, plain.data.batch_size, jax.devices()[:1]))
     reference = make_state(Recipe.of(plain), whole, abstract_state(Recipe.of(plain), whole))
     assert_states(layout.pack(state), reference, exactly=True)
 
     batch = meshes.random_batch(0, False, cfg.model)
-    state, _ = assemble.jit_train_step(cfg, ctx, abstract)(state, jax.device_put(batch, ctx.sharding(ctx.batch)))
+    state, _ = assemble.jit_train_step(cfg, ctx, abstract)(
+        state, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+    )
     reference, _ = jax.jit(assemble.make_train_step(plain, whole))(reference, batch)
     packed = layout.pack(state)
     assert_states(packed, reference, exactly=False)
@@ -669,7 +680,7 @@ def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
         lambda a: (a.shape, a.sharding), layout.abstract
     )
     assert_states(layout.unpack(packed), state, exactly=True)
-    numbers = ctx.pipeline.stages.layer_of_slot
+    numbers = ctx.layout.pipeline.stages.layer_of_slot
     for path, leaf in flatten(state).items():
         if "/layers/" in path and leaf.shape[:1] == numbers.shape:
             assert not np.asarray(leaf)[numbers < 0].any(), path
@@ -679,7 +690,7 @@ def test_the_gathering_of_a_stage_changes_neither_state_nor_checkpoint():
     found = []
     for gather in ("once", LAYER):
         cfg = config("gpt2", {"pipe": 2, "fsdp": 2}, layers=5, schedule=ONE, gather=gather)
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
         state = abstract_state(Recipe.of(cfg), ctx)
         found.append([
             jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)

@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.train import main
 
 FLAGS = [

@@ -7,7 +7,7 @@ import pytest
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.pipeline import fused
+from jaxstack.pipeline import gpipe, interleaved_one_f_one_b, one_f_one_b
 from jaxstack.pipeline.resolve import SCHEDULES
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, IDLE, WEIGHT, Schedule, ScheduleError
 
@@ -152,7 +152,7 @@ def test_a_wrong_weight_unit_is_refused():
 
 
 def test_a_wrong_table_is_refused():
-    good = fused.one_f_one_b(4, 6)
+    good = one_f_one_b(4, 6)
 
     def with_ticks(forward=good.forward_MG, backward=good.backward_MG):
         return Schedule("mine", 4, 1, 6, forward, backward)
@@ -172,15 +172,15 @@ def test_a_wrong_table_is_refused():
     with pytest.raises(ScheduleError, match="shape"):
         with_ticks(forward=good.forward_MG[:, :3])
     with pytest.raises(ScheduleError, match=r"10 microbatches come in groups of 4 stages; use 8 or 12"):
-        fused.interleaved_one_f_one_b(4, 10, 2)
+        interleaved_one_f_one_b(4, 10, 2)
     with pytest.raises(ScheduleError, match=r"stages=0 must be an integer of 1 or more"):
-        fused.gpipe(0, 4)
+        gpipe(0, 4)
     with pytest.raises(ScheduleError, match=r"microbatches='4' must be an integer of 1 or more"):
-        fused.one_f_one_b(4, "4")
+        one_f_one_b(4, "4")
 
 
 def test_the_drawing_shows_every_unit():
-    text = fused.one_f_one_b(2, 3).text()
+    text = one_f_one_b(2, 3).text()
     assert text.splitlines()[1:] == [
         "stage 0 F  0 1 2 . .",
         "        B  . . 0 1 2",

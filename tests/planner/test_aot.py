@@ -12,6 +12,7 @@ from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODER
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import encoder, flops
 from jaxstack.models import family as models
 from jaxstack.models.batches import abstract_batch
@@ -88,10 +89,10 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
         train=TrainConfig(grad_accum=accum),
         mesh=MeshConfig(data=2, fsdp=2, tensor=2),
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.sharding(ctx.batch))}
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.layout.sharding(ctx.layout.batch))}
     memory = estimate.memory(cfg, ctx, abstract, batch)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert memory["parameters, float32"] + memory["optimizer state"] == stored
@@ -109,7 +110,7 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
             mesh=MeshConfig(**{"data": 1} | mesh),
         )
         devices = int(np.prod(list(cfg.mesh.sizes.values())))
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
         return sum(
             v for k, v in estimate.memory(cfg, ctx, abstract_state(Recipe.of(cfg), ctx), {}).items() if "saved" in k
         )
@@ -153,7 +154,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
     mesh = MeshConfig(data=2, partitioner=partitioner)
     cfg = Config(model=LLAMA, data=DataConfig(seq_len=32, batch_size=8), mesh=mesh)
-    ctx = Context.create(cfg, make_mesh(mesh, 8, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(mesh, 8, jax.devices()[:2]))
     with pytest.raises(error, match="loop whose trip count"):
         aot._collectives(program, ctx, "v5p:2")
 

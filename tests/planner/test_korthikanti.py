@@ -10,7 +10,7 @@ import pytest
 
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.models.flops import matmul_params
 from jaxstack.planner import megatron, roofline
 from jaxstack.planner.step_time import CALIBRATED

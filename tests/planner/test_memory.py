@@ -26,8 +26,8 @@ from jaxstack.config import (
     TrainConfig,
     resolve,
 )
-from jaxstack.config.parse import parse_config
-from jaxstack.models.context import Context
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.families.context import make_context
 from jaxstack.moe.placement import Placement
 from jaxstack.planner import aot, estimate, generation_memory, memory
 from jaxstack.planner.memory import GIB, RATIOS, Room
@@ -83,7 +83,7 @@ def test_evaluation_needs_no_more_than_a_microbatch():
     temporary = []
     for batch, accum in ((4, 1), (32, 8)):
         cfg = config(batch, train=TrainConfig(grad_accum=accum))
-        ctx = Context.create(cfg, make_mesh(MeshConfig(data=1), 4, jax.devices()[:1]))
+        ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 4, jax.devices()[:1]))
         state, abstract = estimate.abstract_inputs(cfg, ctx)
         compiled = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum)).lower(state.params, abstract).compile()
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
@@ -96,7 +96,7 @@ def room(gib: float) -> Room:
 
 def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
     cfg = config()
-    ctx = Context.create(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
+    ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
     run = cfg, ctx, abstract_state(Recipe.of(cfg), ctx)
     found = memory.need(cfg, 1, "cpu")
     low, high = found.bounds
@@ -303,7 +303,7 @@ def test_a_refusal_names_the_largest_part(monkeypatch):
     """The batch is not blamed for the update of Muon, whose matrices are large beside few tokens."""
     flags = "--config=qwen3_0.6b --optim.name=muon --data.seq_len=16 --data.batch_size=2 --mesh.data=2"
     cfg = resolve(parse_config(flags.split()), 2)
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
     found = memory.need(cfg, 2, "cpu")
     size = found.parts[estimate.MUON_WORK]
     assert size == max(found.parts.values())

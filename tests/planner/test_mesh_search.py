@@ -25,8 +25,8 @@ from jaxstack.config import (
     resolve,
     with_values,
 )
-from jaxstack.config.parse import given_keys, parse_config
-from jaxstack.models.context import Context
+from jaxstack.config.reading.parse import given_keys, parse_config
+from jaxstack.families.context import make_context
 from jaxstack.planner import auto_mesh, estimate, memory, mesh_plan, mesh_search
 from jaxstack.planner.memory import Room
 from jaxstack.planner.roofline import ChipLimits
@@ -252,10 +252,10 @@ def test_chosen_meshes_train(rng):
     losses = []
     for cfg in found:
         count = math.prod(cfg.mesh.sizes.values())
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
         cfg, _ = estimate.resolve_split(cfg, ctx)
         abstract = abstract_state(Recipe.of(cfg), ctx)
-        placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+        placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
         _, metrics = assemble.jit_train_step(cfg, ctx, abstract)(make_state(Recipe.of(cfg), ctx, abstract), placed)
         losses.append(float(metrics["loss"]))
     assert losses[:2] == pytest.approx(losses[2:] * 2, rel=1e-5)

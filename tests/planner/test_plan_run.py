@@ -14,7 +14,8 @@ import yaml
 from scipy.optimize import minimize_scalar
 
 from jaxstack.cli import parser
-from jaxstack.config import MoEConfig, OptimConfig, flat, parse, resolve
+from jaxstack.config import MoEConfig, OptimConfig, flat, resolve
+from jaxstack.config.reading import parse
 from jaxstack.planner import recipe, scaling_law
 from jaxstack.planner.scaling_law import BESIROGLU, HOFFMANN, published
 from jaxstack.sharding import AXES

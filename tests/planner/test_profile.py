@@ -15,7 +15,7 @@ from test_train import ROOT, SMALL, run
 
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, PipelineConfig
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.pipeline import Program, Stages, interleaved_one_f_one_b, resolve
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.partition import Partition
@@ -135,7 +135,7 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     cfg = config(remat=remat, dtype=dtype)
     cfg = replace(cfg, model=replace(cfg.model, num_layers=2), data=replace(cfg.data, batch_size=2))
     cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
     boundary, stash, _ = programs.activation_bytes(
         cfg, ctx, programs.initial_values(cfg, ctx), programs.random_batch(cfg, ctx)
     )

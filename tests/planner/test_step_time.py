@@ -12,8 +12,8 @@ import train_gpu
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.models.flops import flops_per_token
+from jaxstack.pipeline import zb_h1
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import zb_h1
 from jaxstack.planner import memory, roofline, traffic
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.roofline import ChipLimits
@@ -83,7 +83,7 @@ def test_the_bubble_is_that_of_the_schedule(schedule, chunks):
     weight = sum(
         op.times * H100.seconds(op)[0] for op in inside if op.part == "matmul" and op.name.endswith(", gradient")
     )
-    simulated = ctx.pipeline.schedule.simulate(forward, backward, weight / backward)
+    simulated = ctx.layout.pipeline.schedule.simulate(forward, backward, weight / backward)
     assert found.bubble / (found.layers + found.recomputation) == pytest.approx(simulated.bubble)
 
 

@@ -14,6 +14,7 @@ from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, PipelineConfig, TrainConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, figures, hlo, memory, roofline, trace, traced
@@ -180,7 +181,7 @@ def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
     cfg, ctx = plan("t5", remat="full", micro=4, pipe=2)
     saved = {label: trace.total(arrays) for label, arrays in traced.saved(cfg, ctx).items()}
     rows, width = cfg.data.batch_size // 4, cfg.model.d_model
-    for part, (label, size) in zip(ctx.pipeline.parts, saved.items(), strict=True):
+    for part, (label, size) in zip(ctx.layout.pipeline.parts, saved.items(), strict=True):
         length = 32 if "encoder" in label else 16 + 32  # and the encoder's output, a side input of each layer
         slots = part.slots * part.stages.max_groups  # of layers
         assert size == pytest.approx(slots * rows * length * width * 4, rel=0.02), label
@@ -188,7 +189,7 @@ def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
     time = step_time(cfg, ctx, limits)
     busy = time.layers + time.recomputation
     # Three layers of the encoder are cut into two and one, so that more than the schedule's share is idle.
-    assert ctx.pipeline.schedule.stages == 2
+    assert ctx.layout.pipeline.schedule.stages == 2
     assert 0.2 < time.bubble / busy < 1.5
     one, alone = plan("t5", remat="full", accum=4)
     work = [
@@ -244,10 +245,10 @@ def test_traffic_is_what_compiled_programs_send(name, options):
     """
     cfg = of_family(name, **options)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     state, batch = estimate.abstract_inputs(cfg, ctx)
     text = assemble.jit_train_step(cfg, ctx, state).lower(state, batch).compile().as_text()
-    sent = hlo.sent(hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts))
+    sent = hlo.sent(hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts))
     expected = hlo.sent(estimate.traffic(cfg, ctx))
     least, gathers = 1e-2 * sum(sent.values()), ("fsdp", "all-gather")
     gathered, by_trace = sent.pop(gathers, 0), expected.pop(gathers, 0)

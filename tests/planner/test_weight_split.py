@@ -9,10 +9,10 @@ import pytest
 import test_meshes as meshes
 
 from jaxstack.config import ConfigError, PipelineConfig
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
+from jaxstack.pipeline import zb1
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.stages import Stages
-from jaxstack.pipeline.zero_bubble import zb1
 from jaxstack.planner import estimate, roofline, step_bytes, weight_split
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
@@ -29,7 +29,7 @@ def config(family="llama3", schedule="zb1", split=ALL, layers=4, remat="full", l
 
 def context(cfg):
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    return Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+    return make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
 
 
 def traced(cfg):

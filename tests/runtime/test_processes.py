@@ -20,7 +20,8 @@ from lines import values
 from jaxstack import data
 from jaxstack.checkpoint import manifest, run_dir, verify
 from jaxstack.common.errors import Exit, RunError
-from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat, parse
+from jaxstack.config import Config, ConfigError, DistributedConfig, MeshConfig, flat
+from jaxstack.config.reading import parse
 from jaxstack.data.tokens import Tokens
 from jaxstack.runtime import distributed, launchers, platform
 from jaxstack.sharding import make_mesh

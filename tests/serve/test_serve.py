@@ -25,6 +25,7 @@ from jaxstack.generate.score import Scorer
 from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 from jaxstack.serve.app import Limits, Server
 from jaxstack.serve.worker import Worker
 
@@ -94,7 +95,7 @@ def engine() -> Engine:
     rng = np.random.default_rng(1)
     values = params.init(jax.random.key(0), decoder.spec(CFG))
     values = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), values)
-    return Engine.create(CFG, values, ctx=Context(decode="unrolled"))
+    return Engine.create(CFG, values, ctx=Context(ops=Ops(decode="unrolled")))
 
 
 @pytest.fixture(scope="module")

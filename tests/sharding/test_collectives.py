@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.moe import rounds
 from jaxstack.planner import estimate, hlo, hlo_text
@@ -38,10 +39,10 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
         train=TrainConfig(remat=remat, grad_accum=accum),
         mesh=MeshConfig(**{"data": 1} | dict(mesh)),
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, B // accum, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, B // accum, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
     values = abstract_state(Recipe.of(cfg), ctx).params
     batch = {
-        name: jax.ShapeDtypeStruct((B, S), dtype, sharding=ctx.sharding(ctx.batch))
+        name: jax.ShapeDtypeStruct((B, S), dtype, sharding=ctx.layout.sharding(ctx.layout.batch))
         for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]
     }
     placed = jax.tree.map(lambda leaf: leaf.sharding, values)
@@ -51,7 +52,7 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
 
 def moved(**how) -> list[hlo.Collective]:
     _, ctx, text = compiled(**how)
-    return hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts)
+    return hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts)
 
 
 def per_layer(found: list[hlo.Collective], kind: str, *axes: str) -> dict[tuple[int, ...], int]:
@@ -156,7 +157,7 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
 )
 def test_bytes_along_each_axis_are_what_the_formula_says(how):
     cfg, ctx, text = compiled(**how)
-    found, expected = hlo.collectives(text, ctx.mesh.shape, ctx.trip_counts), estimate.traffic(cfg, ctx)
+    found, expected = hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts), estimate.traffic(cfg, ctx)
     print(hlo.format_traffic(found, expected))
     measured, predicted = hlo.sent(found), hlo.sent(expected)
     kinds = {kind for kind, sent in measured.items() if sent > 0.01 * sum(measured.values())}

@@ -11,7 +11,8 @@ import pytest
 from lines import lines
 from test_train import SMALL, run
 
-from jaxstack.config import Config, ConfigError, RunConfig, parse
+from jaxstack.config import Config, ConfigError, RunConfig
+from jaxstack.config.reading import parse
 from jaxstack.tracking import jsonl, sinks
 
 RECORDS = [

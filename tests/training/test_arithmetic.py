@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 
 from jaxstack import kernels, moe
 from jaxstack.config import Config, KernelsConfig, LoraConfig, SampleConfig
+from jaxstack.families.context import make_context
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import sample_tokens
 from jaxstack.kernels.implementation import interpret_mode
@@ -241,7 +242,7 @@ def traced_step(cfg: Config) -> Any:
     sizes = cfg.mesh.sizes
     devices = math.prod(sizes.values())
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), precision.text_like(0, cfg))
     return jax.make_jaxpr(make_train_step(cfg, ctx))(abstract_state(Recipe.of(cfg), ctx), batch).jaxpr
 
@@ -484,7 +485,13 @@ def test_logits_are_those_of_float32(rng, name):
     log_probs = np.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
     batch = {"targets": targets, "loss_weights": weights}
     for implementation in ("xla", "chunked"):
-        sums = model.loss(cfg, values, read, batch, dataclasses.replace(ctx, cross_entropy=implementation))
+        sums = model.loss(
+            cfg,
+            values,
+            read,
+            batch,
+            dataclasses.replace(ctx, ops=dataclasses.replace(ctx.ops, cross_entropy=implementation)),
+        )
         (total,) = sums.values()
         np.testing.assert_allclose(total, -(weights * log_probs).sum(), rtol=2e-6)
     if name not in ("encoder", "labels", "captions"):

@@ -21,6 +21,7 @@ from jaxstack.data.buckets import BucketReader
 from jaxstack.data.loader import bucket_sizes
 from jaxstack.data.pairs import PairTokens
 from jaxstack.data.tokens import Tokens
+from jaxstack.families.context import make_context
 from jaxstack.models import family as families
 from jaxstack.models import params
 from jaxstack.models.context import Context
@@ -69,7 +70,7 @@ def alone(real_BK: np.ndarray):
     """Builds the gradients of a batch from each of its rows alone, without padding; `real` counts both sides."""
 
     def make(cfg: Config, ctx: Context):
-        ctx = dataclasses.replace(ctx, mesh=None)
+        ctx = dataclasses.replace(ctx, layout=dataclasses.replace(ctx.layout, mesh=None))
         spec, (term,) = families.spec(cfg.model), cfg.model.objective.terms
 
         def gradients(weights: params.Params, batch: dict[str, jax.Array], key: None):
@@ -151,13 +152,13 @@ def test_in_bfloat16_a_batch_is_near_each_document_alone_in_float32(rng):
 
 def ahead_of(cfg: Config, ctx: Context) -> CompileAhead:
     """Builds what compiles the steps of a run ahead."""
-    return CompileAhead(cfg.data, families.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch))
+    return CompileAhead(cfg.data, families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
 
 
 def toy(cfg: Config, step, lengths) -> tuple[CompileAhead, Any, list[dict[str, np.ndarray]]]:
     """A jitted step that is compiled ahead for batches of three lengths, and such batches."""
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1])
-    ahead = ahead_of(cfg, Context.create(cfg, mesh)).__enter__()
+    ahead = ahead_of(cfg, make_context(cfg, mesh)).__enter__()
     first = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     run = ahead.wrap(jax.jit(step), first, lengths)
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -184,7 +185,7 @@ def test_a_length_has_one_program_that_a_thread_compiles_before_it_is_needed():
     assert float(total) == 2 * sum(float(batch["loss_weights"].sum()) for batch in batches)
     ahead.__exit__(None, None, None)
     plain = meshes.config("llama3", {})
-    ctx = Context.create(plain, make_mesh(plain.mesh, plain.microbatch_size, jax.devices()[:1]))
+    ctx = make_context(plain, make_mesh(plain.mesh, plain.microbatch_size, jax.devices()[:1]))
     function = jax.jit(step)
     assert ahead_of(plain, ctx).wrap(function, total, [32]) is function, "rows of one length"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
 from jaxstack.training.state import Recipe, abstract_state
@@ -18,9 +18,9 @@ def lower_step(model: ModelConfig, sizes: MeshConfig) -> jax.stages.Lowered:
     """Lowers the training step of two rows on two devices."""
     cfg = Config(model=model, data=DataConfig(seq_len=16, batch_size=2), mesh=sizes)
     mesh = make_mesh(sizes, 2, jax.devices()[:2])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     state = abstract_state(Recipe.of(cfg), ctx)
-    placed = ctx.sharding(ctx.batch)
+    placed = ctx.layout.sharding(ctx.layout.batch)
     batch = {
         name: jax.ShapeDtypeStruct((2, 16), dtype, sharding=placed)
         for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]

@@ -12,8 +12,10 @@ from test_optim import SPEC, WIDE
 from test_step import TINY, build, config, random_batch, same
 
 from jaxstack.common.tree import flatten
-from jaxstack.config import DataConfig, LoraConfig, MeshConfig, OptimConfig, RunConfig, TrainConfig, parse
+from jaxstack.config import DataConfig, LoraConfig, MeshConfig, OptimConfig, RunConfig, TrainConfig
+from jaxstack.config.reading import parse
 from jaxstack.debug.update import explain_update
+from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.models.params import flat_spec, map_spec
 from jaxstack.sharding import make_mesh
@@ -147,11 +149,11 @@ def test_stages_accumulation_and_adapters_go_the_same_way(rng):
         train=TrainConfig(steps=10, grad_accum=2),
         mesh=MeshConfig(data=1, pipe=2, fsdp=2),
     )
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 4, jax.devices()[:4]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 4, jax.devices()[:4]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
     before = jax.device_get(state)
-    batch = jax.device_put(unseen_tokens(cfg, rng), ctx.sharding(ctx.batch))
+    batch = jax.device_put(unseen_tokens(cfg, rng), ctx.layout.sharding(ctx.layout.batch))
     after, metrics = assemble.jit_train_step(cfg, ctx, abstract)(state, batch)
     assert np.isfinite(metrics["grad_norm"])
     assert int(after.skipped) == 1

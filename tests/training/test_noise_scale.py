@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.cli import parser
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from jaxstack.models.context import Context
+from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
 from jaxstack.tracking.noise_scale import WINDOW, NoiseScale
 from jaxstack.training import assemble
@@ -38,7 +38,7 @@ CASES = [
 def on_mesh(cfg: Config):
     """Returns the initial parameters, the jitted gradients, and the context of a configuration."""
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     return (
         make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params,
         jax.jit(make_gradients(cfg, ctx)),
@@ -79,7 +79,7 @@ def test_norms_are_those_of_the_rows_of_each_small_batch(family, mesh, how, seed
     cfg = meshes.config(family, mesh, **how)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, noise_scale=True))
     values, gradients, ctx = on_mesh(cfg)
-    _, grads, sums = gradients(values, jax.device_put(batch, ctx.sharding(ctx.batch)), None)
+    _, grads, sums = gradients(values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)), None)
     weights = batch["loss_weights"].sum(1)
     groups = [g for g in small_batches(mesh, how.get("accum", 1)) if weights[g].sum()]
     means = [sum(vectors[row] for row in group) / weights[group].sum() for group in groups]
@@ -124,7 +124,7 @@ def test_the_known_noise_scale_of_independent_targets(mesh, rng):
         mesh=MeshConfig(**{k: v for k, v in mesh.items() if k != "accum"}),
     )
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
     state.params["head"]["w"] = jax.numpy.zeros_like(state.params["head"]["w"])
     shape = STEPS, BATCH, LENGTH
@@ -133,7 +133,7 @@ def test_the_known_noise_scale_of_independent_targets(mesh, rng):
         "targets": rng.choice(VOCABULARY, shape, p=q).astype(np.int32),
         "loss_weights": (rng.random(shape) < rng.uniform(0.2, 1.0, (STEPS, BATCH, 1))).astype(np.float32),
     }
-    batches = jax.device_put(batches, ctx.sharding(PartitionSpec(None, *ctx.batch)))
+    batches = jax.device_put(batches, ctx.layout.sharding(PartitionSpec(None, *ctx.layout.batch)))
     train_step = assemble.make_train_step(cfg, ctx)
     _, metrics = jax.jit(lambda state, batches: jax.lax.scan(train_step, state, batches))(state, batches)
     signal, noise, tokens = (np.asarray(metrics[key], float) for key in ("grad_signal", "grad_noise", "tokens"))
@@ -152,7 +152,7 @@ def test_nothing_is_measured_unless_it_is_asked_for(monkeypatch):
     for name in ("measure", "estimate"):
         monkeypatch.delattr(noise_scale, name)
     cfg = meshes.config("llama3", {"data": 2, "context": 2}, accum=2)
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:4]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:4]))
     state = abstract_state(Recipe.of(cfg), ctx)
     batch = meshes.random_batch(0, False, cfg.model)
     _, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
@@ -173,7 +173,7 @@ def test_a_single_gradient_is_refused(mesh, accum, says):
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, noise_scale=True))
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     with pytest.raises(ConfigError, match=says):
-        make_gradients(cfg, Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices)))
+        make_gradients(cfg, make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices)))
 
 
 def test_averages_forget_and_continue():

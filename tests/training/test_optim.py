@@ -14,8 +14,8 @@ from families import EXPERTS, FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
-from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec
 from jaxstack.planner import estimate, hlo
 from jaxstack.sharding import make_mesh
@@ -349,13 +349,13 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     monkeypatch.setattr(whole_matrices, "ELEMENTS_AT_ONCE", 64 * 64)  # some one after the other
     how = {"name": "muon", "lr": 1.0, "warmup_steps": 0, "weight_decay": 0.1}
     cfg = Config(model=EXPERTS_MODEL, optim=OptimConfig(**how), mesh=MeshConfig(**{"data": 1} | mesh))
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
     state = abstract_state(Recipe.of(cfg), ctx)
     tx = make_optimizer(Recipe.of(cfg), ctx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
     compiled = jax.jit(tx.update, out_shardings=shardings).lower(state.params, state.opt_state, state.params).compile()
 
-    found = hlo.collectives(compiled.as_text(), ctx.mesh.shape)
+    found = hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape)
     # Beside the norm's scalars: exchanges, replicas that gather what each has done, and single matrices.
     moved = [c for c in found if c.shape]
     assert {c.kind for c in moved} <= {"all-to-all", "all-gather"}

@@ -15,6 +15,7 @@ from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.quantize import Settings, quantize_layer
 from jaxstack.config import Config
 from jaxstack.config.scheme import Scheme
+from jaxstack.families.context import make_context
 from jaxstack.models import lora
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate
@@ -48,7 +49,7 @@ def config(name, mesh, weights="int4", dtype="float32", **how) -> Config:
 def placed(cfg: Config, seed: int):
     """The context of a run on its mesh, and random parameters."""
     devices = jax.devices()[: int(np.prod([*cfg.mesh.sizes.values()]))]
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
     rng, abstract = np.random.default_rng(seed), abstract_state(Recipe.of(cfg), ctx).params
     return ctx, jax.tree.map(
         lambda like: jax.device_put(rng.normal(0, 0.1, like.shape).astype(np.float32), like.sharding), abstract
@@ -170,7 +171,7 @@ def test_gradients_in_bfloat16_are_those_of_float32(seed):
 def test_the_plan_counts_the_rounded_copy():
     """Each device has a copy of its own part of the matrices of layers, float32."""
     cfg = config("llama3", {"fsdp": 2, "tensor": 2})
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4]))
+    ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4]))
     found = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
     matrices = Walk.of(cfg.model, ctx).matrices.values()
     assert found["rounded matrices, float32"] == 4 * cfg.model.num_layers * sum(p.size for p in matrices) / 4

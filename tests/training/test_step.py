@@ -19,8 +19,10 @@ from jaxstack.config import (
     SpikeConfig,
     TrainConfig,
 )
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble, losses
 from jaxstack.training.state import Recipe, abstract_state, init_state, make_state
@@ -41,7 +43,7 @@ def config(**groups) -> Config:
 def build(cfg: Config, devices: int = 1, **how):
     """Returns a state on a mesh, the jitted step, and its context."""
     mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
-    ctx = dataclasses.replace(Context.create(cfg, mesh), **how)
+    ctx = dataclasses.replace(make_context(cfg, mesh), **how)
     return (
         make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)),
         jax.jit(assemble.make_train_step(cfg, ctx)),
@@ -101,7 +103,7 @@ def test_the_data_mesh_changes_nothing(rng):
     many, many_step, ctx = build(cfg, 8)  # 2 and 4 are rows of test_meshes.py
     for path, value in flatten(one.params).items():
         assert (np.asarray(value) == np.asarray(flatten(many.params)[path])).all(), path
-    placed = jax.device_put(batch, jax.NamedSharding(ctx.mesh, jax.P("data")))
+    placed = jax.device_put(batch, jax.NamedSharding(ctx.layout.mesh, jax.P("data")))
     a, a_metrics = one_step(one, batch)
     b, b_metrics = many_step(many, placed)
     np.testing.assert_allclose(a_metrics["loss"], b_metrics["loss"], rtol=1e-6)
@@ -230,7 +232,7 @@ def test_the_chunked_loss_is_the_loss(rng):
     batch = random_batch(cfg, rng)
     loss = functools.partial(losses.loss_sums, cfg.model)
     (a, _), (b, _) = (
-        loss(values, batch, Context(cross_entropy=implementation)) for implementation in ("xla", "chunked")
+        loss(values, batch, Context(ops=Ops(cross_entropy=implementation))) for implementation in ("xla", "chunked")
     )
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
 

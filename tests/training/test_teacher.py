@@ -12,10 +12,10 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, TrainConfig
-from jaxstack.config.distill import DistillConfig
-from jaxstack.config.parse import parse_config
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.config.training import DistillConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import decoder
-from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
 from jaxstack.training.assemble import make_gradients
@@ -71,11 +71,11 @@ def test_a_teacher_says_its_likeliest_tokens(name, mesh, dtype, seed):
     cfg = config(name, mesh, packing=True)
     cfg = replace(cfg, train=TrainConfig(dtype=dtype))
     devices = make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4])
-    ctx = Context.create(cfg, devices)
+    ctx = make_context(cfg, devices)
     values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     values = jax.tree.map(lambda a: 3 * a, values)
     batch = test_meshes.random_batch(seed, True, cfg.model)
-    placed = jax.device_put(batch, ctx.sharding(ctx.batch))
+    placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     found = teacher.make_teach(cfg.distill, cfg.model, values, ctx.whole_sequences())(placed)
     ids, log_probs = np.asarray(found["teacher_ids"]), np.asarray(found["teacher_log_probs"])
 
@@ -98,9 +98,9 @@ def test_gradients_in_bfloat16_are_those_of_float32(seed):
     found = []
     for dtype in ("float32", "bfloat16"):
         cfg = replace(config("llama3", {}), train=TrainConfig(dtype=dtype))
-        ctx = Context.create(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:1]))
+        ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:1]))
         values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
-        batch = jax.device_put(taught(cfg, seed), ctx.sharding(ctx.batch))
+        batch = jax.device_put(taught(cfg, seed), ctx.layout.sharding(ctx.layout.batch))
         found.append(flatten(jax.jit(make_gradients(cfg, ctx))(values, batch)[1]))
     for path, exact in found[0].items():
         apart = np.linalg.norm(np.asarray(found[1][path] - exact, np.float64)) / np.linalg.norm(np.asarray(exact))

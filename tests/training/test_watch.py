@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec
 from jaxstack import start
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, DebugConfig, MeshConfig, OptimConfig, PipelineConfig
+from jaxstack.families.context import make_context
 from jaxstack.models import family
 from jaxstack.models import watch as taps
 from jaxstack.models.context import Context
+from jaxstack.models.layout import Layout
 from jaxstack.sharding import make_mesh, totals, transformer
 from jaxstack.tracking import watched
 from jaxstack.training.assemble import jit_train_step, make_gradients, make_train_step
@@ -184,7 +186,7 @@ def run_step(cfg, batch, names, with_gradients=False):
     """Returns the statistics of the first step of a run, its initial parameters, and its gradients or `None`."""
     cfg = dataclasses.replace(cfg, debug=DebugConfig(watch=names))
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
-    ctx = Context.create(cfg, mesh)
+    ctx = make_context(cfg, mesh)
     state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
     step, gradients = make_train_step(cfg, ctx, watch.watched_of(cfg)), make_gradients(cfg, ctx)
 
@@ -193,7 +195,7 @@ def run_step(cfg, batch, names, with_gradients=False):
         measured = step(state, batch)[1]["watch"]
         return measured, gradients(state.params, batch)[1] if with_gradients else None
 
-    measured, grads = jax.device_get(run(state, jax.device_put(batch, ctx.sharding(ctx.batch))))
+    measured, grads = jax.device_get(run(state, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))))
     return watched.statistics(cfg.debug.patterns, measured), state.params, grads
 
 
@@ -229,7 +231,7 @@ def test_gradients_and_updates_are_those_of_numpy(seed):
 def test_parts_of_arrays_add_up(rng):
     """On a mesh that splits rows, tokens and heads: an array in the layout of heads, and one of the residual stream."""
     mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2), 8, jax.devices())
-    ctx = Context(mesh=mesh, rules=transformer(MeshConfig(tensor=2)), watch=frozenset(taps.TAPS))
+    ctx = Context(Layout(mesh, transformer(MeshConfig(tensor=2))), watch=frozenset(taps.TAPS))
     x, y = draw(rng, (4, 8, 4, 6)), draw(rng, (4, 8, 6))
 
     def work(x, y):
@@ -238,7 +240,7 @@ def test_parts_of_arrays_add_up(rng):
         aux |= taps.measure_mean(ctx, "moe/router_entropy", y.sum(), (y > 0).astype(jnp.float32), "batch", "residual")
         aux |= taps.measure_largest(ctx, "cross/max_logit", -jnp.abs(x).min(), "batch", "sequence", "heads")
         twice = totals.merge(totals.merge(totals.empty(aux), aux), aux)
-        return totals.reduce((aux, twice), ctx.token_axes)
+        return totals.reduce((aux, twice), ctx.layout.token_axes)
 
     P = PartitionSpec
     specs = P("data", "context", "tensor"), P("data", ("context", "tensor"))
@@ -330,15 +332,15 @@ def test_a_pattern_without_a_match_names_the_nearest():
 def test_nothing_is_measured_between_the_steps():
     """The program of the other steps, and that of a run without `debug.watch`, is the same text."""
     cfg = meshes.config("llama3", {})
-    ctx = Context.create(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1]))
-    abstract, where = abstract_state(Recipe.of(cfg), ctx), ctx.sharding(ctx.batch)
+    ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1]))
+    abstract, where = abstract_state(Recipe.of(cfg), ctx), ctx.layout.sharding(ctx.layout.batch)
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         for name, x in meshes.random_batch(0, False, cfg.model).items()
     }
     plain = jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
     on = dataclasses.replace(cfg, debug=DebugConfig(watch="*/mlp/out", watch_every=3))
-    mesh = ctx.mesh
+    mesh = ctx.layout.mesh
     steps = start.make_steps(Setup(on, None, mesh, ctx, abstract, watch.watched_of(on)))
     usual = steps.train
     chosen = [steps.choose(number, on.debug.watch_every, usual) for number in range(1, 8)]

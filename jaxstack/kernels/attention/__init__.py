@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.kernels.attention import chunked, reference
+from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, reference
 from jaxstack.kernels.attention.reference import (
     MASKED,
     AttentionMask,
@@ -173,23 +173,30 @@ def cached_attention(
       values: cached values [B, G, T, K].
       distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
-      bias: see `attention`; its positions are ignored, because `distance` has those of the cached tokens.
+      bias: see `attention`; its positions are ignored, because `distance` gives the positions of the cached tokens.
     """
-    g, slots, new = keys.shape[1], keys.shape[3], jnp.arange(q.shape[1])
-    q_BGSRK, v_BGSK = heads_first(q, g), v.swapaxes(1, 2)
-    visible, distance_to_first = distance > 0, distance
-    visible, distance = visible[:, None], distance[:, None] + new[:, None]  # of each query [B, 1 or S, T]
+    g = keys.shape[1]
+    slots = keys.shape[3]
+    new = jnp.arange(q.shape[1])
+    q_BGSRK = heads_first(q, g)
+    v_BGSK = v.swapaxes(1, 2)
+    visible = (distance > 0)[:, None]  # [B, 1, T]
+    distances = distance[:, None] + new[:, None]  # [B, S, T]
     if window:
-        visible &= distance < window
-    every, table, positions = Options(scale, AttentionMask(kind="full"), softcap), None, Mask()
+        visible &= distances < window
+    o = Options(scale, AttentionMask(kind="full"), softcap)
+    table = None
+    positions = Mask()
     if bias is not None:
-        every, table = every._replace(buckets=bias.buckets), bias.table
-        positions = Mask(Tokens(positions=new[None]), Tokens(positions=-distance_to_first))
-    cached = masked_scores(every, q_BGSRK, keys.swapaxes(2, 3), new, new, positions, table)
-    cached = jnp.where(visible[:, None, :, None], cached, MASKED)
-    own_mask = AttentionMask(window, "causal" if new.size > 1 else "full")
-    own = masked_scores(every._replace(mask=own_mask), q_BGSRK, k.swapaxes(1, 2), new, new, Mask(), table)
-    weights = jax.nn.softmax(jnp.concatenate([cached, own], axis=-1), axis=-1).astype(v.dtype)
+        o = o._replace(buckets=bias.buckets)
+        table = bias.table
+        positions = Mask(Tokens(positions=new[None]), Tokens(positions=-distance))
+    cached_scores = masked_scores(o, q_BGSRK, keys.swapaxes(2, 3), new, new, positions, table)  # [B, G, S, R, T]
+    cached_scores = jnp.where(visible[:, None, :, None], cached_scores, MASKED)
+    new_mask = AttentionMask(window, "causal" if new.size > 1 else "full")
+    new_scores = masked_scores(o._replace(mask=new_mask), q_BGSRK, k.swapaxes(1, 2), new, new, Mask(), table)
+    scores = jnp.concatenate([cached_scores, new_scores], axis=-1)  # [B, G, S, R, T + S]
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
     if new.size == 1:  # a product is faster than a matmul over one token
         mixed += weights[..., slots:] * v_BGSK[:, :, :, None]
@@ -219,10 +226,12 @@ def cached_cross_attention(
       visible: whether the tokens attend to a slot [B, T].
       scale, softcap: see `attention`.
     """
-    q_BGSRK, new = heads_first(q, keys.shape[1]), jnp.arange(q.shape[1])
-    every, seen = Options(scale, AttentionMask(kind="cross"), softcap), visible[:, None, None, None]
-    scores = jnp.where(seen, masked_scores(every, q_BGSRK, keys.swapaxes(2, 3), new, new, Mask()), MASKED)
-    weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0).astype(values.dtype)
+    q_BGSRK = heads_first(q, keys.shape[1])
+    new = jnp.arange(q.shape[1])
+    o = Options(scale, AttentionMask(kind="cross"), softcap)
+    visible = visible[:, None, None, None]  # [B, 1, 1, 1, T]
+    scores = jnp.where(visible, masked_scores(o, q_BGSRK, keys.swapaxes(2, 3), new, new, Mask()), MASKED)
+    weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0).astype(values.dtype)
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights, values, preferred_element_type=jnp.float32)
     return heads_last(mixed.astype(q.dtype))
 
@@ -266,18 +275,12 @@ def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bi
 
 
 def _attend(o: Options, q, k, v, mask: Mask, table):
-    match o.name:  # kernels are imported only when used, because importing Pallas takes time
+    match o.name:
         case "cudnn":
-            from jaxstack.kernels.attention import cudnn
-
             return cudnn.attend(o, q, k, v)
         case "pallas_gpu":
-            from jaxstack.kernels.attention import pallas_gpu
-
             return pallas_gpu.attend(o, q, k, v, mask.queries.segments)
         case "pallas_tpu":
-            from jaxstack.kernels.attention import pallas_tpu
-
             return pallas_tpu.attend(o, q, k, v, mask.queries.segments)
         case "chunked":
             return chunked.attend(o, q, k, v, mask, table)

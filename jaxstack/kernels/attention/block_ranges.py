@@ -61,10 +61,12 @@ def query_blocks(o: Options, length: int, block_q: int, block_kv: int) -> BlockR
     first = np.arange(-(-length // block_kv)) * block_kv
     last = np.minimum(first + block_kv, length) - 1
     if o.causal:
-        low, inner_low = first // block_q, -(-last // block_q)
+        low = first // block_q
+        inner_low = -(-last // block_q)
     elif o.window:
         low, inner_low = (np.maximum(first_seen, 0) for first_seen in (first - o.window + 1, last - o.window + 1))
-        low, inner_low = low // block_q, -(-inner_low // block_q)
+        low = low // block_q
+        inner_low = -(-inner_low // block_q)
     else:
         low = inner_low = np.zeros_like(first)
     high = np.minimum((last + o.window - 1) // block_q + 1, blocks) if o.window else np.full_like(first, blocks)
@@ -92,7 +94,8 @@ def to_array(
     """
     if segments is None:
         return jnp.asarray(np.stack(ranges, axis=-1)[None], jnp.int32)
-    (own_least, own_most), (least, most) = _extent(segments[0], block), _extent(segments[1], visited_block)
+    own_least, own_most = _extent(segments[0], block)
+    least, most = _extent(segments[1], visited_block)
     overlap = (own_least[:, :, None] <= most[:, None, :]) & (least[:, None, :] <= own_most[:, :, None])
     count = overlap.shape[2]
     low = jnp.maximum(jnp.argmax(overlap, axis=-1), ranges.low)

@@ -67,16 +67,20 @@ def _groups(o: Options, length: int, other_length: int, mask: Mask, over: str) -
     result = []
     for start, size, count in groups:
         end = start + size * count
-        low, high = 0, other_length
+        low = 0
+        high = other_length
         if mask.offset is not None:
             pass
         elif not o.causal:  # a window reaches as far to the left as to the right
             if o.window:
-                low, high = max(0, start - o.window + 1), min(other_length, end + o.window - 1)
+                low = max(0, start - o.window + 1)
+                high = min(other_length, end + o.window - 1)
         elif over == "queries":  # the keys that queries start .. end - 1 attend to
-            low, high = max(0, start - o.window + 1) if o.window else 0, end
+            low = max(0, start - o.window + 1) if o.window else 0
+            high = end
         else:  # the queries that attend to keys start .. end - 1
-            low, high = start, min(other_length, end + o.window - 1) if o.window else other_length
+            low = start
+            high = min(other_length, end + o.window - 1) if o.window else other_length
         result.append(_Group(start, size, count, low, high))
     return result
 
@@ -91,19 +95,24 @@ def attend(o: Options, q, k, v, mask: Mask, table=None):
 
 
 def _attend_forward(o: Options, q, k, v, mask: Mask, table):
-    q_BGSRK, k_BGTK, v_BGTK = heads_first(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    q_BGSRK = heads_first(q, k.shape[2])
+    k_BGTK = k.swapaxes(1, 2)
+    v_BGTK = v.swapaxes(1, 2)
     out, lse = forward(o, q_BGSRK, k_BGTK, v_BGTK, mask, q.dtype, table)
-    out, lse = checkpoint_name(heads_last(out), "attention"), checkpoint_name(lse, "attention_lse")
+    out = checkpoint_name(heads_last(out), "attention")
+    lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, mask, table, out, lse)
 
 
 def _attend_backward(o: Options, residuals, d_out):
     q, k, v, mask, table, out, lse = residuals
     q_BGSRK, d_out_BGSRK, out_BGSRK = (heads_first(x, k.shape[2]) for x in (q, d_out, out))
-    k_BGTK, v_BGTK = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    k_BGTK = k.swapaxes(1, 2)
+    v_BGTK = v.swapaxes(1, 2)
     delta = row_dots(d_out_BGSRK, out_BGSRK)
     dq, dk, dv, d_table = backward(o, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse, delta, mask, q.dtype, table)
-    dk, dv = dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+    dk = dk.swapaxes(1, 2)
+    dv = dv.swapaxes(1, 2)
     return heads_last(dq).astype(q.dtype), dk, dv, None, None if table is None else d_table.astype(table.dtype)
 
 
@@ -116,7 +125,8 @@ def forward(o: Options, q_BGSRK, k_BGTK, v_BGTK, mask: Mask, dtype, table=None):
     A query without visible keys has zeros and a log-sum-exp of 0 with kind="cross". With other kinds of masks, its
     log-sum-exp is about float32's lowest number, and its output is an arbitrary mean of values.
     """
-    outs, lses = [], []
+    outs = []
+    lses = []
     for group in _groups(o, q_BGSRK.shape[2], k_BGTK.shape[2], mask, over="queries"):
         keys = group.low + jnp.arange(group.high - group.low)
         k_group, v_group, of_keys = slice_tree((k_BGTK, v_BGTK, mask.keys), group.low, keys.size)
@@ -160,7 +170,8 @@ def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_B
     d_table = None if table is None else jnp.zeros_like(table, jnp.float32)
     # The scale multiplies the products of queries and keys only, not the biases.
     factor = o.scale if table is None else 1.0
-    dks, dvs = [], []
+    dks = []
+    dvs = []
     for group in _groups(o, k_BGTK.shape[2], q_BGSRK.shape[2], mask, over="keys"):
         index = add_offset(group.low + jnp.arange(group.high - group.low), mask.offset)
         q_group, d_out_group, lse, delta, of_queries = slice_tree(
@@ -181,7 +192,8 @@ def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_B
             if o.buckets is not None:
                 d_table += table_gradient(o.buckets, d_scores, bias_distances(index, keys, chunk_mask))
                 d_scores *= o.scale
-            weights, d_scores = weights.astype(q_group.dtype), d_scores.astype(q_group.dtype)
+            weights = weights.astype(q_group.dtype)
+            d_scores = d_scores.astype(q_group.dtype)
             more = jnp.einsum("bgcrt,bgtk->bgcrk", d_scores, k_chunk, preferred_element_type=jnp.float32)
             dk = jnp.einsum("bgcrt,bgcrk->bgtk", d_scores, q_group, preferred_element_type=dtype)
             dv = jnp.einsum("bgcrt,bgcrk->bgtk", weights, d_out_group, preferred_element_type=dtype)

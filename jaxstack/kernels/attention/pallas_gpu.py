@@ -68,7 +68,8 @@ def attend(o: Options, q, k, v, segment_ids):
 
 def _forward(o: Options, q, k, v, segment_ids):
     out, lse_BHS = _forward_call(o, q, k, v, Mask(*(Tokens(segment_ids),) * 2), q.dtype)
-    out, lse_BHS = checkpoint_name(out, "attention"), checkpoint_name(lse_BHS, "attention_lse")
+    out = checkpoint_name(out, "attention")
+    lse_BHS = checkpoint_name(lse_BHS, "attention_lse")
     return out, (q, k, v, segment_ids, out, lse_BHS)
 
 
@@ -86,14 +87,18 @@ def forward_block(o: Options, q, k, v, mask: Mask):
 
 def backward_block(o: Options, q, k, v, d_out, out, lse_BSH, delta_BSH, mask: Mask):
     """Returns the parts of the gradients, in float32, that are due to these keys; `lse` and `delta` are of all keys."""
-    lse, delta = lse_BSH.swapaxes(1, 2) * _LOG2E, delta_BSH.swapaxes(1, 2)
+    lse = lse_BSH.swapaxes(1, 2) * _LOG2E
+    delta = delta_BSH.swapaxes(1, 2)
     return _backward_call(o, q, k, v, d_out, lse, delta, mask, jnp.float32)
 
 
 def _forward_call(o: Options, q, k, v, mask: Mask, dtype):
     """Returns the output in `dtype` and the log-sum-exp [B, H, S], which contains a factor of log2(e)."""
-    (b, s, h, width), r = q.shape, q.shape[2] // k.shape[2]
-    head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
+    b, s, h, width = q.shape
+    r = q.shape[2] // k.shape[2]
+    head = _head(q)
+    kv = _head(k, r)
+    per_token = pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     return _call(
         _forward_kernel, "queries", _Static(o, _tile("forward", q), s, width), h, mask,
         (q, k, v), (head, kv, kv), ((q.shape, dtype), ((b, h, s), jnp.float32)), (head, per_token),
@@ -102,14 +107,19 @@ def _forward_call(o: Options, q, k, v, mask: Mask, dtype):
 
 def _backward_call(o: Options, q, k, v, d_out, lse_BHS, delta_BHS, mask: Mask, dtype):
     """Returns the gradients of q, k and v in `dtype`."""
-    (_, s, h, width), g, r = q.shape, k.shape[2], q.shape[2] // k.shape[2]
+    _, s, h, width = q.shape
+    g = k.shape[2]
+    r = q.shape[2] // k.shape[2]
     inputs = (q, k, v, d_out, lse_BHS, delta_BHS)
-    head, kv, per_token = _head(q), _head(k, r), pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
+    head = _head(q)
+    kv = _head(k, r)
+    per_token = pl.BlockSpec((None, None, s), lambda i, h, b: (b, h, 0))
     (dq,) = _call(
         _dq_kernel, "queries", _Static(o, _tile("dq", q), s, width), h, mask,
         inputs, (head, kv, kv, head, per_token, per_token), ((q.shape, dtype),), (head,),
     )  # fmt: skip
-    kv, per_token = _head(k), pl.BlockSpec((None, r, s), lambda i, g, b: (b, g, 0))
+    kv = _head(k)
+    per_token = pl.BlockSpec((None, r, s), lambda i, g, b: (b, g, 0))
     heads = pl.BlockSpec((None, s, r, _padded(width)), lambda i, g, b: (b, 0, g, 0))
     dk, dv = _call(
         _dkv_kernel, "keys", _Static(o, _tile("dkv", q), s, width), g, mask,
@@ -136,11 +146,14 @@ def _call(kernel, over, static: _Static, heads, mask: Mask, inputs, in_specs, re
     o, tile, s, *_ = static
     if over == "queries":
         ranges = block_ranges.key_blocks(o, s, tile.block_q, tile.block_kv)
-        block, visited_block = tile.block_q, tile.block_kv
+        block = tile.block_q
+        visited_block = tile.block_kv
     else:
         ranges = block_ranges.query_blocks(o, s, tile.block_q, tile.block_kv)
-        block, visited_block = tile.block_kv, tile.block_q
-    count, sequences = len(ranges.low), inputs[0].shape[0]
+        block = tile.block_kv
+        visited_block = tile.block_q
+    count = len(ranges.low)
+    sequences = inputs[0].shape[0]
     masked_ends = bool((ranges.low < ranges.inner_low).any()), bool((ranges.inner_high < ranges.high).any())
     of_queries, of_keys = jax.tree.map(lambda x: x.astype(jnp.int32), (mask.queries.segments, mask.keys.segments))
     both = (of_queries, of_keys) if over == "queries" else (of_keys, of_queries)
@@ -188,6 +201,14 @@ def _load_vector(static: _Static, ref, start, size, head=None):
     return plgpu.load(ref.at[where], mask=start + jnp.arange(size) < static.length, other=0)
 
 
+def _load_segments(static: _Static, ref, start, size, row=False):
+    """Loads the segment ids of tokens as a column [size, 1] or a row [1, size]; None if there is one segment."""
+    if ref is None:
+        return None
+    ids = _load_vector(static, ref, start, size)
+    return ids[None] if row else ids[:, None]
+
+
 def _store(static: _Static, ref, start, value):
     mask = (start + jnp.arange(value.shape[0]) < static.length)[:, None]
     mask &= (jnp.arange(value.shape[1]) < static.width)[None]
@@ -227,6 +248,18 @@ def _exp2(o: Options, factor: float, scores, shift):
     return result
 
 
+def _weights(o: Options, raw, visible, lse):
+    """Returns attention weights from products of queries and keys, and the derivative of the cap or None.
+
+    `visible` says which keys a query attends to; `None` means all.
+    """
+    scores, factor, slope = _scores(o, raw)
+    if visible is None:
+        return _exp2(o, factor, scores, lse), slope
+    weights = _exp2(o, factor, jnp.where(visible, scores, MASKED), lse)
+    return jnp.where(visible, weights, 0.0), slope
+
+
 def _visible(static: _Static, queries, keys, query_segments, key_segments):
     """Returns which keys each query attends to. The arguments broadcast against each other."""
     o = static.o
@@ -244,7 +277,8 @@ def _visible(static: _Static, queries, keys, query_segments, key_segments):
 def _for_each_visit(static: _Static, visits_ref, segmented, step, carry):
     """Runs carry = step(masked, i, carry) for each visited block i, and returns the carry."""
     low, inner_low, inner_high, high = (visits_ref[n] for n in range(4))
-    masked, inner = partial(step, True), partial(step, False)
+    masked = partial(step, True)
+    inner = partial(step, False)
     if segmented:
         return lax.fori_loop(low, high, masked, carry)
     if static.masked_ends[0]:
@@ -254,34 +288,22 @@ def _for_each_visit(static: _Static, visits_ref, segmented, step, carry):
 
 
 def _forward_kernel(
-    static: _Static,
-    block_index,
-    visits_ref,
-    query_segments_ref,
-    key_segments_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    lse_ref,
+    static, block_index, visits_ref, query_segments_ref, key_segments_ref, q_ref, k_ref, v_ref, out_ref, lse_ref
 ):
-    o, (block, size, *_) = static.o, static.tile
+    o = static.o
+    block, size, *_ = static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
     q = _load(static, q_ref, start, block)
-    query_segments = (
-        None if query_segments_ref is None else _load_vector(static, query_segments_ref, start, block)[:, None]
-    )
+    query_segments = _load_segments(static, query_segments_ref, start, block)
 
     def step(masked, j, carry):
-        acc, top, total = carry
+        acc, top, total = carry  # [C, K], [C], [C]
         k = _load(static, k_ref, j * size, size)
-        scores, factor, _ = _scores(o, _dot(q, k, (1, 1)))
+        scores, factor, _ = _scores(o, _dot(q, k, (1, 1)))  # [C, T]
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = (
-                None if key_segments_ref is None else _load_vector(static, key_segments_ref, j * size, size)[None]
-            )
+            key_segments = _load_segments(static, key_segments_ref, j * size, size, row=True)
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
             scores = jnp.where(visible, scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
@@ -303,88 +325,56 @@ def _forward_kernel(
     plgpu.store(lse_ref.at[pl.dslice(start, block)], lse, mask=queries < static.length)
 
 
-def _dq_kernel(
-    static,
-    block_index,
-    visits_ref,
-    query_segments_ref,
-    key_segments_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    d_out_ref,
-    lse_ref,
-    delta_ref,
-    dq_ref,
-):
-    o, (block, size, *_) = static.o, static.tile
+def _dq_kernel(static, block_index, visits_ref, query_segments_ref, key_segments_ref, *refs):
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref = refs
+    block, size, *_ = static.tile
     start = block_index(pl.program_id(0)) * block
     queries = start + jnp.arange(block)
-    q, d_out = _load(static, q_ref, start, block), _load(static, d_out_ref, start, block)
+    q = _load(static, q_ref, start, block)
+    d_out = _load(static, d_out_ref, start, block)
     lse, delta = (_load_vector(static, ref, start, block)[:, None] for ref in (lse_ref, delta_ref))
-    query_segments = (
-        None if query_segments_ref is None else _load_vector(static, query_segments_ref, start, block)[:, None]
-    )
+    query_segments = _load_segments(static, query_segments_ref, start, block)
 
     def step(masked, j, dq):
-        k, v = _load(static, k_ref, j * size, size), _load(static, v_ref, j * size, size)
-        scores, factor, slope = _scores(o, _dot(q, k, (1, 1)))
+        k = _load(static, k_ref, j * size, size)
+        v = _load(static, v_ref, j * size, size)
+        raw = _dot(q, k, (1, 1))  # [C, T]
+        visible = None
         if masked:
             keys = j * size + jnp.arange(size)
-            key_segments = (
-                None if key_segments_ref is None else _load_vector(static, key_segments_ref, j * size, size)[None]
-            )
+            key_segments = _load_segments(static, key_segments_ref, j * size, size, row=True)
             visible = _visible(static, queries[:, None], keys[None], query_segments, key_segments)
-            scores = jnp.where(visible, scores, MASKED)
-        weights = _exp2(o, factor, scores, lse)
-        if masked:
-            weights = jnp.where(visible, weights, 0.0)
+        weights, slope = _weights(static.o, raw, visible, lse)
         d_scores = weights * (_dot(d_out, v, (1, 1)) - delta)
         if slope is not None:
             d_scores *= slope
         return dq + _dot(d_scores.astype(k.dtype), k)
 
     dq = _for_each_visit(static, visits_ref, key_segments_ref is not None, step, jnp.zeros(q.shape, jnp.float32))
-    _store(static, dq_ref, start, o.scale * dq)
+    _store(static, dq_ref, start, static.o.scale * dq)
 
 
-def _dkv_kernel(
-    static,
-    block_index,
-    visits_ref,
-    query_segments_ref,
-    key_segments_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    d_out_ref,
-    lse_ref,
-    delta_ref,
-    dk_ref,
-    dv_ref,
-):
-    o, (size, block, *_) = static.o, static.tile
+def _dkv_kernel(static, block_index, visits_ref, query_segments_ref, key_segments_ref, *refs):
+    q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
+    size, block, *_ = static.tile
     start = block_index(pl.program_id(0)) * block
     keys = start + jnp.arange(block)
-    k, v = _load(static, k_ref, start, block), _load(static, v_ref, start, block)
-    key_segments = None if key_segments_ref is None else _load_vector(static, key_segments_ref, start, block)[:, None]
+    k = _load(static, k_ref, start, block)
+    v = _load(static, v_ref, start, block)
+    key_segments = _load_segments(static, key_segments_ref, start, block)
 
     def head(r, carry):
         def step(masked, i, carry):
             dk, dv = carry
             q, d_out = (_load(static, ref, i * size, size, r) for ref in (q_ref, d_out_ref))
             lse, delta = (_load_vector(static, ref, i * size, size, r)[None] for ref in (lse_ref, delta_ref))
-            scores, factor, slope = _scores(o, _dot(k, q, (1, 1)))
+            raw = _dot(k, q, (1, 1))  # [T, C]
+            visible = None
             if masked:
                 queries = i * size + jnp.arange(size)
-                query_segments = None
-                if query_segments_ref is not None:
-                    query_segments = _load_vector(static, query_segments_ref, i * size, size)[None]
+                query_segments = _load_segments(static, query_segments_ref, i * size, size, row=True)
                 visible = _visible(static, queries[None], keys[:, None], query_segments, key_segments)
-                scores = jnp.where(visible, scores, MASKED)
-            weights = _exp2(o, factor, scores, lse)
-            if masked:
-                weights = jnp.where(visible, weights, 0.0)
+            weights, slope = _weights(static.o, raw, visible, lse)
             dv += _dot(weights.astype(d_out.dtype), d_out)
             d_scores = weights * (_dot(v, d_out, (1, 1)) - delta)
             if slope is not None:
@@ -395,5 +385,5 @@ def _dkv_kernel(
 
     initial = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, q_ref.shape[1], head, initial)
-    _store(static, dk_ref, start, o.scale * dk)
+    _store(static, dk_ref, start, static.o.scale * dk)
     _store(static, dv_ref, start, dv)

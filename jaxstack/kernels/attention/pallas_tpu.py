@@ -79,7 +79,8 @@ class _Static(NamedTuple):
 def _block_of(q) -> int:
     """Returns the block size for queries [B, S, H, K].
 
-    This is the largest one, up to that of the chip, that pads a sequence to at most 9/8 of its length in the smallest.
+    It is the largest block, up to the chip's block size, that pads a sequence little: to at most 9/8 of the length to
+    which the smallest block pads it.
     """
     largest = find_tile("attention", dtype_class(q.dtype), "tpu")[0]
     least = _padded(q.shape[1], _BLOCKS[-1])
@@ -113,7 +114,8 @@ def attend(o: Options, q, k, v, segment_ids):
 
 
 def _forward(o: Options, q, k, v, segment_ids):
-    (b, s, h, width), block = q.shape, _block_of(q)
+    b, s, h, width = q.shape
+    block = _block_of(q)
     static, visits, segments = _visits(o, "queries", s, block, segment_ids)
     length = static.blocks * block
     query, query_vector, key, _ = _specs(static, h // k.shape[2], width)
@@ -133,7 +135,9 @@ def _forward(o: Options, q, k, v, segment_ids):
 
 def _backward(o: Options, residuals, d_out):
     q, k, v, segment_ids, out, lse_BHS = residuals
-    (b, s, h, width), g, block = q.shape, k.shape[2], _block_of(q)
+    b, s, h, width = q.shape
+    g = k.shape[2]
+    block = _block_of(q)
     heads = [_heads_first(x, block) for x in (_scaled(o, q), k, v, d_out)]
     vectors = [lse_BHS[:, :, None], _per_token(row_dots(out, d_out).swapaxes(1, 2), block)]
 
@@ -271,7 +275,8 @@ def _scores(o: Options, raw):
 
 def _visible(static: _Static, i, j, query_segments_ref, key_segments_ref):
     """Returns which keys of block j each query of block i attends to, [T, C]."""
-    o, shape = static.o, (static.block, static.block)
+    o = static.o
+    shape = (static.block, static.block)
     keys, queries = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     if o.causal:  # the causal mask also hides the padding, which follows the sequence
         distance = queries - keys + (i - j) * static.block

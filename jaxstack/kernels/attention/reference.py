@@ -95,8 +95,8 @@ class Mask(NamedTuple):
     Attributes:
       queries: arrays about the queries.
       keys: arrays about the keys.
-      offset: position of the first query minus that of the first key, a traced scalar. `None` means that queries and
-        keys are the same tokens.
+      offset: position of the first query minus the position of the first key, a traced scalar. `None` means that
+        queries and keys are the same tokens.
     """
 
     queries: Tokens = Tokens()
@@ -110,8 +110,10 @@ def attend(o: Options, q, k, v, mask: Mask, table=None):
     `table` has the biases [N, H] of the buckets in the options.
     """
     q_BGSRK = heads_first(q, k.shape[2])
-    k_BGTK, v_BGTK = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    q_index, k_index = add_offset(jnp.arange(q.shape[1]), mask.offset), jnp.arange(k.shape[1])
+    k_BGTK = k.swapaxes(1, 2)
+    v_BGTK = v.swapaxes(1, 2)
+    q_index = add_offset(jnp.arange(q.shape[1]), mask.offset)
+    k_index = jnp.arange(k.shape[1])
     scores = masked_scores(o, q_BGSRK, k_BGTK, q_index, k_index, mask, table)
     weights = jax.nn.softmax(scores, axis=-1)
     if has_empty_rows(o, mask):
@@ -171,16 +173,18 @@ def masked_scores(o: Options, q, k, q_index, k_index, mask: Mask, table=None):
 
 def same_prefix(mask: Mask) -> jax.Array:
     """Returns whether a query and a key belong to the same prefix [B, C, T]."""
-    own, other = mask.queries.prefix, mask.keys.prefix
-    assert own is not None
-    assert other is not None
-    return (own[:, :, None] != 0) & (own[:, :, None] == other[:, None])
+    query_ids = mask.queries.prefix
+    key_ids = mask.keys.prefix
+    assert query_ids is not None
+    assert key_ids is not None
+    return (query_ids[:, :, None] != 0) & (query_ids[:, :, None] == key_ids[:, None])
 
 
 def bias_distances(q_index, k_index, mask: Mask) -> jax.Array:
     """Returns the distances [1 or B, C, T] of a relative bias; see `masked_scores`."""
-    own, other = mask.queries.positions, mask.keys.positions
-    return distances(q_index, k_index) if own is None or other is None else distances(own, other)
+    if mask.queries.positions is None or mask.keys.positions is None:
+        return distances(q_index, k_index)
+    return distances(mask.queries.positions, mask.keys.positions)
 
 
 def slice_tree(tree: Tree, start, size) -> Tree:

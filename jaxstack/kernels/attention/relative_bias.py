@@ -21,8 +21,8 @@ from jax import lax
 from jaxstack.sharding import collectives
 
 Buckets: TypeAlias = tuple[tuple[int, int], ...]
-"""The least and the greatest distance (position of the key minus that of the query) of each bucket. A bucket without
-distances has a greatest one below its least."""
+"""The least and the greatest distance of each bucket. A distance is the key's position minus the query's position. A
+bucket without distances has a greatest distance below its least one."""
 
 _FARTHEST = 2**31 - 1
 
@@ -87,7 +87,7 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
 
 
 def distances(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Returns positions of keys [B, T] or [T] minus those of queries [B, C] or [C]: [B, C, T], with B = 1 for [C]."""
+    """Returns key positions [B, T] or [T] minus query positions [B, C] or [C]: [B, C, T], with B = 1 for [C]."""
     apart = keys[..., None, :] - queries[..., None]
     return apart if apart.ndim == 3 else apart[None]
 
@@ -125,7 +125,7 @@ bias_scores.defvjp(_bias_scores_forward, _bias_scores_backward)
 
 
 def table_gradient(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: jax.Array) -> jax.Array:
-    """Returns the gradient of the table [N, H] in float32, from those of the biases."""
+    """Returns the gradient of the table [N, H] in float32, from the gradient of the biases."""
     sums = lax.platform_dependent(
         d_scores_BGCRT, distance_BCT, cpu=partial(_sums_by_adding, buckets), default=partial(_sums_by_products, buckets)
     )
@@ -154,7 +154,8 @@ def _sums_by_adding(buckets: Buckets, d_scores_BGCRT: jax.Array, distance_BCT: j
     for low, n in _by_distance(buckets):
         bucket = jnp.where(distance_BCT >= low, n, bucket)
     sums = collectives.zeros((b, c, len(buckets), g, r), jnp.float32, d_scores_BGCRT)
-    rows, queries = np.arange(b)[:, None, None], np.arange(c)[:, None]
+    rows = np.arange(b)[:, None, None]
+    queries = np.arange(c)[:, None]
     sums = sums.at[rows, queries, bucket].add(d_scores_BGCRT.transpose(0, 2, 4, 1, 3))
     # XLA's sum over the first dimensions is slow on CPUs.
     total = jnp.matmul(jnp.ones(b * c), sums.reshape(b * c, -1), precision=lax.Precision.HIGHEST)

@@ -46,7 +46,7 @@ def compared_loss(model: ComparingFamily) -> Loss:
         products = jax.tree.map(lambda a, b: (a * b).sum(), features, batch["feature_grads"])
         total = functools.reduce(operator.add, jax.tree.leaves(products))
         # Devices that share rows have parts of the gradients with respect to their features.
-        others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.token_axes)
+        others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.layout.token_axes)
         return sums | {name: collectives.all_reduce(total, others)}
 
     return loss

@@ -50,10 +50,10 @@ def count(cfg: ModelConfig, batch: Batch, ctx: Context) -> Counts:
     for name, stack in family.of(cfg).stacks(cfg).items():
         weights = batch[stack.counts or cfg.objective.terms[0].weights]  # [B, S]
         tokens_of_row = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
-        tokens_of_sequence = collectives.all_reduce(tokens_of_row, ctx.axes("sequence"))
-        tokens[name] = collectives.all_reduce(tokens_of_row.sum(), ctx.token_axes)
+        tokens_of_sequence = collectives.all_reduce(tokens_of_row, ctx.layout.axes("sequence"))
+        tokens[name] = collectives.all_reduce(tokens_of_row.sum(), ctx.layout.token_axes)
         used = jnp.sum(tokens_of_sequence > 0, dtype=jnp.float32)
-        sequences[name] = collectives.all_reduce(used, ctx.axes("batch"))
+        sequences[name] = collectives.all_reduce(used, ctx.layout.axes("batch"))
     return Counts(tokens, sequences)
 
 

@@ -31,8 +31,8 @@ def replica_axes(ctx: Context) -> Axes:
 
     Along other axes of the batch (FSDP), the backward pass of a layer sums gradients before anything can measure them.
     """
-    held = {name for entry in ctx.rules.parameters.values() for name in names_of(entry)}
-    return tuple(axis for axis in ctx.axes("batch") if axis not in held)
+    held = {name for entry in ctx.layout.rules.parameters.values() for name in names_of(entry)}
+    return tuple(axis for axis in ctx.layout.axes("batch") if axis not in held)
 
 
 def measured(share: Share, ctx: Context, objective: Objective, spec: Spec) -> Share:
@@ -42,7 +42,7 @@ def measured(share: Share, ctx: Context, objective: Objective, spec: Spec) -> Sh
 
     def with_figures(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
         part = share(params, batch, key, totals)
-        grads = ctx.sync_grads(trained_spec, part.grads, without=replica_axes(ctx))
+        grads = ctx.layout.sync_grads(trained_spec, part.grads, without=replica_axes(ctx))
         figures = measure(ctx, grads, batch[first.weights], totals.weights[first.name])
         return part._replace(grads=grads, figures=figures)
 
@@ -74,14 +74,14 @@ def require_small_batches(ctx: Context, microbatches: int) -> None:
     Raises:
       ConfigError: it has one.
     """
-    replicas = math.prod(ctx.mesh.shape[axis] for axis in replica_axes(ctx)) if ctx.mesh else 1
+    replicas = math.prod(ctx.layout.mesh.shape[axis] for axis in replica_axes(ctx)) if ctx.layout.mesh else 1
     if replicas * microbatches == 1:
         found = "there is one replica (mesh.data=1)"
-        if ctx.partitioner == "auto":
+        if ctx.layout.partitioner == "auto":
             found = "XLA sums the gradients of all replicas (mesh.partitioner=auto)"
         raise ConfigError(
             f"train.noise_scale=true compares gradients within a step, but train.grad_accum=1 and {found}. Use "
-            f"train.grad_accum=2 or more" + (" or mesh.data above 1." if ctx.partitioner == "manual" else ".")
+            f"train.grad_accum=2 or more" + (" or mesh.data above 1." if ctx.layout.partitioner == "manual" else ".")
         )
 
 
@@ -98,7 +98,7 @@ def measure(ctx: Context, grads: Params, weights: jax.Array, total_weight: jax.A
       total_weight: sum of the loss weights of the global batch.
     """
     replicas = replica_axes(ctx)
-    within = tuple(axis for axis in ctx.token_axes if axis not in replicas)
+    within = tuple(axis for axis in ctx.layout.token_axes if axis not in replicas)
     weight = collectives.all_reduce(weights.sum(), within)
 
     def squared(x: jax.Array) -> jax.Array:

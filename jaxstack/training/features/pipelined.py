@@ -125,15 +125,15 @@ def pipelined(cfg: ModelConfig, ctx: Context, objective: Objective, split: Seque
       objective: what the run minimises.
       split: see `PipelineConfig.split`. `None` is an error if the schedule has weight units.
     """
-    program = ctx.pipeline
+    program = ctx.layout.pipeline
     assert program is not None
     stacks = family.of(cfg).stacks(cfg)
     spec = family.spec(cfg)
     trained_spec, frozen_spec = parameters.partition(spec, spec)
 
     def gather(spec: Spec, params: Params) -> tuple[Params, PyTree]:
-        if ctx.gather == "once":
-            params = ctx.gather_params(spec, params)
+        if ctx.layout.gather == "once":
+            params = ctx.layout.gather_params(spec, params)
         shared, layers = family.split_stacks(cfg, params)
         groups = tuple(group_layers(stack.period, layers.get(name, {})) for name, stack in stacks.items())
         return shared, groups if len(groups) > 1 else groups[0]

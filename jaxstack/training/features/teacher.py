@@ -49,7 +49,7 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
     def likeliest(values: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns ids and log-probabilities [B, C, K] after hidden states [B, C, D]."""
         logits = decoder.logits(model, values, hidden, ctx) / distill.temperature
-        axes = ctx.axes("vocab")
+        axes = ctx.layout.axes("vocab")
         V = logits.shape[-1]
         lse = log_sum_exp(logits, axes)
         found, ids = jax.lax.top_k(logits, min(count, V))
@@ -61,7 +61,7 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
     def work(values: Params, batch: Batch) -> dict[str, jax.Array]:
         hidden, _ = decoder.hidden_states(model, values, batch, ctx)
         B, S, D = hidden.shape
-        size = max(1, min(S, ctx.loss_chunk // B))
+        size = max(1, min(S, ctx.ops.loss_chunk // B))
         padded = jnp.pad(hidden, ((0, 0), (0, -S % size), (0, 0))).reshape(B, -1, size, D).swapaxes(0, 1)
         ids, log_probs = jax.lax.map(lambda x: likeliest(values, x), padded)
         whole = (a.swapaxes(0, 1).reshape(B, -1, count)[:, :S] for a in (ids, log_probs))
@@ -70,10 +70,10 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
     def read(batch: Batch) -> Batch:
         return {name: batch[name] for name in ("tokens", "positions", "segment_ids") if name in batch}
 
-    if ctx.mesh is None:
+    if ctx.layout.mesh is None:
         local: Callable[..., Any] = work
     else:
-        local = ctx.local(work, (ctx.parameters(spec), ctx.batch), ctx.batch)
+        local = ctx.layout.local(work, (ctx.layout.parameters(spec), ctx.layout.batch), ctx.layout.batch)
     program = jax.jit(local)
     values = jax.jit(lambda values: cast_matrices(spec, values, ctx.dtype))(values)
     return lambda batch: {**batch, **program(values, read(batch))}

@@ -110,9 +110,9 @@ def _squares(p: Param, x: jax.Array) -> jax.Array:
 
 def _in_layer_order(ctx: Context, path: str, p: Param, tree: PyTree) -> PyTree:
     """Returns arrays over the slots of all stages [R, ...] in the order of layers [L, ...]."""
-    if ctx.stages is None or not p.stacked:
+    if ctx.layout.stages is None or not p.stacked:
         return tree
-    slots = ctx.stages.of(path).slot_of_layer
+    slots = ctx.layout.stages.of(path).slot_of_layer
     return jax.tree.map(lambda a: a[slots], tree)
 
 

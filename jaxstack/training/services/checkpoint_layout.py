@@ -39,11 +39,13 @@ class Layout:
 
 def checkpoint_layout(recipe: Recipe, ctx: Context, abstract: TrainState) -> Layout:
     """Returns the layout of a run's checkpoints; `abstract` is from `abstract_state`."""
-    assert ctx.mesh is not None
-    stages = None if ctx.pipeline is None or ctx.pipeline.stages.is_layer_order else ctx.pipeline.stages
+    assert ctx.layout.mesh is not None
+    stages = (
+        None if ctx.layout.pipeline is None or ctx.layout.pipeline.stages.is_layer_order else ctx.layout.pipeline.stages
+    )
     model = recipe.model
     is_padded = model.padded_vocab > model.vocab
-    sizes = ctx.mesh.shape
+    sizes = ctx.layout.mesh.shape
     if stages is None and not is_padded:
         return Layout(abstract, lambda state: state, lambda state: state)
     stacked = [path for path, p in params.flat_spec(family.spec(model)).items() if p.stacked]
@@ -65,7 +67,7 @@ def checkpoint_layout(recipe: Recipe, ctx: Context, abstract: TrainState) -> Lay
         shards = [prod(sizes[name] for name in names_of(entry)) for entry in entries]
         # A dimension that its mesh axes do not divide is replicated over them while it is saved or restored.
         split = [entry if n % parts == 0 else None for n, entry, parts in zip(shape, entries, shards, strict=False)]
-        return Leaf(shape, leaf.dtype, sharding=ctx.sharding(PartitionSpec(*split)))
+        return Leaf(shape, leaf.dtype, sharding=ctx.layout.sharding(PartitionSpec(*split)))
 
     def to_checkpoint(path: str, a: jax.Array) -> jax.Array:
         if stack := placed(path):

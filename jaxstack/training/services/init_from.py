@@ -10,9 +10,11 @@ from jaxstack import hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig, parse
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig
+from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
+from jaxstack.families.context import make_context
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import encoder, family, lora, surgery
@@ -93,7 +95,7 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     params = evaluated_params(recipe, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
         return params
-    shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(run.model.base)))
+    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(run.model.base)))
 
     def merge(adapters: Params, base: Params) -> Params:
         return lora.merge_adapters(run.model.lora, parameters.combine(adapters, base))
@@ -169,7 +171,9 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
             f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder."
         )
-    if grows and here.moe.every > 1 and ctx.pipeline is not None:  # the stages of the two models have other layers
+    if (
+        grows and here.moe.every > 1 and ctx.layout.pipeline is not None
+    ):  # the stages of the two models have other layers
         raise ConfigError(
             f"run.init_from={name} is up-cycled to model.moe.every={here.moe.every}, which mesh.pipe={cfg.mesh.pipe} "
             f"cannot do. Take the first step with mesh.pipe=1, and resume with this mesh."
@@ -183,7 +187,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         params = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(ctx.sharding, ctx.parameters(family.spec(here)))
+        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(here)))
         grow = jax.jit(lambda params: surgery.upcycle(there, params, cfg.model.moe, key)[1], out_shardings=shardings)
         params = grow(params)
     if cfg.optim.keep_zeros and not has_zeros(here, ctx, params):
@@ -211,8 +215,8 @@ def has_zeros(model: ModelConfig, ctx: Context, params: Params) -> bool:
 
     def zeros(path: str, array: jax.Array) -> jax.Array:
         p = spec[path]
-        if p.stacked and ctx.stages is not None:
-            array = array[ctx.stages.of(path).layer_of_slot >= 0]
+        if p.stacked and ctx.layout.stages is not None:
+            array = array[ctx.layout.stages.of(path).layer_of_slot >= 0]
         stored = (array.shape[:1] if p.stacked else ()) + (p.unpadded or p.shape)[p.stacked :]
         return jnp.any(array[tuple(slice(size) for size in stored)] == 0)
 
@@ -277,7 +281,7 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
             f"data.seq_len, or name another teacher."
         )
     run = replace(cfg, model=replace(model, dropout=0.0), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
-    ctx = Context.create(run, mesh)
+    ctx = make_context(run, mesh)
     if isinstance(source, PretrainedFolder):
         with source:
             params = source.read_params(ctx, cfg.model.pad_vocab_to)

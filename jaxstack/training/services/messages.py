@@ -27,7 +27,7 @@ def print_header(
       last_holder: a line about a process that held the lock of the run directory before, if there was one.
     """
     cfg = setup.cfg
-    left_out = xla_options.select_options(setup.ctx.platform, setup.mesh).explain()
+    left_out = xla_options.select_options(setup.ctx.ops.platform, setup.mesh).explain()
     warning = schedule_warning(cfg.optim, cfg.train.steps)
     for line in _model_lines(setup):
         console.print(line)
@@ -53,13 +53,13 @@ def _model_lines(setup: Setup) -> Iterator[str]:
     if cfg.model.lora.rank:
         trained = params.count(params.partition(spec, spec)[0])
         yield f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen"
-    if ctx.pipeline is not None:
-        yield f"pipeline {ctx.pipeline}"
-        if explanation := ctx.pipeline.explain():
+    if ctx.layout.pipeline is not None:
+        yield f"pipeline {ctx.layout.pipeline}"
+        if explanation := ctx.layout.pipeline.explain():
             yield explanation
         if setup.split:
             yield f"         {setup.split}"
-    yield f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.kernels.items())}"
+    yield f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.ops.by_name.items())}"
 
 
 def print_samples(console: Console, path: Path, samples: Sequence[tuple[str, str]]) -> None:

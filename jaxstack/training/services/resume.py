@@ -41,7 +41,7 @@ class Resume:
             "configuration": replace(cfg, distributed=DistributedConfig()),
             "data": (dataset.fingerprint, [(len(one.train), len(one.eval)) for one in dataset.sources]),
             "tokenizer": dataset.tokenizer.to_json(),
-            "pipeline.partition's file": str(self._setup.ctx.pipeline),
+            "pipeline.partition's file": str(self._setup.ctx.layout.pipeline),
         })  # fmt: skip
         scan = verify.scan(self.saved)
         for name, reason in scan.reasons.items():

@@ -99,7 +99,10 @@ class Run:
         self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(
-            cfg.data, family.of(cfg.model).batch_spec(cfg), ctx.sharding(ctx.batch), active=not cfg.debug.eager
+            cfg.data,
+            family.of(cfg.model).batch_spec(cfg),
+            ctx.layout.sharding(ctx.layout.batch),
+            active=not cfg.debug.eager,
         )
         self.recompiles = Recompiles()
         self._host_reads = HostReads(active=cfg.train.debug and not cfg.debug.eager)

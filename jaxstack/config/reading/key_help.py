@@ -11,9 +11,9 @@ import yaml
 from jsonargparse import DefaultHelpFormatter, Namespace
 
 from jaxstack.common.errors import ConfigError
-from jaxstack.config import suggestions
 from jaxstack.config.bounds import type_in_words
-from jaxstack.config.other_tools import counterpart
+from jaxstack.config.reading import suggestions
+from jaxstack.config.reading.other_tools import counterpart
 
 COMMON: dict[str, tuple[str, ...]] = {
     "run": ("dir", "init_from", "seed"),

@@ -18,7 +18,10 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Sample
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
-from jaxstack.generate import decode, features, load_run, pictures, translate
+from jaxstack.families.context import make_context
+from jaxstack.generate import decode, features, pictures, translate
+from jaxstack.generate.exact import Exact, Rollout
+from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
 from jaxstack.generate.stream import Engine
@@ -78,7 +81,7 @@ class TrainedRun:
     step: int | None = None
 
     def __repr__(self) -> str:
-        devices = 1 if self.context.mesh is None else self.context.mesh.size
+        devices = 1 if self.context.layout.mesh is None else self.context.layout.mesh.size
         count = params.count(family.spec(self.model))
         return f"TrainedRun({self.config.run.dir}: {count:,} parameters on {devices} x {jax.devices()[0].device_kind})"
 
@@ -104,7 +107,7 @@ class TrainedRun:
                     f"{shown} needs {needed} devices, but JAX has {len(devices)}. Use a smaller mesh; on a CPU, load "
                     f"the run before JAX is used, or set JAX_NUM_CPU_DEVICES={needed} before Python starts."
                 )
-        ctx = Context.create(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         source = init_from.find_source(str(path), "RUN")
         if isinstance(source, hf.PretrainedFolder):
             with source:
@@ -136,7 +139,7 @@ class TrainedRun:
         options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
         given = pictures.Given.named(self.config, classes, self.tokenizer)
         made = pictures.make_draw(self.model, options, self.context)
-        return made(self.params, given, self.config.run.seed if seed is None else seed)
+        return made(self.params, given, self._seed(seed))
 
     def features(self, given: np.ndarray | Sequence[str]) -> np.ndarray:
         """Returns the features of pictures or of texts, float32 [N, E], by a contrastive model.
@@ -177,7 +180,7 @@ class TrainedRun:
             self.model, self.sample_with(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
         )
         inputs = translate.to_inputs(cfg, self.tokenizer, texts, language)
-        rows = write(self.params, inputs, cfg.run.seed if seed is None else seed)
+        rows = write(self.params, inputs, self._seed(seed))
         return [translate.to_text(cfg, self.tokenizer, row) for row in rows]
 
     @overload
@@ -256,14 +259,14 @@ class TrainedRun:
 
     def stream_tokens(
         self,
-        prompts: decode.Rows,
+        prompts: Rows,
         *,
         seed: int | None = None,
         stop: Sequence[int] = (),
         draft: "Draft | None" = None,
         at_once: bool = False,
         **sample: float,
-    ) -> Iterator[decode.Rows]:
+    ) -> Iterator[Rows]:
         """Yields the tokens that are added to each prompt, a few at a time. With beams there is one part, at the end.
 
         Args:
@@ -274,10 +277,10 @@ class TrainedRun:
           at_once: see `Engine.stream`.
           **sample: see `generate`.
         """
-        load_run.require_decoder(self.model)
+        require_decoder(self.model)
         how = self.sample_with(sample)
-        seed = self.config.run.seed if seed is None else seed
-        end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        seed = self._seed(seed)
+        stop = self._stop(stop)
         if draft is not None:
             if not data.same_vocabulary(self.tokenizer.to_json(), draft.run.tokenizer.to_json()):
                 raise ConfigError(
@@ -285,14 +288,48 @@ class TrainedRun:
                     f"not those of {self.tokenizer.name}. Draft with a run of the same tokenizer."
                 )
             work = Speculation(self.engine(how.domain), draft.run.engine(how.domain), draft.tokens)
-            yield from work.stream_rows(prompts, how, stop=(*stop, *end), seed=seed, at_once=at_once)
+            yield from work.stream_rows(prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
         if how.beams == 1:
-            yield from self.engine(how.domain).stream(prompts, how, stop=(*stop, *end), seed=seed, at_once=at_once)
+            yield from self.engine(how.domain).stream(prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
-        options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": (*stop, *end)}
+        options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": stop}
         rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)
         yield [row[len(prompt) :] for prompt, row in zip(prompts, rows, strict=True)]
+
+    def rollout(
+        self,
+        prompts: Rows,
+        *,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        rows: int = 8,
+        **sample: float,
+    ) -> list[Rollout]:
+        """Returns a text for each prompt, with the log-probabilities of `losses.sequence_log_probs`, bit for bit.
+
+        Args:
+          prompts: ids of each prompt.
+          seed: see `generate`.
+          stop: see `generate`.
+          rows: number of texts in a call.
+          **sample: see `generate`.
+
+        Raises:
+          ConfigError: see `generate`; or a repetition penalty or beams, which depend on more than logits.
+        """
+        how = self.sample_with(sample)
+        work = Exact(self.scorer, self.engine(how.domain), how, self._stop(stop), rows)
+        return work.texts(prompts, self._seed(seed))
+
+    def _stop(self, stop: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens that end a text: these, and the end of a document."""
+        end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        return (*stop, *end)
+
+    def _seed(self, seed: int | None) -> int:
+        """Returns a seed; `None` means `run.seed`."""
+        return self.config.run.seed if seed is None else seed
 
     def engine(self, domain: int = 0) -> Engine:
         """Returns the model ready to generate; its programs are compiled once.
@@ -328,7 +365,7 @@ class TrainedRun:
         if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
             raise ConfigError(f"ids are {ids.dtype} of shape {ids.shape}. Give a text, or integers [S] or [B, S].")
         rows = ids.reshape(-1, ids.shape[-1]).astype(np.int64)
-        decode.check_prompts(self.model, rows.tolist(), 0, self.model.vocab)
+        check_prompts(self.model, rows.tolist(), 0, self.model.vocab)
         found = self.scorer.logits(rows)
         return found[0] if ids.ndim == 1 else found
 
@@ -369,7 +406,7 @@ class TrainedRun:
                 f"the data was read with the tokenizer {dataset.tokenizer.name}, which has other ids than that of the "
                 f"run. Use data.tokenizer={self.tokenizer.name}."
             )
-        loader = DataLoader(cfg, dataset, self.context.sharding(self.context.batch))
+        loader = DataLoader(cfg, dataset, self.context.layout.sharding(self.context.layout.batch))
         losses = {
             one.name: mean_losses(
                 self.model.objective.terms,
@@ -392,6 +429,6 @@ class TrainedRun:
     @cached_property
     def scorer(self) -> Scorer:
         """The model ready to score texts."""
-        load_run.require_decoder(self.model)
+        require_decoder(self.model)
         gate = decode.generate_options(self.config, self.tokenizer, self.context)["gate"]
         return Scorer.create(self.model, self.params, self.context, gate)

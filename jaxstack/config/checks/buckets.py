@@ -1,22 +1,17 @@
 """The checks of `data.buckets`: lengths of rows against each other, the batch, the model and the mesh."""
 
 import math
-from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from jaxstack.config.bounds import require
-from jaxstack.config.parallel import sequence_parts
-
-if TYPE_CHECKING:
-    from jaxstack.config.data import DataConfig
-    from jaxstack.config.parallel import MeshConfig
-    from jaxstack.config.run import Config
+from jaxstack.config.data import DataConfig
+from jaxstack.config.groups import Groups
+from jaxstack.config.parallel import MeshConfig, sequence_parts
 
 _SHOWN = 5  # lengths in an error message
 
 
-def check_buckets(cfg: "Config") -> None:
+def check_buckets(cfg: Groups) -> None:
     """Checks that the lengths of `data.buckets` ascend, and that data, model and mesh allow them.
 
     Raises:
@@ -46,12 +41,7 @@ def check_buckets(cfg: "Config") -> None:
     require_lengths(cfg, cfg.mesh, stages or 1)
 
 
-def with_buckets(cfg: "Config", lengths: tuple[int, ...]) -> "Config":
-    """Returns the configuration with the lengths that were chosen for `data.buckets=auto`, if there are any."""
-    return replace(cfg, data=replace(cfg.data, buckets=lengths)) if lengths else cfg
-
-
-def _check_documents(cfg: "Config") -> None:
+def _check_documents(cfg: Groups) -> None:
     """Refuses what has no documents, or would compute something else in rows of another length."""
     data, model = cfg.data, cfg.model
     key = f"data.buckets={_show(data)}" if data.buckets else "data.packing=best_fit"
@@ -76,7 +66,7 @@ def _check_documents(cfg: "Config") -> None:
     )
 
 
-def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int) -> None:
+def require_lengths(cfg: Groups, mesh: MeshConfig, microbatches: int) -> None:
     """Checks that a mesh divides the batches of all buckets.
 
     Args:
@@ -110,7 +100,7 @@ def require_lengths(cfg: "Config", mesh: "MeshConfig", microbatches: int) -> Non
     )
 
 
-def working_lengths(data: "DataConfig", rows: int, parts: int, pairs: bool) -> list[int]:
+def working_lengths(data: DataConfig, rows: int, parts: int, pairs: bool) -> list[int]:
     """Returns all lengths that a bucket may have, ascending.
 
     Args:
@@ -127,5 +117,5 @@ def working_lengths(data: "DataConfig", rows: int, parts: int, pairs: bool) -> l
     ]
 
 
-def _show(data: "DataConfig") -> str:
+def _show(data: DataConfig) -> str:
     return "auto" if data.buckets == "auto" else str(list(data.buckets))

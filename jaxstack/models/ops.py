@@ -1,13 +1,16 @@
-"""Lists the implementations of each op of a model by the keys of `KernelsConfig`, and selects those of a run."""
+"""The choice of kernels: which implementation runs each op of a model, and how it is selected."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from jaxstack.config import Config, ConfigError, KernelsConfig, ModelConfig
+from jaxstack.config.scheme import Scheme
 from jaxstack.kernels import OP_IMPLEMENTATIONS, AttentionMask, implementation
+from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.moe import dispatch
 
 
@@ -26,6 +29,52 @@ OPS = OP_IMPLEMENTATIONS | {
     },
 }
 """The implementations of each op, by the keys of `KernelsConfig`."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The implementation that runs each op of a model. The default runs on any platform.
+
+    Attributes:
+      platform: `cpu`, `gpu` or `tpu`, if it is known.
+      attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
+      moe: implementation of the experts' matmuls, see `jaxstack.moe.MoEOptions`.
+      layers: how the layers of a training step run: `scan`, or `unrolled`, which compiles each of them.
+      update: how a bad step is skipped: `branch`, or `select` after an update that always runs.
+      decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
+      decode_weights: format of these copies on one device, see `jaxstack.config.KernelsConfig`; `None` means floats.
+      codes: how matrices that are kept as codes are multiplied.
+      loss_chunk: tokens whose logits are in memory at a time, if `cross_entropy` is `chunked`.
+      quant: 8-bit format of the matmuls of linear layers, or `none`, see `jaxstack.config.TrainConfig`.
+    """
+
+    platform: str = ""
+    attention: str = "xla"
+    linear: str = "xla"
+    norm: str = "xla"
+    gelu: str = "xla"
+    cross_entropy: str = "xla"
+    moe: str = "ragged"
+    layers: Literal["scan", "unrolled"] = "scan"
+    update: Literal["branch", "select"] = "branch"
+    decode: Literal["scan", "unrolled"] = "scan"
+    decode_weights: Scheme | None = None
+    codes: str = "xla"
+    loss_chunk: int = CHUNK_TOKENS["cpu"]
+    quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """The implementation of each op, by its key of `KernelsConfig`."""
+        return {op: getattr(self, op) for op in OPS if op != "codes" or self.decode_weights is not None}
+
+    @property
+    def whole_sequences(self) -> "Ops":
+        """The ops for generation, where padding is a segment of its own.
+
+        cuDNN's attention kernel does not support segments; `chunked` takes its place, as `auto` would choose.
+        """
+        return replace(self, attention={"cudnn": "chunked"}.get(self.attention, self.attention))
 
 
 def implementations(

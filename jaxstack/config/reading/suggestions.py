@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxstack.config.other_tools import counterpart
+from jaxstack.config.reading.other_tools import counterpart
 
 
 class Names(NamedTuple):

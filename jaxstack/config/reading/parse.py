@@ -21,9 +21,10 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_loader
 
 from jaxstack.common import inputs
 from jaxstack.common.errors import shortened
-from jaxstack.config import Config, ConfigError, flat, key_help, resolve, suggestions, yaml_check
+from jaxstack.config import Config, ConfigError, flat, resolve
 from jaxstack.config.bounds import check_value, type_in_words
-from jaxstack.config.shipped import config_file, shipped
+from jaxstack.config.reading import key_help, suggestions, yaml_check
+from jaxstack.config.reading.shipped import config_file, shipped
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 set_loader("yaml", yaml_check.load, (yaml.YAMLError,))  # for files and for values of flags

@@ -8,13 +8,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, parse
+from jaxstack.config import Config, ConfigError, MeshConfig
+from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded.trained_run import TrainedRun
     from jaxstack.moe.placement import Placement
 
 
@@ -104,8 +105,8 @@ def open_run(
     elif not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         _add_cpu_devices(platform.cpu_devices(cfg.mesh, cfg.microbatch_size))
 
-    from jaxstack.generate import replicas
-    from jaxstack.generate.trained_run import TrainedRun
+    from jaxstack.loaded import replicas
+    from jaxstack.loaded.trained_run import TrainedRun
 
     found = None if placement is None else replicas.read(Path(placement), cfg)
     check(cfg, found)
@@ -135,13 +136,3 @@ def _add_cpu_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             return
-
-
-def require_decoder(cfg: ModelConfig) -> None:
-    """Checks that a model continues texts.
-
-    Raises:
-      ConfigError: it is of another family.
-    """
-    if cfg.family != "decoder":
-        raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack.config import Config, ConfigError
-from jaxstack.generate.trained_run import TrainedRun
+from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -52,7 +52,7 @@ def place(run: TrainedRun, path: Path, found: Placement) -> TrainedRun:
       ConfigError: the placement is for another number of devices.
     """
     ctx = run.context
-    placement.require_devices(path, found, 1 if ctx.mesh is None else ctx.mesh.shape["expert"])
+    placement.require_devices(path, found, 1 if ctx.layout.mesh is None else ctx.layout.mesh.shape["expert"])
     stack, _ = family.only_stack(run.model)
     layers = run.params[stack]
     moe = layers["moe"] | _stored(run, found, ctx)
@@ -68,8 +68,8 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
     stack, _ = family.only_stack(run.model)
     experts = run.params[stack]["moe"]
     held = {name: experts[name] for name in placement.EXPERT_WEIGHTS if name in experts}
-    order = found.stored if ctx.stages is None else found.stored[np.maximum(ctx.stages.layer_of_slot, 0)]
-    expert = ctx.axes("experts")
+    order = found.stored if ctx.layout.stages is None else found.stored[np.maximum(ctx.layout.stages.layer_of_slot, 0)]
+    expert = ctx.layout.axes("experts")
 
     def work(weights: Params, order: jax.Array) -> Params:
         def one(layer: tuple[Params, jax.Array]) -> Params:
@@ -78,9 +78,9 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
 
         return jax.lax.map(one, (weights, order))
 
-    if ctx.mesh is None or ctx.mesh.size == 1:
+    if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
         return jax.jit(work)(held, jnp.asarray(order))
-    declared = ctx.parameters(family.spec(run.model))[stack]["moe"]
+    declared = ctx.layout.parameters(family.spec(run.model))[stack]["moe"]
     where = {name: declared[name] for name in held}
     first = next(iter(where.values()))
-    return jax.jit(ctx.local(work, (where, PartitionSpec(*first[:2])), where))(held, order)
+    return jax.jit(ctx.layout.local(work, (where, PartitionSpec(*first[:2])), where))(held, order)

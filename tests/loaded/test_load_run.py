@@ -14,7 +14,8 @@ import pytest
 
 import jaxstack as js
 from jaxstack.cli.parser import execute
-from jaxstack.config import ConfigError, DataConfig, parse
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.config.reading import parse
 from jaxstack.models import decoder
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=48

@@ -12,7 +12,7 @@ def shipped() -> dict[str, Path]:
 
     An installed package contains them; in a checkout they are beside the package.
     """
-    inside, beside = (folder / "configs" for folder in Path(__file__).parents[1:3])
+    inside, beside = (folder / "configs" for folder in Path(__file__).parents[2:4])
     folder = inside if inside.is_dir() else beside
     return {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
 

@@ -1,0 +1,148 @@
+"""Checks of a run's steps, data, adapters and samples against each other."""
+
+from jaxstack.config.bounds import require
+from jaxstack.config.groups import Groups
+from jaxstack.config.scheme import NF4_GROUPS
+
+
+def check_training(cfg: Groups) -> None:
+    """Checks the steps, the data, adapters, samples and rounding of a run.
+
+    Raises:
+      ConfigError: two keys do not fit each other.
+    """
+    _check_steps(cfg)
+    _check_domains(cfg)
+    _check_adapters(cfg)
+    _check_lengths(cfg)
+    _check_base_width(cfg)
+    _check_distill(cfg)
+    _check_qat(cfg)
+    _check_keep_zeros(cfg)
+
+
+def _check_steps(cfg: Groups) -> None:
+    data, train = cfg.data, cfg.train
+    require(
+        data.batch_size % train.grad_accum == 0,
+        f"train.grad_accum={train.grad_accum} does not divide data.batch_size={data.batch_size}. Use a divisor.",
+    )
+    require(
+        not cfg.profile.span or cfg.profile.span[1] <= train.steps,
+        f"profile.steps={cfg.profile.steps} ends after train.steps={train.steps}. Name steps of the run.",
+    )
+
+
+def _check_domains(cfg: Groups) -> None:
+    data, moe = cfg.data, cfg.model.moe
+    domains = moe.num_experts if moe.router == "domain" else 0
+    names = list(data.domains)
+    require(
+        domains > 0 or not names,
+        f"data.domains={names} is set without model.moe.router=domain. Leave data.domains empty.",
+    )
+    require(
+        len(names) == domains,
+        f"data.domains={names} has {len(names)} patterns, but model.moe.router=domain has {domains} experts. Give one "
+        f"pattern per expert.",
+    )
+    require(
+        not domains or data.source in ("stdlib", "path", "pairs"),
+        f"data.domains matches names of files, which data.source={data.source} does not have. Use data.source=path.",
+    )
+    require(
+        cfg.sample.domain < max(domains, 1),
+        f"sample.domain={cfg.sample.domain} is out of range: data.domains has {domains} domains. Count domains from 0.",
+    )
+
+
+def _check_adapters(cfg: Groups) -> None:
+    require(
+        not cfg.model.lora.rank or cfg.run.init_from is not None,
+        f"model.lora.rank={cfg.model.lora.rank} trains adapters of an existing model, but run.init_from is not set. "
+        f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
+    )
+    require(
+        cfg.run.init_adapter is None or cfg.model.lora.rank > 0,
+        f"run.init_adapter={cfg.run.init_adapter} needs model.lora with the same rank, alpha and targets. Make the run "
+        f"with `jaxstack import BASE RUN --adapter={cfg.run.init_adapter}`, which sets them.",
+    )
+
+
+def _check_lengths(cfg: Groups) -> None:
+    sample, seq_len = cfg.sample, cfg.data.seq_len
+    prompts = ("?",) if sample.prompts is None else sample.prompts  # those of the held-out text are cut to fit
+    longest = max((len(prompt.encode()) for prompt in prompts), default=0)
+    require(
+        sample.beams == 1 or not longest or longest + sample.tokens <= seq_len,
+        f"sample.tokens={sample.tokens} after a prompt of {longest} bytes is more than data.seq_len={seq_len}, the "
+        f"limit of beam search. Lower it, or use sample.beams=1.",
+    )
+    positions = cfg.model.max_positions if cfg.model.positions == "learned" else None
+    first = cfg.model.first_position
+    key = "target_len" if cfg.model.reads_captions else "seq_len"
+    rows = f"data.{key}={cfg.text_length}" + (f" and model.first_position={first}" if first else "")
+    require(
+        positions is None or positions >= cfg.text_length + first,
+        f"model.max_positions={positions} is less than {rows}. Raise it, or leave it null.",
+    )
+
+
+def _check_base_width(cfg: Groups) -> None:
+    require(
+        cfg.model.base_width is None or cfg.optim.name != "sgd",
+        f"model.base_width={cfg.model.base_width} scales the learning rates of optimizers whose updates have a fixed "
+        f"size, and those of optim.name=sgd have none. Use optim.name=adamw or another one, or leave base_width null.",
+    )
+
+
+def _check_distill(cfg: Groups) -> None:
+    """Checks that the model can learn from a teacher.
+
+    Raises:
+      ConfigError: it is not a decoder.
+    """
+    require(
+        cfg.distill.teacher is None or cfg.model.family == "decoder",
+        f"distill.teacher={cfg.distill.teacher} teaches decoders, but model.family={cfg.model.family}. Leave it null.",
+    )
+
+
+def _check_qat(cfg: Groups) -> None:
+    """Checks that the matrices which training rounds can be stored.
+
+    Raises:
+      ConfigError: the model is not a decoder, fp8 has groups, or the layout of nf4 has no such group.
+    """
+    name, group = cfg.train.qat, cfg.train.qat_group
+    require(
+        name == "none" or cfg.model.family == "decoder",
+        f"train.qat={name} rounds what `jaxstack compress quantize` stores, which reads decoders, but "
+        f"model.family={cfg.model.family}. Use train.qat=none.",
+    )
+    require(
+        name != "fp8" or group is None,
+        f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",
+    )
+    require(
+        name != "nf4" or group in NF4_GROUPS,
+        f"train.qat=nf4 cannot be stored with train.qat_group={group}. Use one of {', '.join(map(str, NF4_GROUPS))}.",
+    )
+
+
+def _check_keep_zeros(cfg: Groups) -> None:
+    """Checks that there are zeros to keep.
+
+    Raises:
+      ConfigError: nothing is read that could have them, or only adapters are trained.
+    """
+    require(
+        not cfg.optim.keep_zeros or cfg.run.init_from is not None,
+        "optim.keep_zeros=true keeps the zeros of an existing model, but run.init_from is not set. Name a run of "
+        "`jaxstack compress prune`, or use optim.keep_zeros=false.",
+    )
+    require(
+        not (cfg.optim.keep_zeros and cfg.model.lora.rank),
+        f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
+        f"optim.keep_zeros=false: frozen matrices keep their zeros.",
+    )

@@ -1,0 +1,52 @@
+"""All groups of keys of a run, before keys of different groups are compared."""
+
+from dataclasses import dataclass, field
+
+from jaxstack.config.data import DataConfig
+from jaxstack.config.model import ModelConfig
+from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
+from jaxstack.config.training import (
+    CheckpointConfig,
+    DebugConfig,
+    DistillConfig,
+    OptimConfig,
+    ProfileConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of keys. `Config` is a `Groups` that passed `jaxstack.config.checks`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
+        return bool(self.data.packing or self.model.labels) or self.model.family == "encoder_decoder"
+
+    @property
+    def text_length(self) -> int:
+        """Number of positions of a table of learned ones: texts beside pictures have those of targets."""
+        return self.data.target_length if self.model.reads_captions else self.data.seq_len
+
+    @property
+    def microbatch_size(self) -> int:
+        """Number of sequences that are processed at a time, over all devices."""
+        return self.data.batch_size // self.train.grad_accum

@@ -1,0 +1,1 @@
+"""Families of models, and how the configuration of a run selects one."""

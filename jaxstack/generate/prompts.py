@@ -1,0 +1,87 @@
+"""Prompts on the host: their checks, their alignment in one array, and what seeds their samples.
+
+Suffixes: B rows, S slots of the prompts.
+"""
+
+import zlib
+from collections import Counter
+
+import numpy as np
+
+from jaxstack.config import ConfigError, ModelConfig
+
+BUCKET = 64
+"""Prompts whose lengths round up to the same multiple of this share a compiled program."""
+
+Rows = list[list[int]]
+"""Token ids of each row."""
+
+
+def require_decoder(cfg: ModelConfig) -> None:
+    """Checks that a model continues texts.
+
+    Raises:
+      ConfigError: it is of another family.
+    """
+    if cfg.family != "decoder":
+        raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")
+
+
+def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
+    """Checks prompts to which `tokens` tokens are to be added.
+
+    Raises:
+      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
+    """
+    require_decoder(cfg)
+    check_rows(prompts, vocabulary)
+    for i, prompt in enumerate(prompts, start=1):
+        if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
+            raise ConfigError(
+                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
+                f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
+            )
+
+
+def check_rows(prompts: Rows, vocabulary: int) -> None:
+    """Checks the ids of prompts.
+
+    Raises:
+      ConfigError: no prompt, an empty prompt, or an id that does not exist.
+    """
+    if not prompts:
+        raise ConfigError("there are no prompts. Give one or more.")
+    for i, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise ConfigError(f"prompt {i} of {len(prompts)} is empty. Give it at least one token.")
+        unknown = [token for token in prompt if not 0 <= token < vocabulary]
+        if unknown:
+            raise ConfigError(f"prompt {i} of {len(prompts)} has the id {unknown[0]}. Ids are below {vocabulary}.")
+
+
+def align_rows(prompts: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the prompts aligned at their ends, int32 [B, S], and the slot of each prompt's first token [B]."""
+    slots = whole_buckets(max(len(prompt) for prompt in prompts))
+    tokens = np.stack([np.pad(np.asarray(prompt, np.int32), (slots - len(prompt), 0)) for prompt in prompts])
+    return tokens, np.asarray([slots - len(prompt) for prompt in prompts], np.int32)
+
+
+def row_seeds(prompts: Rows) -> np.ndarray:
+    """Returns what seeds each row: a hash of its prompt and the number of equal prompts before it, uint32 [B, 2]."""
+    equal: Counter[int] = Counter()
+    marks = []
+    for prompt in prompts:
+        mark = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+        marks.append((mark, equal[mark]))
+        equal[mark] += 1
+    return np.asarray(marks, np.uint32)
+
+
+def whole_buckets(tokens: int) -> int:
+    """Returns the least multiple of a bucket that holds some tokens."""
+    return -(-tokens // BUCKET) * BUCKET
+
+
+def power_of_buckets(tokens: int) -> int:
+    """Returns the least power of two times a bucket that holds some tokens, so that few programs are compiled."""
+    return BUCKET << (-(-tokens // BUCKET) - 1).bit_length()

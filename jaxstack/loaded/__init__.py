@@ -1,0 +1,1 @@
+"""A trained run in Python: `jaxstack.load` opens it, and `TrainedRun` generates, scores and evaluates."""
