@@ -30,7 +30,8 @@ def main() -> None:
     import numpy as np
 
     from jaxstack.config import Config, ModelConfig, SampleConfig
-    from jaxstack.generate.stream import Engine
+    from jaxstack.generate import decode
+    from jaxstack.generate.engine import Engine
     from jaxstack.models import decoder, params
     from jaxstack.planner import memory
 
@@ -44,7 +45,7 @@ def main() -> None:
     def write(prompts: list[list[int]], rows: int | None, seed: int) -> tuple[float, list[list[int]]]:
         texts: list[list[int]] = [[] for _ in prompts]
         began = time.perf_counter()
-        for parts in engine.stream(prompts, replace(sample, rows=rows), stop=STOP, seed=seed, at_once=True):
+        for parts in decode.stream(engine, prompts, replace(sample, rows=rows), stop=STOP, seed=seed, at_once=True):
             for text, part in zip(texts, parts, strict=True):
                 text += part
         return time.perf_counter() - began, texts

@@ -69,11 +69,16 @@ class Decoding:
 
     def start(self, weights: Any, tokens: Any) -> Any:
         """Reads prompts [B, S] and returns the state after the first new token."""
-        return self._sampler(*weights).read(tokens)
+        import jax.numpy as jnp
 
-    def extend(self, weights: Any, state: Any, until: Any) -> Any:
-        """Returns the state with tokens added until there are `until`."""
-        return self._sampler(*weights).extend(state, self.length.prompt, until)
+        sampler = self._sampler(*weights)
+        marks = jnp.zeros((self.batch, 2), jnp.uint32)
+        rows = sampler.row(sampler.model.first, jnp.uint32(0), marks, self.length.long)
+        return sampler.read(tokens, rows)[0]
+
+    def extend(self, weights: Any, state: Any, count: Any) -> Any:
+        """Returns the state with more tokens, and what was added."""
+        return self._sampler(*weights).extend(state, count)
 
     def _model(self, params: Any, copies: Any) -> Any:
         import jax.numpy as jnp
@@ -86,14 +91,11 @@ class Decoding:
         )  # fmt: skip
 
     def _sampler(self, params: Any, copies: Any) -> Any:
-        import jax.numpy as jnp
-
         from jaxstack.config import SampleConfig
-        from jaxstack.generate import decode
+        from jaxstack.generate.engine import RowSampler, Sampling
 
         sample = SampleConfig(tokens=self.length.long, temperature=0)
-        keys = decode.row_keys(jnp.uint32(0), jnp.zeros((self.batch, 2), jnp.uint32))
-        return decode.RowSampler(self._model(params, copies), sample, (), keys)
+        return RowSampler(self._model(params, copies), Sampling.of_all(sample, ()))
 
 
 def context(cfg: Any, dtype: str, kernels: dict[str, Any], device: Any) -> Any:
@@ -154,9 +156,9 @@ def measure(work: Decoding, weights: Any, tokens: Any, rounds: int) -> Iterator[
     def seconds(until: int) -> float:
         state = jax.block_until_ready(start(weights, tokens))
         begin = time.perf_counter()
-        lengths = np.asarray(extend(weights, state, np.int32(until))["lengths"])  # waits for the result
+        lengths = np.asarray(extend(weights, state, np.int32(until - 1))[1].lengths)  # waits for the result
         taken = time.perf_counter() - begin
-        assert (lengths == until).all()
+        assert (lengths == until - 1).all()
         return taken
 
     seconds(length.short)  # compiles

@@ -25,6 +25,7 @@ from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, Pipelin
 from jaxstack.models.flops import flops_per_token
 from jaxstack.pipeline.resolve import SCHEDULES
 from jaxstack.planner import megatron, roofline
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op, OpBuilder
 from jaxstack.planner.roofline_step import local_operations
@@ -106,7 +107,7 @@ def operations(name: str, column: int) -> tuple[list[Op], float, float]:
     ctx = roofline.context(cfg)
     found: list[Op] = []
     sums = 0
-    for op in local_operations(cfg, ctx, "unfused"):
+    for op in local_operations(Job(cfg, ctx), "unfused"):
         sums += op.name == "sums of gradients" and bool(op.of_layer)
         # Queries, keys and values are one matmul: the gradients of its three parts need no sum.
         if op.name not in FUSED and not (op.name == "sums of gradients" and sums in (2, 3)):
@@ -115,7 +116,7 @@ def operations(name: str, column: int) -> tuple[list[Op], float, float]:
     dropout = OpBuilder("unfused", "none", "bfloat16", 2).dropout("dropout of weights", scores)
     layers = float(cfg.model.num_layers)
     found += [replace(op, part="attention", of_layer=1, times=layers) for op in dropout]
-    sent = sum(c.sent for c in activation_traffic(cfg, ctx) if c.times >= layers) / layers
+    sent = sum(c.sent for c in activation_traffic(Job(cfg, ctx)) if c.times >= layers) / layers
     return found, sent, sent / 8  # four all-reduces, or four gathers and four scatters
 
 
@@ -212,8 +213,8 @@ def memory(name: str) -> dict[str, float]:
     row, gib = ROWS[name], 2**30
     plain, selective = config(row, "none", False), config(row, "selective", True)
     ctx = roofline.context(plain)
-    state = sum(f.value for f in megatron.memory(plain, ctx)[:-1])
-    saved = [megatron.activations(c, roofline.context(c)).value for c in (plain, selective)]
+    state = sum(f.value for f in megatron.memory(Job(plain, ctx))[:-1])
+    saved = [megatron.activations(Job(c, roofline.context(c))).value for c in (plain, selective)]
     return dict(zip(("state", "nothing recomputed", "selective"), (x / gib for x in (state, *saved)), strict=True))
 
 

@@ -38,6 +38,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     from jaxstack.config import Config, MeshConfig, ModelConfig, SampleConfig
     from jaxstack.families.context import make_context
     from jaxstack.generate import decode
+    from jaxstack.generate.engine import jit_on_mesh
     from jaxstack.generate.kv_cache import CachedDecoder
     from jaxstack.generate.prompts import align_rows, row_seeds
     from jaxstack.pipeline import Rotation
@@ -66,7 +67,7 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
 
         return jax.lax.fori_loop(1, TOKENS, step, (added, cache))[0]
 
-    compiled = decode.jit_on_mesh(together, cfg.model, ctx, parts=3)
+    compiled = jit_on_mesh(together, cfg.model, ctx, parts=3)
     in_turn = decode.make_generate(cfg.model, SampleConfig(tokens=TOKENS, temperature=0), vocabulary=256, ctx=ctx)
     arguments = (*align_rows(prompts), row_seeds(prompts), np.uint32(0))
 
@@ -102,6 +103,7 @@ def measured_loads(steps: int) -> list[Any]:
     import jaxstack as js
     from jaxstack.config import SampleConfig
     from jaxstack.data import load_for
+    from jaxstack.generate import decode
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -121,7 +123,7 @@ def measured_loads(steps: int) -> list[Any]:
             prompts = [held_out.ids[start : start + 64].tolist() for start in starts]
             engine = opened.engine()
             engine.counted.clear()
-            for _ in engine.stream(prompts, SampleConfig(tokens=128), seed=half, at_once=True):
+            for _ in decode.stream(engine, prompts, SampleConfig(tokens=128), seed=half, at_once=True):
                 pass
             found.append(engine.counted["load"])
     return found

@@ -23,6 +23,7 @@ from typing import Any
 import record
 
 from jaxstack.config import SEARCHED_KEYS, Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig, flat
+from jaxstack.planner.job import Job
 from jaxstack.runtime import platform
 
 WIDTH = {"d_model": 128, "num_heads": 8, "d_ff": 352, "vocab_size": 512}
@@ -62,10 +63,9 @@ def cases(model: str, devices: int, every: bool) -> Iterator[tuple[Config, Any]]
 
     seen: dict[str, list[tuple[Config, Any]]] = {}
     given = ("train.remat", "train.grad_accum")
-    for cfg in mesh_search.candidates(config(model), devices, "cpu", given):
-        made = mesh_search.make(cfg, devices, "cpu", {})
-        assert made is not None
-        seen.setdefault(str(cfg.mesh.sizes), []).append(made)
+    for cfg in mesh_search.Space(config(model), devices, "cpu", given).candidates():
+        job = mesh_search.Space(cfg, devices, "cpu").require({})
+        seen.setdefault(str(cfg.mesh.sizes), []).append((job.cfg, job.ctx))
     for found in seen.values():
         plain = [one for one in found if one[0].pipeline.schedule == "1f1b"]
         yield from found if every else [plain[0], *plain[1:][-1:]]  # the most and the fewest microbatches
@@ -86,7 +86,7 @@ def choice(model: str, devices: int) -> Config:
 
     room = memory.Room("this machine", float("inf"), 0, sharing=devices)
     clock = step_clocks.CpuClock(cores())
-    return mesh_search.search(config(model), devices, "cpu", (), room, clock).ranked[0].cfg
+    return mesh_search.search(mesh_search.Space(config(model), devices, "cpu"), room, clock).ranked[0].cfg
 
 
 def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         begin = time.perf_counter()
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices]))
         rows[name] = {"flags": flags(cfg), "seconds": []}
-        cfg, _ = estimate.resolve_split(cfg, ctx)
+        cfg = estimate.resolve_split(Job(cfg, ctx))[0].cfg
         abstract = abstract_state(Recipe.of(cfg), ctx)
         shape = (cfg.data.batch_size, cfg.data.seq_len + 1)
         ids = rng.integers(0, cfg.model.vocab, shape).astype(np.int32)
@@ -163,15 +163,15 @@ def fit(found: dict[str, Any]) -> list[float]:
     import numpy as np
     from scipy.optimize import least_squares
 
-    from jaxstack.planner.mesh_search import require
+    from jaxstack.planner.mesh_search import Space
     from jaxstack.planner.step_clocks import SECONDS, cpu_work
 
     work, seconds, case_of = [], [], []
     for index, case in enumerate(found.values()):
         share = case["devices"] / min(case["devices"], case["cores"])
         for row in case["meshes"].values():
-            cfg, ctx = require(config(case["model"]), case["devices"], "cpu", row["flags"])
-            work.append([share * amount for amount in cpu_work(cfg, ctx)])
+            job = Space(config(case["model"]), case["devices"], "cpu").require(row["flags"])
+            work.append([share * amount for amount in cpu_work(job)])
             seconds.append(typical(row["seconds"]))
             case_of.append(index)
     A, t, member = np.array(work), np.array(seconds), np.array(case_of)[:, None] == np.arange(len(found))

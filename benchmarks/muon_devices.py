@@ -21,6 +21,7 @@ import optax
 from jaxstack.config import Config, resolve
 from jaxstack.config.reading import parse
 from jaxstack.planner import aot, estimate, hlo, memory, shards
+from jaxstack.planner.job import Job
 from jaxstack.training.state import Recipe, make_optimizer
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +42,8 @@ def by_formula(optimizer: str, devices: int) -> dict[str, Any]:
     cfg = configuration(optimizer, devices)
     ctx = memory.context(cfg, devices, "gpu")
     parts = memory.need(cfg, devices, "gpu").parts
-    sent = [c for c in estimate.traffic(cfg, ctx) if c.where.startswith("Muon")]
-    hidden = [p.size for p in shards.flat_params(cfg, ctx).values() if p.is_hidden_matrix]
+    sent = [c for c in estimate.traffic(Job(cfg, ctx)) if c.where.startswith("Muon")]
+    hidden = [p.size for p in shards.flat_params(cfg.model, ctx).values() if p.is_hidden_matrix]
     work = sum(parts.get(name, 0) for name in (estimate.WORK, estimate.MUON_WORK))
     return {
         "optimizer": optimizer,

@@ -19,6 +19,7 @@ from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimCo
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.planner import estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
 from jaxstack.training.state import Recipe, abstract_state
@@ -51,7 +52,7 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
     compiled = jitted.lower(state, batch).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     moved = hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape)
-    expected = estimate.memory(cfg, ctx, state, batch)
+    expected = estimate.memory(Job(cfg, ctx), state, batch)
     weights = [p for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if path.startswith("layers/")]
     row = {
         "optimizer": optimizer,

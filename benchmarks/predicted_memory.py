@@ -31,6 +31,7 @@ from record import RESULTS, record
 
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, PipelineConfig, TrainConfig
 from jaxstack.planner import estimate, hlo, memory
+from jaxstack.planner.job import Job
 
 TARGETS = {"h100": "h100:1x1x8", "v5p": "v5p:2x2x2"}
 """The targets, of eight devices each."""
@@ -130,10 +131,10 @@ def predict(name: str, chip: str) -> tuple[dict[str, float], dict[tuple[str, str
     cfg, platform = CASES[name], PLATFORMS[chip]
     devices = math.prod(cfg.mesh.sizes.values())
     ctx = memory.context(cfg, devices, platform)
-    parts = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
-    if kept := estimate.kept_bytes(cfg, ctx):
+    parts = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
+    if kept := estimate.kept_bytes(Job(cfg, ctx)):
         parts["recomputed arrays that are kept"] = kept
-    return parts, dict(hlo.sent(estimate.traffic(cfg, ctx)))
+    return parts, dict(hlo.sent(estimate.traffic(Job(cfg, ctx))))
 
 
 def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def main() -> None:
 
     from jaxstack.config import Config, ModelConfig, SampleConfig
     from jaxstack.generate.continuous import ContinuousBatch, Prompt
+    from jaxstack.generate.engine import Engine
     from jaxstack.generate.prompt_cache import PromptCache
     from jaxstack.generate.prompts import row_seeds
-    from jaxstack.generate.stream import Engine
     from jaxstack.models import decoder, params
     from jaxstack.planner import memory
 

@@ -80,10 +80,10 @@ def compare(cfg: Any, dtype: str) -> list[dict[str, Any]]:
     import numpy as np
 
     from jaxstack.config import Config, SampleConfig
+    from jaxstack.generate.engine import Engine
     from jaxstack.generate.exact import Exact
     from jaxstack.generate.kv_cache import CachedDecoder
     from jaxstack.generate.score import Scorer
-    from jaxstack.generate.stream import Engine
     from jaxstack.models import decoder
     from jaxstack.planner import memory
     from jaxstack.training import losses

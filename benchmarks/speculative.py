@@ -63,6 +63,7 @@ def main() -> None:
     import jaxstack
     from jaxstack import data
     from jaxstack.config import SampleConfig
+    from jaxstack.generate import decode
     from jaxstack.generate.speculative import Speculation
     from jaxstack.models import family, params
 
@@ -81,7 +82,7 @@ def main() -> None:
         sample = SampleConfig(tokens=TOKENS, temperature=temperature)
 
         def alone(prompt: list[int], model: Any, sample: SampleConfig = sample) -> list[int]:
-            parts = model.engine().stream([prompt], sample, at_once=True)
+            parts = decode.stream(model.engine(), [prompt], sample, at_once=True)
             return [token for (part,) in parts for token in part]
 
         works = {g: Speculation(target.engine(), draft.engine(), g) for g in args.draft_tokens}

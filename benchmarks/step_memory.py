@@ -40,6 +40,7 @@ from jaxstack.config import (
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
+from jaxstack.planner.job import Job
 
 TARGETS = {"cpu": None, "v5p": "v5p:2x2x2", "h100": "h100:1x1x8"}
 
@@ -185,7 +186,7 @@ def measure(cfg: Config, target: str | None) -> dict[str, Any]:
     devices = jax.devices() if target is None else aot.devices(target)
     devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
-    state, batch = estimate.abstract_inputs(cfg, ctx)
+    state, batch = estimate.abstract_inputs(Job(cfg, ctx))
     jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     # Buffers are assigned before LLVM runs, whose optimizations only take time here.
     options = {"xla_backend_optimization_level": 0} if target is None else None

@@ -22,6 +22,7 @@ from record import RESULTS, record
 
 from jaxstack.config import Config
 from jaxstack.planner import memory, trace, traced
+from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import FORMULAS
 
 
@@ -30,7 +31,7 @@ def traced_bytes(cfg: Config, platform: str) -> int:
     if platform == "cpu":
         cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
     ctx = memory.context(cfg, math.prod(cfg.mesh.sizes.values()), platform)
-    return sum(trace.total(arrays) for arrays in traced.memory(cfg, ctx).values())
+    return sum(trace.total(arrays) for arrays in traced.memory(Job(cfg, ctx)).values())
 
 
 def programs() -> list[tuple[str, str, Config, float, float]]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from record import record
 
+from jaxstack.planner.job import Job
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -74,8 +76,8 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
     state = abstract_state(Recipe.of(cfg), ctx)
-    parts = estimate.memory(cfg, ctx, state, {})
-    moved = hlo.sent(estimate.traffic(cfg, ctx))
+    parts = estimate.memory(Job(cfg, ctx), state, {})
+    moved = hlo.sent(estimate.traffic(Job(cfg, ctx)))
     return {
         "config": config,
         "flags": flags,
@@ -98,11 +100,11 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = roofline.context(cfg, 16 * 8)
     sent = {"neighbours": 0.0, "head": 0.0, "embedding": 0.0}
-    for c in estimate.traffic(cfg, ctx):
+    for c in estimate.traffic(Job(cfg, ctx)):
         if "pipe" in c.axes:
             what = next((name for name in sent if name in c.where), "head")  # else that of cross-entropy
             sent[what] += c.sent / cfg.pipeline.microbatches
-    return roofline_step.operations(cfg, ctx), sent
+    return roofline_step.operations(Job(cfg, ctx)), sent
 
 
 def stages(length: int) -> list[dict[str, Any]]:

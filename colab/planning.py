@@ -35,6 +35,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.planner import figures, measure, megatron, memory, plot
+from jaxstack.planner.job import Job
 from jaxstack.planner.scaling_law import BESIROGLU, published
 from jaxstack.planner.step_time import step_time
 
@@ -57,7 +58,7 @@ A100 = CHIPS["a100"]
 
 cfg = with_vocabulary(parse_config(shlex.split(GPT3)))
 one = replace(cfg, mesh=replace(cfg.mesh, data=1, pipe=1, tensor=1))  # everything on one imaginary device
-*state, activations = megatron.memory(one, memory.context(one, 1, "gpu"), bytes_per_parameter=16)
+*state, activations = megatron.memory(Job(one, memory.context(one, 1, "gpu")), bytes_per_parameter=16)
 for figure in state:
     print(f"{figure.name:26} {figure.value / 1e12:6.3f} TB = {figure.explanation}")
 total = sum(figure.value for figure in state)
@@ -81,9 +82,9 @@ display(Image("memory.png"))
 
 # %%
 CONTEXT = memory.context(cfg, 1024, "gpu")
-saved = megatron.activations(cfg, CONTEXT)
+saved = megatron.activations(Job(cfg, CONTEXT))
 print(saved.explanation, f"= {saved.value / 2**30:.2f} GiB")
-policies = figures.memory_by_policy(cfg, CONTEXT, bytes_per_parameter=16)
+policies = figures.memory_by_policy(Job(cfg, CONTEXT), bytes_per_parameter=16)
 needs = {name: sum(figure.value for figure in parts) for name, parts in policies.items()}
 assert needs["full"] < A100.hbm_bytes < needs["none"]  # without recomputation it does not fit
 
@@ -120,7 +121,7 @@ print("data  pipe  tensor   s/step   idle   waiting   MFU")
 for pipe, tensor in ((16, 8), (8, 8), (32, 4), (8, 16)):
     mesh = replace(cfg.mesh, data=count // pipe // tensor, pipe=pipe, tensor=tensor)
     other = with_vocabulary(replace(cfg, mesh=mesh))
-    time = step_time(other, memory.context(other, count, "gpu"), limits)
+    time = step_time(Job(other, memory.context(other, count, "gpu")), limits)
     utilisation[pipe, tensor] = time.mfu.full
     waits = sum(time.exposed.values()) / time.total
     print(

@@ -31,6 +31,7 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     from jaxstack import sharding
     from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, memory, pipeline_costs
+    from jaxstack.planner.job import Job
     from jaxstack.training.features.watch import watched_of
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import Recipe, abstract_state
@@ -38,8 +39,9 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
     ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(Recipe.of(cfg), ctx)
-    warning = memory.check(cfg, ctx, abstract)  # before minutes of compiling
-    chosen, split = estimate.resolve_split(cfg, ctx)
+    job = Job(cfg, ctx)
+    warning = memory.check(job, abstract)  # before minutes of compiling
+    chosen, split = estimate.resolve_split(job)
     if ctx.layout.pipeline is not None:
         pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
         ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))

@@ -113,7 +113,10 @@ class History:
         self, cfg: Config, tokenizer: Tokenizer, template: chat.ChatTemplate | None, system: str | None
     ) -> None:
         """Begins a conversation."""
-        self._cfg, self._tokenizer, self._template, self._system = cfg, tokenizer, template, system
+        self._cfg = cfg
+        self._tokenizer = tokenizer
+        self._template = template
+        self._system = system
         self.reset()
 
     def reset(self) -> None:
@@ -180,7 +183,8 @@ def answer(line: str, history: History, conversation: "Conversation", stop: tupl
     if conversation.room(asked) < 1:
         note(f"{full} This line was not read: the text would have {len(asked)} tokens.")
         return
-    text, tokens = history.stream(stop), []
+    text = history.stream(stop)
+    tokens = []
     with interrupts() as hits:
         for part in conversation.reply(asked):
             tokens += part

@@ -203,7 +203,8 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
             )
     if args.out is not None:
         raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
-    texts, cfg = read_prompts(args.prompts), with_arguments(cfg, args)
+    texts = read_prompts(args.prompts)
+    cfg = with_arguments(cfg, args)
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(texts))
     for text in run.translate(texts, language=args.language):
         write(text + "\n")
@@ -225,7 +226,8 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
         if given:
             raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Leave {flag} away.")
     names = args.prompts if cfg.model.reads_captions else " ".join(args.prompts).split()
-    cfg, out = with_arguments(cfg, args), Path(args.out or Path(args.run) / "pictures.png")
+    cfg = with_arguments(cfg, args)
+    out = Path(args.out or Path(args.run) / "pictures.png")
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
@@ -268,7 +270,8 @@ def with_arguments(cfg: Config, args: Namespace) -> Config:
     sample = replace(cfg.sample, **given | {"prompts": ()})
     train = replace(cfg.train, dtype=args.dtype or cfg.train.dtype)
     seed = cfg.run.seed if args.seed is None else args.seed
-    kernels, devices = cfg.kernels, prod(args.mesh.sizes.values())
+    kernels = cfg.kernels
+    devices = prod(args.mesh.sizes.values())
     if args.decode_weights is None and kernels.decode_weights != "float" and devices != 1:
         held = f"kernels.decode_weights={kernels.decode_weights}"
         print(f"note: {held} is for one device; new tokens read float weights on {devices}", file=sys.stderr)
@@ -325,7 +328,7 @@ def read_prompts(words: Sequence[str]) -> list[str]:
 
 
 def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a text: those of `--stop`, and the end of a document.
+    """Returns the ids of the tokens that end a text: the tokens of `--stop`, and the end of a document.
 
     Raises:
       ConfigError: a text is not exactly one token.

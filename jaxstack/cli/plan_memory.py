@@ -38,15 +38,15 @@ def main(args: Namespace) -> None:
     from jaxstack.planner import figures
 
     classic = args.bytes_per_parameter if args.style == "megatron-fp16" else None
-    policies = figures.memory_by_policy(plan.cfg, plan.ctx, classic)
-    parts = policies[plan.cfg.train.remat]
+    policies = figures.memory_by_policy(plan.job, classic)
+    parts = policies[plan.job.cfg.train.remat]
     there = plan.limits.chip.hbm_bytes
     plan.table(f"memory of one of {plan.devices} {plan.chip}", parts, "GiB", GIB, total=True)
     needed = sum(figure.value for figure in parts)
     verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
     print(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
-    plan.table("activations that the layers save", figures.saved_figures(plan.cfg, plan.ctx, policies), "GiB", GIB)
-    if generation := figures.generation_figures(plan.cfg, plan.ctx):
+    plan.table("activations that the layers save", figures.saved_figures(plan.job, policies), "GiB", GIB)
+    if generation := figures.generation_figures(plan.job):
         plan.table("generation", generation, "GiB", GIB, total=True)
     plan.write(hbm_bytes=there, style=args.style)
     if plan.plot:

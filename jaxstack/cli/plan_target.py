@@ -15,8 +15,8 @@ from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser, user_path
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
-    from jaxstack.models.context import Context
     from jaxstack.planner.explain import Figure
+    from jaxstack.planner.job import Job
     from jaxstack.planner.roofline import ChipLimits
 
 STYLES = ("jaxstack", "megatron-fp16")
@@ -62,14 +62,12 @@ class Plan:
     """A configuration on a target.
 
     Attributes:
-      cfg: the run, resolved.
-      ctx: its context.
+      job: the step of the run on the target.
       chip: name of the chip.
       limits: the chip, and what programs reach on it.
     """
 
-    cfg: Config
-    ctx: "Context"
+    job: "Job"
     chip: str
     limits: "ChipLimits"
 
@@ -84,10 +82,11 @@ class Plan:
         self.json = files.writable("--json", args.json, (".json",)) if args.json is not None else None
         plot = getattr(args, "plot", None)
         self.plot = files.writable("--plot", plot, files.PICTURES) if plot is not None else None
-        self.cfg = with_vocabulary(args.cfg)
+        cfg = with_vocabulary(args.cfg)
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the target's chips are not here
 
         from jaxstack.planner import estimate, figures, memory
+        from jaxstack.planner.job import Job
         from jaxstack.planner.sizes import has_formulas
         from jaxstack.planner.step_time import CALIBRATED, Efficiencies
 
@@ -96,9 +95,9 @@ class Plan:
         self.chip, devices, self.limits = figures.limits_of(
             args.target, reached, 1e9 * link if link else None, 1e9 * network if network else None
         )
-        self.ctx = memory.context(self.cfg, devices, self.limits.chip.platform)
-        if not has_formulas(self.cfg):  # a trace has the weights whose gradients wait
-            self.cfg, _ = estimate.resolve_split(self.cfg, self.ctx)
+        self.job = Job(cfg, memory.context(cfg, devices, self.limits.chip.platform))
+        if not has_formulas(cfg.model):  # a trace has the weights whose gradients wait
+            self.job, _ = estimate.resolve_split(self.job)
         self.devices = devices
         self.explain = args.explain
         self.figures: dict[str, dict[str, float]] = {}

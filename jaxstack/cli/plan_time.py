@@ -40,8 +40,11 @@ def main(args: Namespace) -> None:
     given = (args.matmul_efficiency, args.bandwidth_efficiency, args.link_efficiency)
     reached = [value or default for value, default in zip(given, CALIBRATED, strict=True)]
     plan = Plan(args, reached)
-    time, budget = step_time(plan.cfg, plan.ctx, plan.limits), budget_of(plan.cfg, args.tokens)
-    parts, sent = time_figures(plan.cfg, plan.ctx, plan.limits, time), traffic_figures(plan.cfg, plan.ctx, plan.limits)
+    time, budget = step_time(plan.job, plan.limits), budget_of(plan.job.cfg, args.tokens)
+    parts, sent = (
+        time_figures(plan.job, plan.limits, time),
+        traffic_figures(plan.job, plan.limits),
+    )
     plan.table(f"time of a step on {plan.devices} {plan.chip}", parts, "ms", 1e-3, total=True)
     if sent:
         plan.table("sent by a device in a step", sent, "MB", 1e6)
@@ -53,7 +56,7 @@ def main(args: Namespace) -> None:
         print(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
         print(f"  days = {budget:.6g} tokens / {time.tokens_per_s:.6g} tokens/s / 86400")
     print("reached: {:.1%} of the peak, {:.1%} of the memory's bandwidth, {:.1%} of the links'".format(*reached))
-    if warning := outside_validation(plan.cfg, plan.ctx, plan.chip):
+    if warning := outside_validation(plan.job.cfg.model, plan.job.ctx, plan.chip):
         print(warning)
     plan.write(seconds=time.total, tokens_per_s=time.tokens_per_s, mfu=mfu._asdict(), hfu=time.hfu, tokens=budget,
                days=days, bubble=time.bubble, validated=not warning)  # fmt: skip

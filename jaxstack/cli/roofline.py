@@ -15,6 +15,7 @@ from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
+from jaxstack.planner.job import Job
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     import jax
@@ -78,7 +79,7 @@ def main(args: Namespace) -> None:
     ctx = roof.context(cfg, args.devices)
     chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     limits = roof.ChipLimits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
-    measured = measure.parts(cfg, ctx, device) if here and args.measure != "no" else {}
+    measured = measure.parts(Job(cfg, ctx), device) if here and args.measure != "no" else {}
     report = roof.make_roofline(cfg, name, limits, args.traffic, args.devices, measured)
     print(report)
     if tables:

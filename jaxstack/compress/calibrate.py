@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree, path_of
 from jaxstack.config import ModelConfig
-from jaxstack.generate import decode
+from jaxstack.generate.engine import dropless
 from jaxstack.kernels import taps
 from jaxstack.models import family, params
 from jaxstack.models.blocks import Stack
@@ -100,7 +100,7 @@ class Walk:
     @classmethod
     def of(cls, cfg: ModelConfig, ctx: Context) -> "Walk":
         """Returns the way through a model that was loaded for a mesh without stages."""
-        return cls(decode.dropless(cfg), ctx.whole_sequences())
+        return cls(dropless(cfg), ctx.whole_sequences())
 
     @cached_property
     def matrices(self) -> dict[str, Param]:

@@ -39,10 +39,10 @@ def describe(finding: Finding, guide: RunGuide) -> list[str]:
 
 def code_lines(finding: Finding) -> list[str]:
     """Returns a line for each place in the code that leads to the operation, innermost first, three at most."""
-    own = [frame for frame in finding.frames if "/jaxstack/debug/" not in frame[0]]
+    frames = [frame for frame in finding.frames if "/jaxstack/debug/" not in frame[0]]
     return [
         f"{'called' if i else 'code':<9}{short_path(file)}:{line} in {function}"
-        for i, (file, line, function) in enumerate(own[:3])
+        for i, (file, line, function) in enumerate(frames[:3])
     ]
 
 
@@ -83,18 +83,21 @@ def _unit(finding: Finding, unit: Place, guide: RunGuide) -> str:
     """Returns stage, microbatch and layer of a pipeline in words."""
     assert guide.program is not None
     schedule = guide.program.schedule
-    parts = [f"stage {unit.stage} of {schedule.stages}"] if unit.work.startswith(("forward", "backward", "wei")) else []
+    parts = []
+    if unit.work.startswith(("forward", "backward", "weight")):
+        parts.append(f"stage {unit.stage} of {schedule.stages}")
     work = re.sub(r"_(?!grad|in)\w+$", "", unit.work) if unit.stack else unit.work
     names = {"embed": "embedding", "embed_grad": "gradient of the embedding", "loss": "loss with its gradients"}
     names |= {"enter": f"begin of {unit.stack}", "enter_grad": f"gradient of the begin of {unit.stack}"}
-    parts.append(
-        f"{names[work]} in tick {unit.tick}" if work in names else f"{work.split('_')[0]} unit" if work else ""
-    )
+    if work in names:
+        parts.append(f"{names[work]} in tick {unit.tick}")
+    elif work:
+        parts.append(f"{work.split('_')[0]} unit")
     if unit.microbatch is not None:
         parts.append(f"microbatch {unit.microbatch} of {schedule.microbatches}")
     if unit.group is not None:
         parts.append(_layer_name(guide.model, finding, unit.stack, unit.group))
-    return ", ".join(filter(None, parts))
+    return ", ".join(parts)
 
 
 def _layer(model: ModelConfig, finding: Finding, loop: Loop) -> str:

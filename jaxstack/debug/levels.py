@@ -43,13 +43,7 @@ class LevelProgram:
     """
 
     def __init__(self, jaxpr: Any, way: Way, results: bool = False) -> None:
-        """Prepares a program, which is compiled when it is called first.
-
-        Args:
-          jaxpr: the program.
-          way: to it.
-          results: whether only the results are wanted.
-        """
+        """Prepares a program, which is compiled when it is first called. With `results` it returns only the results."""
         self.made = [*jaxpr.outvars] if results else [v for equation in jaxpr.eqns for v in equation.outvars]
         self._jaxpr = jaxpr
         self._devices = way.devices
@@ -65,23 +59,23 @@ class LevelProgram:
 
     @cached_property
     def _compiled(self) -> Function:
-        given = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
         masks = [PartitionSpec(self._guide.axis)] * len(self._names)
         devices = self._devices
-        return devices.compile(self._evaluate, [*masks, *devices.specs(given)], devices.specs(self.made))
+        return devices.compile(self._evaluate, [*masks, *devices.specs(variables)], devices.specs(self.made))
 
     def _evaluate(self, *values: Any) -> Values:
         masks = dict(zip(self._names, values, strict=False))
-        given = [*self._jaxpr.constvars, *self._jaxpr.invars]
-        env = dict(zip(given, values[len(masks) :], strict=True))
+        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        env = dict(zip(variables, values[len(masks) :], strict=True))
 
         def read(variable: Any) -> Any:
             return jnp.asarray(variable.val) if isinstance(variable, core.Literal) else env[variable]
 
         for equation, kind in zip(self._jaxpr.eqns, self._kinds, strict=True):
             inputs = [read(v) for v in equation.invars]
-            function, _, own = alone(equation, inputs)
-            outputs = function(*own)
+            function, _, values_of_inputs = alone(equation, inputs)
+            outputs = function(*values_of_inputs)
             if kind:
                 outputs = [self._discard(masks[kind], equation, inputs, i, y) for i, y in enumerate(outputs)]
             env.update(zip(equation.outvars, outputs, strict=True))
@@ -102,15 +96,10 @@ class LevelProgram:
 
 
 def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var, jax.Array], dict[int, "Scan"]]:
-    """Computes every value of a program. Its scans run step by step, so that the search need not run them again.
+    """Computes every value of a program from `values`, the values of its constants and inputs.
 
-    Args:
-      jaxpr: the program.
-      way: to it.
-      values: of its constants and inputs.
-
-    Returns:
-      The values of its variables, and its scans by the numbers of their equations.
+    Scans run step by step, so that the search need not run them again. Returns the values of all variables, and the
+    scans by the numbers of their equations.
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
     scans = {}
@@ -121,11 +110,11 @@ def evaluate(jaxpr: core.Jaxpr, way: Way, values: Values) -> tuple[dict[core.Var
     for are_scans, group in groupby(enumerate(jaxpr.eqns), lambda pair: _runs_stepwise(pair[1], way)):
         numbers, equations = zip(*group, strict=True)
         if not are_scans:
-            made = {v for equation in equations for v in equation.outvars}
+            computed = {v for equation in equations for v in equation.outvars}
             read_by_them = [v for equation in equations for v in equation.invars if not isinstance(v, core.Literal)]
-            given = [v for v in dict.fromkeys(read_by_them) if v not in made]
-            program = LevelProgram(core.Jaxpr((), given, (), [*equations], jaxpr.effects), way)
-            known |= zip(program.made, program(way.loops, [known[v] for v in given]), strict=True)
+            operands = [v for v in dict.fromkeys(read_by_them) if v not in computed]
+            program = LevelProgram(core.Jaxpr((), operands, (), [*equations], jaxpr.effects), way)
+            known |= zip(program.made, program(way.loops, [known[v] for v in operands]), strict=True)
             continue
         for number, equation in zip(numbers, equations, strict=True):
             inputs = [read(v) for v in equation.invars]
@@ -347,13 +336,13 @@ def inline_single_steps(jaxpr: Any, way: Way) -> Any:
     if not any(_is_single(equation, way) for equation in jaxpr.eqns):
         return jaxpr
     now: dict[Any, Any] = {}
-    made = {v for equation in jaxpr.eqns for v in equation.outvars} | {*jaxpr.constvars, *jaxpr.invars}
+    defined = {v for equation in jaxpr.eqns for v in equation.outvars} | {*jaxpr.constvars, *jaxpr.invars}
     equations = []
     for equation in jaxpr.eqns:
         equation = equation.replace(invars=_replaced(now, equation.invars))
-        if _is_single(equation, way) and made.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):
+        if _is_single(equation, way) and defined.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):
             body = equation.params["jaxpr"].jaxpr
-            made |= _variables(body)
+            defined |= _variables(body)
             equations += _equations_of_step(equation, body, now)
             now |= zip(equation.outvars, _replaced(now, body.outvars), strict=True)
         else:

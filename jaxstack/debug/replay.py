@@ -29,6 +29,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
+from jaxstack.planner.job import Job
 from jaxstack.training.assemble import jit_train_step, make_gradients
 from jaxstack.training.services import init_from
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
@@ -59,7 +60,7 @@ class Replay:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
         self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
-        self.cfg, _ = estimate.resolve_split(run, self.context)
+        self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg
         self._dataset = data.load_for(self.cfg)
         self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
         self._teach = init_from.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
@@ -125,10 +126,7 @@ class Replay:
 def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
     """Runs a step of a run again on its mesh, and yields the lines that say what was found.
 
-    Args:
-      cfg: configuration of the run, with its present folder in `run.dir`.
-      step: number of the step, from 1 on.
-      out: folder to which the operation is saved, see `save`.
+    Steps count from 1. `cfg` has the run's present folder in `run.dir`. The operation is saved to `out`, see `save`.
     """
     again = Replay(cfg)
     state, batch, start = again.before(step)

@@ -60,12 +60,8 @@ class Finding:
 def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> Finding | None:
     """Returns the operation that made the first bad value among the results of a program, or `None` if all are finite.
 
-    The results are searched in their order: the first bad one is explained.
-
-    Args:
-      closed: the program, from `jax.make_jaxpr`.
-      arguments: its inputs, flat.
-      guide: what is known about the program.
+    The results are searched in their order: the first bad one is explained. `closed` is the program from
+    `jax.make_jaxpr`, and `arguments` are its flat inputs.
     """
     way = Way(guide=guide or Guide())
     jaxpr = closed.jaxpr
@@ -94,8 +90,8 @@ def find(closed: Any, arguments: Sequence[Any], guide: Guide | None = None) -> F
 
 def run(equation: Any, inputs: Values) -> Values:
     """Returns what an equation computes from whole arrays."""
-    program, _, given = alone(equation, inputs)
-    return [*jax.jit(program)(*given)]
+    program, _, values = alone(equation, inputs)
+    return [*jax.jit(program)(*values)]
 
 
 class _Level:

@@ -59,8 +59,13 @@ class RunModel(TemplateLM):
           progress: is called with the number of requests that are done, and of all of their kind.
         """
         super().__init__()
-        self.run, self.context, self.rows, self.template, self.truncated = run, context, rows, template, 0
-        self._tokenizer, self._progress = run.tokenizer, progress
+        self.run = run
+        self.context = context
+        self.rows = rows
+        self.template = template
+        self.truncated = 0
+        self._tokenizer = run.tokenizer
+        self._progress = progress
         self._before = self._tokenizer.frame()[0] if isinstance(self._tokenizer, HFTokenizer) else []
 
     @property
@@ -99,7 +104,8 @@ class RunModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        texts, counts = [], []
+        texts = []
+        counts = []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.context:
                 raise ConfigError(
@@ -141,7 +147,8 @@ class RunModel(TemplateLM):
         batch = ContinuousBatch(engine, rows=min(self.rows, len(texts)), slots=self.context, stop=end)
         for i, ((ids, sample, _), mark) in enumerate(zip(wanted, row_seeds(prompts), strict=True)):
             batch.add(Prompt(i, ids, sample, mark, self.run.config.run.seed % 2**32))
-        answers, done = [""] * len(texts), 0
+        answers = [""] * len(texts)
+        done = 0
         while batch.busy:
             for part in batch.advance():
                 answers[part.name] += texts[part.name].add(part.tokens, last=part.ended)

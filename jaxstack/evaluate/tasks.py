@@ -38,7 +38,7 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
 
     Args:
       names: of tasks, groups or tags.
-      include: folder of more tasks. `None` means those of `lm-eval` only.
+      include: folder of more tasks. `None` means only the tasks of `lm-eval`.
       fewshot: number of examples in a prompt. `None` means as each task says.
 
     Raises:
@@ -84,7 +84,7 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
 
 @functools.cache
 def _manager(include: str | None, defaults: bool) -> Any:
-    """Returns the index of the tasks in a folder, with or without those of `lm-eval`."""
+    """Returns the index of the tasks in a folder, with or without the tasks of `lm-eval`."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include, include_defaults=defaults)

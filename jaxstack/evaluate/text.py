@@ -65,7 +65,9 @@ def windows(tokens: Sequence[int], context: int, overlap: int) -> list[Window]:
       overlap: number of them that a window shares with the one before, from 0 to `context` - 1.
     """
     assert 0 <= overlap < context
-    found, scored, ids = [], 1, list(tokens)
+    found = []
+    scored = 1
+    ids = list(tokens)
     while scored < len(ids):
         end = min(context + 1 if scored == 1 else scored + context - overlap, len(ids))
         found.append(Window(ids[max(end - context - 1, 0) : end], end - scored))
@@ -102,7 +104,8 @@ def score_text(
             f"the tokenizer {tokenizer.name} does not keep the whole text, so bits per byte would not describe it. Use "
             f"a run whose tokenizer does."
         )
-    before, ids = first_token(tokenizer), tokenizer.encode(text).tolist()
+    before = first_token(tokenizer)
+    ids = tokenizer.encode(text).tolist()
     size = len(text.encode("utf-8"))
     if before is None and ids:  # the first token has nothing before it, and is left out with its bytes
         size -= tokenizer.num_bytes(ids[:1])

@@ -73,12 +73,15 @@ class _Search:
 
     def extend(self, i: jax.Array | int, logits: jax.Array, cache: PyTree, state: BeamState) -> BeamState:
         """Returns the state with token `i` added to every beam, given the logits [B * K, V] and the cache before it."""
-        (B, K, N), V = state.texts.shape, logits.shape[-1]
-        own, penalty = self.own, self.sample.length_penalty
+        B, K, N = state.texts.shape
+        V = logits.shape[-1]
+        own = self.own
+        penalty = self.sample.length_penalty
         scores = (jax.nn.log_softmax(logits).reshape(B, K, V) + state.scores[..., None]).reshape(B, K * V)
         # With this many candidates K beams remain, even if each beam may end with every stop token.
         scores, at = jax.lax.top_k(scores, min(K * (1 + len(self.stop)), K * V))
-        parents, new = at // V, (at % V).astype(jnp.int32)
+        parents = at // V
+        new = (at % V).astype(jnp.int32)
         ended = jnp.isin(new, jnp.asarray(self.stop, jnp.int32))
         texts = state.texts[own, parents]
         texts = jax.lax.dynamic_update_slice_in_dim(texts, new[..., None], i, 2)
@@ -115,7 +118,9 @@ def beam_search(
       sample: number of beams, number of tokens and length penalty.
       stop: tokens that end a text.
     """
-    (B, S), K, N = tokens.shape, sample.beams, sample.tokens
+    B, S = tokens.shape
+    K = sample.beams
+    N = sample.tokens
     search = _Search(sample, stop, model.ctx, jnp.arange(B)[:, None])
     beams = replace(model, first=jnp.repeat(model.first, K))
 

@@ -5,7 +5,7 @@ the slots right before the counter. So every step still writes one slot of all r
 of each text as it does in a batch that starts together. Yu et al. 2022 ("Orca", OSDI, section 3.1) schedule single
 steps in this way.
 
-`generate.row_programs` has the compiled programs.
+`generate.engine` has the compiled programs.
 """
 
 import time
@@ -19,12 +19,10 @@ import numpy as np
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import SampleConfig
-from jaxstack.generate import decode
+from jaxstack.generate.engine import CALL, Added, Engine, Programs, Sampling, next_count, rows_of_replica
 from jaxstack.generate.prompt_cache import PromptCache
-from jaxstack.generate.prompts import BUCKET, Rows, align_rows, power_of_buckets, row_seeds
-from jaxstack.generate.row_programs import CALL, Added, RowPrograms
+from jaxstack.generate.prompts import BUCKET, Rows, align_rows, power_of_buckets, row_seeds, whole_buckets
 from jaxstack.generate.sampling import Logprobs, RowSample
-from jaxstack.generate.stream import Engine, next_count
 
 _LAST_SLOT = 2**30
 """Beyond this the counter of slots begins again, long before int32 ends."""
@@ -74,7 +72,7 @@ class Part(NamedTuple):
 class ContinuousBatch:
     """Rows that generate texts, and the prompts that wait for one.
 
-    The tokens of a text are those of `decode.generate`, whatever the other rows have, up to rounding.
+    `decode.generate` writes the same text, up to rounding, whatever the other rows contain.
 
     Attributes:
       waiting: the prompts that have no row yet, in their order.
@@ -95,29 +93,32 @@ class ContinuousBatch:
 
         Args:
           engine: the model.
-          rows: number of texts at the same time; rounded up, see `decode.rows_of_replica`.
+          rows: number of texts at the same time; rounded up, see `rows_of_replica`.
           slots: largest number of tokens of a text with its prompt; rounded up to whole buckets.
           stop: tokens that end a text.
           repetition_penalty: of all texts.
-          alternatives: number of tokens with log-probabilities beside the chosen one, see `RowPrograms`.
+          alternatives: number of tokens with log-probabilities beside the chosen one, see `Sampling`.
           cache: where prompts are kept, so that others with the same beginning read less. It needs a single replica.
         """
         replicas = engine.ctx.layout.replicas
         assert cache is None or replicas == 1
-        each = decode.rows_of_replica(rows, engine.ctx)
+        each = rows_of_replica(rows, engine.ctx)
         self.waiting: deque[Prompt] = deque()
-        self._most, self._cache, self._slot = _whole_buckets(slots), cache, 0
-        self._texts, self._lengths = np.full((replicas, each), -1), np.zeros((replicas, each), np.int64)
+        self._most = whole_buckets(slots)
+        self._cache = cache
+        self._slot = 0
+        self._texts = np.full((replicas, each), -1)
+        self._lengths = np.zeros((replicas, each), np.int64)
         self._scored: set[int] = set()
         self._filled = False
-        self._programs = RowPrograms(engine, BUCKET, each, tuple(stop), repetition_penalty, alternatives)
-        self._state = self._programs.empty()
+        self._programs = Programs(engine, BUCKET, Sampling(tuple(stop), None, repetition_penalty, alternatives))
+        self._state = self._programs.empty(each)
 
     def add(self, prompt: Prompt) -> None:
         """Lets a prompt wait for a row."""
         assert prompt.sample.tokens > 0
-        assert prompt.sample.repetition_penalty == self._programs.repetition_penalty
-        assert not prompt.logprobs or self._programs.alternatives is not None
+        assert prompt.sample.repetition_penalty == self._programs.sampling.repetition_penalty
+        assert not prompt.logprobs or self._programs.sampling.alternatives is not None
         assert 0 <= prompt.begun < prompt.sample.tokens
         assert len(prompt.tokens) + prompt.sample.tokens - prompt.begun <= self._most
         self.waiting.append(prompt)
@@ -140,28 +141,30 @@ class ContinuousBatch:
         self._filled = not self._filled and bool(parts := list(self._fill()))
         if self._filled:
             return parts
-        alive, wait = self._texts >= 0, bool(self.waiting)
+        alive = self._texts >= 0
         if not alive.any():
             return []
         longest = int(self._lengths[alive].max())
         self._resize(longest + 1)
         self._scored &= {*self._texts[alive].tolist()}
-        how = np.int32(min(count, CALL, self._programs.slots - longest)), np.bool_(wait), np.bool_(bool(self._scored))
-        self._state, results = self._programs.extend(self._state, alive.reshape(-1), how)
-        found: Added = jax.device_get(results)
-        self._slot += int(found.lengths[alive.reshape(-1)].max())
+        count = min(count, CALL, self._programs.slots - longest)
+        self._state, results = self._programs.extend(
+            self._state, alive.reshape(-1), count, wait=bool(self.waiting), scored=bool(self._scored)
+        )
+        added: Added = jax.device_get(results)
+        self._slot += int(added.lengths[alive.reshape(-1)].max())
         parts = []
         for place, name in enumerate(self._texts.reshape(-1).tolist()):
             if name >= 0:
-                parts.append(self._part(found, place, name, int(found.lengths[place])))
+                parts.append(self._part(added, place, name, int(added.lengths[place])))
                 self._lengths.reshape(-1)[place] += len(parts[-1].tokens)
                 if parts[-1].ended:
                     self._texts.reshape(-1)[place] = -1
         return parts
 
-    def _part(self, found: Added, place: int, name: int, length: int) -> Part:
-        scores = jax.tree.map(lambda a: a[place, :length], found.logprobs) if name in self._scored else None
-        return Part(name, found.tokens[place, :length].tolist(), bool(found.ended[place]), scores)
+    def _part(self, added: Added, place: int, name: int, length: int) -> Part:
+        scores = jax.tree.map(lambda a: a[place, :length], added.logprobs) if name in self._scored else None
+        return Part(name, added.tokens[place, :length].tolist(), bool(added.ended[place]), scores)
 
     def _resize(self, needed: int) -> None:
         """Gives the cache the slots that the longest text needs: attention reads all slots for every token.
@@ -173,7 +176,8 @@ class ContinuousBatch:
             slots = self._slots_for(needed)
         if slots != self._programs.slots or self._slot > _LAST_SLOT:
             self._programs = replace(self._programs, slots=slots)
-            self._state, self._slot = self._programs.resize(self._state), slots
+            self._state = self._programs.resize(self._state)
+            self._slot = slots
 
     def _slots_for(self, tokens: int) -> int:
         """Returns a power of two times a bucket, but not more than the largest."""
@@ -190,12 +194,12 @@ class ContinuousBatch:
             cached, read = self._read([prompt.tokens for prompt in prompts])
             self._resize(max([*ends.tolist(), *self._lengths[self._texts >= 0].tolist()]) + 1)
             self._state, results = self._programs.admit(self._state, read, self._rows(prompts), (ends, places))
-            found: Added = jax.device_get(results)
+            added: Added = jax.device_get(results)
             for replica, prompt in enumerate(taken):
                 if prompt is not None:
                     if prompt.logprobs:
                         self._scored.add(prompt.name)
-                    part = self._part(found, replica, prompt.name, 1)._replace(cached=cached)
+                    part = self._part(added, replica, prompt.name, 1)._replace(cached=cached)
                     self._texts[replica, free[replica]] = -1 if part.ended else prompt.name
                     self._lengths[replica, free[replica]] = len(prompt.tokens)
                     yield part
@@ -205,19 +209,22 @@ class ContinuousBatch:
         programs = replace(self._programs, slots=self._slots_for(max(map(len, prompts))))
         if self._cache is None:
             return 0, programs.read(*align_rows(prompts))
-        ((tokens,), (kept, prefix)) = prompts, self._cache.longest_prefix(prompts[0])
-        if kept:
-            block, _ = align_rows([tokens[kept:]])
-            block = np.roll(block, len(tokens) - kept, 1)  # padding after the tokens
-            read = programs.read_on(prefix, block, (np.int32(len(tokens) - kept), np.int32(kept)))
+        (tokens,) = prompts
+        cached, prefix = self._cache.longest_prefix(tokens)
+        if cached:
+            new = len(tokens) - cached
+            block, _ = align_rows([tokens[cached:]])
+            block = np.roll(block, new, 1)  # padding after the tokens
+            read = programs.read_on(prefix, block, (np.int32(new), np.int32(cached)))
         else:
             read = programs.read(*align_rows(prompts))
         self._cache.store(tokens, read[1])
-        return kept, read
+        return cached, read
 
     def _rows(self, prompts: Sequence[Prompt]) -> dict[str, PyTree]:
-        """Returns what the programs need to know of some prompts, see `RowPrograms`."""
-        penalty, vocab = self._programs.repetition_penalty, self._programs.engine.cfg.vocab
+        """Returns what the programs need to know of some prompts, see `Sampling`."""
+        penalty = self._programs.sampling.repetition_penalty
+        vocab = self._programs.engine.cfg.vocab
         used = np.zeros((len(prompts), vocab if penalty != 1 else 0), bool)
         for row, prompt in zip(used, prompts, strict=True):
             row[prompt.tokens if penalty != 1 else []] = True
@@ -235,14 +242,10 @@ _NO_PROMPT = Prompt(-1, [0], SampleConfig(tokens=1, temperature=0), np.zeros(2, 
 """What a replica without a free row reads."""
 
 
-def _whole_buckets(slots: int) -> int:
-    return -(-slots // BUCKET) * BUCKET
-
-
 def continue_in_turn(
     engine: Engine, prompts: Rows, sample: SampleConfig, *, stop: Sequence[int], seed: int, at_once: bool
 ) -> Iterator[Rows]:
-    """Yields the tokens that are added to each prompt, `sample.rows` texts at a time; see `Engine.stream`."""
+    """Yields the tokens that are added to each prompt, `sample.rows` texts at a time; see `decode.stream`."""
     assert sample.rows is not None
     slots = max(len(prompt) for prompt in prompts) + sample.tokens
     batch = ContinuousBatch(

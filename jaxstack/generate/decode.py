@@ -1,7 +1,7 @@
-"""Text generation: reads the prompts at once, then adds a token at a time with a KV cache.
+"""Generation from a batch of prompts: reads them at once, then adds a token of each at a time with a KV cache.
 
-Use `generate` or `make_generate`. The tests compare them with `generate_uncached`, which has no cache and reads the
-whole text again for every token.
+Use `generate` or `make_generate`, or `stream` to show tokens as they come. The tests compare them with
+`generate_uncached`, which has no cache and reads the whole text again for every token.
 
 Rows are aligned at their ends: all prompts end in the same slot, and each added token takes the next slot. Attention
 never reads the slots before a shorter prompt.
@@ -9,36 +9,37 @@ never reads the slots before a shorter prompt.
 Suffixes: B rows of this device, S slots of the prompts, N tokens to add, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.generate import beam_search, sampling
+from jaxstack.generate.continuous import continue_in_turn
+from jaxstack.generate.engine import (
+    Engine,
+    GenerateOptions,
+    Programs,
+    RowSampler,
+    Sampling,
+    dropless,
+    fill_rows,
+    jit_on_mesh,
+    pad_rows,
+    row_keys,
+)  # fmt: skip
 from jaxstack.generate.kv_cache import CachedDecoder, known_logits
 from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
-from jaxstack.generate.row_sampler import RowSampler
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.context import Context
-from jaxstack.runtime.xla_options import select_decode_options
 from jaxstack.sharding import collectives
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `generate_uncached`; `make_generate` describes them."""
-
-    stop: Sequence[int]
-    gate: int | None
-    vocabulary: int | None
-    ctx: Context | None
 
 
 def make_generate(
@@ -80,9 +81,7 @@ def make_generate(
         model = CachedDecoder.create(cfg, params, ctx, gate=gate, vocabulary=ids, first=first, num_slots=slots)
         if sample.beams > 1:
             return beam_search.beam_search(model, tokens, sample, stop)
-        sampler = RowSampler(model, sample, stop, row_keys(seed, marks))
-        state = sampler.extend(sampler.read(tokens), tokens.shape[1], sample.tokens)
-        return state["added"], state["lengths"]
+        return write(RowSampler(model, Sampling.of_all(sample, stop)), tokens, marks, seed)
 
     compiled = jit_on_mesh(work, cfg, ctx, parts=3)
 
@@ -111,54 +110,63 @@ def generate(
     return make_generate(cfg, sample, **options)(params, prompts, seed)
 
 
-def row_keys(seed: jax.Array, marks: jax.Array) -> jax.Array:
-    """Returns a PRNG key for each row [B], given `row_seeds` [B, 2]."""
-    key = jax.random.key(seed)
-    return jax.vmap(lambda mark: jax.random.fold_in(jax.random.fold_in(key, mark[0]), mark[1]))(marks)
-
-
-def dropless(cfg: ModelConfig) -> ModelConfig:
-    """Returns the model without a capacity limit: it counts the tokens of a whole sequence, unlike decoding."""
-    return replace(cfg, moe=replace(cfg.moe, capacity_factor=None))
-
-
-def pad_rows(prompts: Rows, replicas: int) -> Rows:
-    """Returns the prompts and as many dummy rows as make their number a multiple of `replicas`."""
-    return [*prompts, *([[0]] * (-len(prompts) % replicas))]
-
-
-def fill_rows(prompts: Rows, ctx: Context) -> Rows:
-    """Returns the prompts and as many empty ones as give every replica the rows of `rows_of_replica`."""
-    return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.layout.replicas - len(prompts)))]
-
-
-def rows_of_replica(rows: int, ctx: Context) -> int:
-    """Returns how many rows each replica has if there are `rows`: on a pipeline, equal groups of them, see `in_turn`.
-
-    There are as many groups as stages, or a group for each of fewer rows.
-    """
-    each = -(-rows // ctx.layout.replicas)
-    groups = 1 if ctx.layout.pipeline is None else min(ctx.layout.pipeline.stages.stages, each)
-    return -(-each // groups) * groups
-
-
-def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, parts: int) -> Callable[..., PyTree]:
-    """Compiles `work(params, *rows, seed)`, the work of one device, as a function of global arrays.
-
-    Every process receives the complete results.
+def write(sampler: RowSampler, tokens: jax.Array, marks: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens that are added to prompts [B, N], and how many of them belong to each text [B].
 
     Args:
-      work: the function.
-      cfg: the model that `params` belong to.
-      ctx: the execution context.
-      parts: number of arrays in `rows`; the devices share their rows.
+      sampler: has the model and N.
+      tokens: the prompts [B, S].
+      marks: what seeds each row, from `row_seeds` [B, 2].
+      seed: of sampling.
     """
-    options = select_decode_options(ctx.ops.platform or jax.default_backend())
-    if ctx.layout.mesh is None:
-        return jax.jit(work, compiler_options=options)
-    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
-    shardings = ctx.layout.sharding(PartitionSpec())
-    return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
+    count = sampler.sampling.call
+    state, first = sampler.read(tokens, sampler.row(sampler.model.first, seed, marks, count))
+    _, others = sampler.extend(state, count - 1)
+    added = jnp.concatenate([first.tokens, others.tokens[:, : count - 1]], 1)
+    return added, first.lengths + others.lengths
+
+
+def stream(
+    engine: Engine,
+    prompts: Rows,
+    sample: SampleConfig,
+    *,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+    at_once: bool = False,
+) -> Iterator[Rows]:
+    """Yields the tokens that are added to each prompt, a few at a time, until all texts have ended.
+
+    Args:
+      engine: the model.
+      prompts: token ids of each prompt.
+      sample: how tokens are chosen, and how many texts grow at the same time. Beam search has no tokens to show before
+        its end, so `beams` must be 1.
+      stop: tokens that end a text.
+      seed: of sampling.
+      at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
+
+    Raises:
+      ConfigError: see `prompts.check_prompts`.
+    """
+    assert sample.beams == 1
+    check_prompts(engine.cfg, prompts, sample.tokens, engine.vocabulary)
+    if not sample.tokens:
+        return
+    if sample.rows is not None and len(prompts) > sample.rows:
+        yield from continue_in_turn(engine, prompts, sample, stop=stop, seed=seed, at_once=at_once)
+        return
+    filled = fill_rows(prompts, engine.ctx)
+    tokens, first = align_rows(filled)
+    programs = Programs(engine, tokens.shape[1] + sample.tokens, Sampling.of_all(sample, stop))
+    limits = np.full(len(filled), sample.tokens, np.int32)
+    rows = {"first": first, "marks": row_seeds(filled), "limit": limits, "seed": np.uint32(seed)}
+    state, added = programs.start(tokens, rows)
+    for _, part in programs.extend_by_parts(state, added, sample.tokens if at_once else 1):
+        if engine.cfg.moe.num_experts:
+            engine.counted["load"] = engine.counted.get("load", 0) + part.load.astype(np.int64)
+        texts = [row[:length].tolist() for row, length in zip(part.tokens, part.lengths, strict=True)]
+        yield texts[: len(prompts)]
 
 
 def generate_uncached(
@@ -176,7 +184,9 @@ def generate_uncached(
     When a text outgrows the window, positions count from the beginning of the window. So the model never reads more
     tokens than it was trained on. A KV cache is not possible then, because every token moves to another position.
     """
-    cfg, gate, stop = dropless(cfg), options.get("gate"), options.get("stop", ())
+    cfg = dropless(cfg)
+    gate = options.get("gate")
+    stop = options.get("stop", ())
     ctx = (options.get("ctx") or Context()).whole_sequences()
     ids = options.get("vocabulary") or cfg.vocab
     check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
@@ -186,7 +196,8 @@ def generate_uncached(
     buffer = np.stack([np.pad(np.asarray(prompt, np.int32), (0, size - len(prompt))) for prompt in filled])
 
     def work(params: PyTree, buffer: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
-        own, keys = jnp.arange(buffer.shape[0]), row_keys(seed, marks)
+        index = jnp.arange(buffer.shape[0])
+        keys = row_keys(seed, marks)
 
         def add_one(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             buffer, ends = carry
@@ -195,14 +206,14 @@ def generate_uncached(
             batch = {"tokens": seen} if gate is None else {"tokens": seen, "gate_ids": jnp.full_like(seen, gate)}
             # Attention is causal, so the tokens after a row's end do not change its logits.
             x, _ = decoder.hidden_states(cfg, params, batch, ctx)
-            last = x[own, ends - starts - 1][:, None]
+            last = x[index, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
             logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 1), ids)
             there = jnp.arange(size) < ends[:, None]
-            used = jnp.zeros_like(logits, bool).at[own[:, None], buffer].max(there)
+            used = jnp.zeros_like(logits, bool).at[index[:, None], buffer].max(there)
             folded = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
             new = sampling.sample_tokens(logits, used, folded, sample)
-            return collectives.match_varying_tree((buffer.at[own, ends].set(new), ends + 1), carry)
+            return collectives.match_varying_tree((buffer.at[index, ends].set(new), ends + 1), carry)
 
         return jax.lax.fori_loop(0, sample.tokens, add_one, (buffer, ends))[0]
 
@@ -222,14 +233,17 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     The model never reads more than it was trained on. If a prompt and its continuation exceed `data.seq_len`, it reads
     the last `data.seq_len` tokens.
     """
-    sample, tokenizer, texts = cfg.sample, dataset.tokenizer, cfg.sample.prompts
+    sample = cfg.sample
+    tokenizer = dataset.tokenizer
+    texts = sample.prompts
     if texts is None and cfg.model.family == "decoder":
         texts = held_out_prompts(cfg, [*dataset.held_out_texts], tokenizer)
     if not texts or cfg.model.family == "diffusion":
         return []
     prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
-    seed, options = cfg.run.seed, generate_options(cfg, tokenizer, ctx)
+    seed = cfg.run.seed
+    options = generate_options(cfg.model, sample.domain, tokenizer, ctx)
     if sample.tokens <= room or sample.beams > 1:  # `Config` has checked that the texts of beams fit
         rows = generate(cfg.model, params, prompts, sample, seed=seed, **options)
     else:
@@ -237,11 +251,11 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
     return [(text, decode_text(tokenizer, row)) for text, row in zip(texts, rows, strict=True)]
 
 
-def generate_options(cfg: Config, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:
-    """Returns the options of `generate` and `generate_uncached` that follow from a run."""
+def generate_options(cfg: ModelConfig, domain: int, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:
+    """Returns the options of `generate` and `generate_uncached` that follow from a run and the domain of its texts."""
     return {
         "stop": () if tokenizer.eos_id is None else (tokenizer.eos_id,),
-        "gate": cfg.sample.domain if cfg.model.moe.router == "domain" else None,
+        "gate": domain if cfg.moe.router == "domain" else None,
         "vocabulary": tokenizer.vocab_size,
         "ctx": ctx,
     }

@@ -1,6 +1,6 @@
-"""Texts whose tokens and log-probabilities are those of the training forward pass, bit for bit.
+"""Texts whose tokens and log-probabilities equal the training forward pass, bit for bit.
 
-A token's logits from a KV cache differ from those of training in the last bits, since other shapes sum in other orders.
+A token's logits from a KV cache differ from the logits of training in the last bits: other shapes sum in other orders.
 So the cache only drafts: a forward pass over the complete text then chooses every token again, with the same random
 numbers. The first token that differs replaces its draft, and the text is continued from there. The result is the text
 that this forward pass alone would write, at the cost of about one pass for each text.
@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack.config import ConfigError, SampleConfig
-from jaxstack.generate import decode, sampling
+from jaxstack.generate import sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.engine import Engine, row_keys
 from jaxstack.generate.kv_cache import known_logits
 from jaxstack.generate.prompts import Rows, check_prompts, row_seeds
 from jaxstack.generate.score import Scorer
-from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, family
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
@@ -68,8 +68,10 @@ class Exact:
             if (value := getattr(how, name)) != plain:
                 raise ConfigError(f"sample.{name}={value} does not fit exact texts. Use sample.{name}={plain}.")
         check_prompts(self.scorer.cfg, prompts, how.tokens, self.engine.vocabulary)
-        marks, added = row_seeds(prompts), [list[int]() for _ in prompts]
-        redrafted, open_texts = [0] * len(prompts), list(range(len(prompts))) if how.tokens else []
+        marks = row_seeds(prompts)
+        added = [list[int]() for _ in prompts]
+        redrafted = [0] * len(prompts)
+        open_texts = list(range(len(prompts))) if how.tokens else []
         while open_texts:
             self._draft(prompts, added, marks, open_texts, seed)
             unfinished = []
@@ -108,11 +110,14 @@ class Exact:
             own = [i for i in some if self._slots(prompts[i]) == slots]
             for at in range(0, len(own), size):
                 part = own[at : at + size]
-                tokens, seeds = np.zeros((size, slots), np.int32), np.zeros((size, 2), np.uint32)
+                tokens = np.zeros((size, slots), np.int32)
+                seeds = np.zeros((size, 2), np.uint32)
                 ends = np.ones(size, np.int32)
                 for row, i in enumerate(part):
                     text = [*prompts[i], *added[i]][:-1]
-                    tokens[row, : len(text)], ends[row], seeds[row] = text, len(prompts[i]), marks[i]
+                    tokens[row, : len(text)] = text
+                    ends[row] = len(prompts[i])
+                    seeds[row] = marks[i]
                 chosen = jax.device_get(self._program(self.scorer.params, tokens, ends, seeds, np.uint32(seed)))
                 for row, i in enumerate(part):
                     first = len(prompts[i]) - 1
@@ -125,7 +130,9 @@ class Exact:
 
     @cached_property
     def _program(self) -> jax.stages.Wrapped:
-        scorer, ctx, vocabulary = self.scorer, self.scorer.ctx, self.engine.vocabulary
+        scorer = self.scorer
+        ctx = self.scorer.ctx
+        vocabulary = self.engine.vocabulary
 
         def work(values: Params, tokens: jax.Array, ends: jax.Array, marks: jax.Array, seed: jax.Array) -> jax.Array:
             hidden = scorer.hidden_states(values, tokens)
@@ -133,7 +140,7 @@ class Exact:
             size = max(1, min(S, ctx.ops.loss_chunk // B))
             index = jnp.maximum(jnp.arange(S) + 1 - ends[:, None], 0)  # of the token after each slot in its text
             keys = jax.vmap(lambda key, own: jax.vmap(lambda i: jax.random.fold_in(key, i))(own))(
-                decode.row_keys(seed, marks), index
+                row_keys(seed, marks), index
             )
 
             def choose(part: tuple[jax.Array, jax.Array]) -> jax.Array:

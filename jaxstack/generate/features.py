@@ -9,74 +9,73 @@ import jax
 import numpy as np
 
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data.captions import encode_texts
 from jaxstack.data.images import to_patches
 from jaxstack.data.seq2seq import special_ids
 from jaxstack.data.tokenizers import Tokenizer
-from jaxstack.generate.decode import jit_on_mesh
+from jaxstack.generate.engine import jit_on_mesh
 from jaxstack.models import contrastive
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 
 
-def image_features(cfg: Config, params: Params, pixels: np.ndarray, ctx: Context) -> np.ndarray:
-    """Returns the features of pictures, float32 [N, E]; each has length 1.
-
-    Args:
-      cfg: the run.
-      params: of its model.
-      pixels: pictures [N, H, W, C] from -1 (black) to 1 (white).
-      ctx: execution context.
+def image_features(cfg: ModelConfig, params: Params, pixels: np.ndarray, ctx: Context) -> np.ndarray:
+    """Returns the features of pictures [N, H, W, C] from -1 (black) to 1 (white), float32 [N, E]; each has length 1.
 
     Raises:
       ConfigError: the pictures are not of the model's size.
     """
-    size = cfg.model.contrastive
+    size = cfg.contrastive
     if pixels.shape[1:] != size.image:
         raise ConfigError(
             f"the pictures [N, H, W, C] have the shape {list(pixels.shape)}, but the model reads those of "
             f"{'x'.join(map(str, size.image))}. Resize them."
         )
     rows = {"patches": to_patches(pixels.astype(np.float32), size.patch_size)}
-    return _features(cfg, params, rows, ctx, 0)
+    return _features(cfg, params, rows, 1, ctx, 0)
 
 
-def text_features(cfg: Config, params: Params, texts: Sequence[str], tokenizer: Tokenizer, ctx: Context) -> np.ndarray:
+def text_features(
+    cfg: ModelConfig, params: Params, texts: Sequence[str], tokenizer: Tokenizer, length: int, ctx: Context
+) -> np.ndarray:
     """Returns the features of texts, float32 [N, E]; each has length 1.
 
     Args:
-      cfg: the run.
-      params: of its model.
-      texts: of at most `data.target_len` tokens with a start and an end.
-      tokenizer: of the run.
-      ctx: execution context.
+      cfg: the model.
+      params: its parameters.
+      texts: of at most `length` tokens with a start and an end.
+      tokenizer: the tokenizer of the run.
+      length: `data.target_length` of the run.
+      ctx: the execution context.
 
     Raises:
       ConfigError: a text is too long.
     """
-    rows = encode_texts(texts, tokenizer, special_ids(tokenizer), cfg.data.target_length)
-    return _features(cfg, params, rows, ctx, 1)
+    rows = encode_texts(texts, tokenizer, special_ids(tokenizer), length)
+    return _features(cfg, params, rows, length, ctx, 1)
 
 
-def _features(cfg: Config, params: Params, rows: dict[str, np.ndarray], ctx: Context, which: int) -> np.ndarray:
+def _features(
+    cfg: ModelConfig, params: Params, rows: dict[str, np.ndarray], length: int, ctx: Context, which: int
+) -> np.ndarray:
     """Returns the features of one tower; what the other one would read is zeros, and nothing of it is computed."""
-    model, own = cfg.model, ctx.whole_sequences()
+    ctx = ctx.whole_sequences()
     count = len(next(iter(rows.values())))
-    padded = count + -count % own.layout.replicas
-    size = model.contrastive
+    padded = count + -count % ctx.layout.replicas
+    size = cfg.contrastive
     arrays = {
         "patches": np.zeros((padded, size.num_patches, size.patch_values), np.float32),
-        "tokens": np.zeros((padded, cfg.data.target_length), np.int32),
-        "pair_weights": np.zeros((padded, cfg.data.target_length), np.float32),
+        "tokens": np.zeros((padded, length), np.int32),
+        "pair_weights": np.zeros((padded, length), np.float32),
     }
     for name in arrays.keys() & rows.keys():
         arrays[name][:count] = rows[name]
 
     def work(params: Params, patches: jax.Array, tokens: jax.Array, pair_weights: jax.Array, _: jax.Array) -> jax.Array:
         batch: Batch = {"patches": patches, "tokens": tokens, "pair_weights": pair_weights}
-        hidden = contrastive.hidden_states(model, params, batch, own)[0]
-        return contrastive.features(model, params, hidden, batch, own)[which]
+        hidden = contrastive.hidden_states(cfg, params, batch, ctx)[0]
+        return contrastive.features(cfg, params, hidden, batch, ctx)[which]
 
-    made = jit_on_mesh(work, model, own, parts=3)(params, *arrays.values(), np.int32(0))
-    return np.asarray(jax.device_get(made))[:count]
+    computed = jit_on_mesh(work, cfg, ctx, parts=3)(params, *arrays.values(), np.int32(0))
+    return np.asarray(jax.device_get(computed))[:count]

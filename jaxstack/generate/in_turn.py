@@ -45,14 +45,15 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
 
     Args:
       model: a decoder on a pipeline.
-      state: a dict. `cache` has the cache of all tokens but the newest, `load` that of `CachedDecoder`, `last` the
+      state: a dict. `cache` has the cache of all tokens but the newest, `load` the load of `CachedDecoder`, `last` the
         newest tokens [B], `done` the rows that are not counted any more [B]. `add` may read and change what else it
         has.
       slot: slot of the newest tokens.
       passes: number of tokens to add to each row. `add` may lower it.
       add: adds tokens to a group.
     """
-    cfg, ctx = model.cfg, model.ctx
+    cfg = model.cfg
+    ctx = model.ctx
     assert ctx.layout.pipeline is not None
     stages = ctx.layout.pipeline.stages
     name, stack = family.only_stack(cfg)
@@ -74,7 +75,7 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
 class _Turns:
     """What `rotate` runs, and its arguments.
 
-    Attributes (beyond those of `decode_in_turn`):
+    Attributes (beyond the arguments of `decode_in_turn`):
       stack: the layers.
       weights: of this stage, for each block of a step [R/P/period, ...].
       group_of_slot: the step in each slot of this stage [R/P/period].
@@ -109,14 +110,17 @@ class _Turns:
 
     def layers(self, state: PyTree, stored: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, PyTree]:
         """Runs a chunk of this stage. `stored` has the cache and the load of this stage's layers."""
-        model, rows = self.model, self.model.first.shape[0] // self.rotation.groups
-        inputs, slot = self.inputs_of(state, visit), self.slot + visit.turn
+        model = self.model
+        rows = self.model.first.shape[0] // self.rotation.groups
+        inputs = self.inputs_of(state, visit)
+        slot = self.slot + visit.turn
         row = jnp.minimum(visit.group, self.rotation.groups - 1) * rows
 
         def one(i: jax.Array, carry: PyTree) -> PyTree:
             x, (cache, load) = carry
             place = visit.chunk * self.max_groups + i
-            index, weights = self.group_of_slot[place], index_leading(self.weights, place)
+            index = self.group_of_slot[place]
+            weights = index_leading(self.weights, place)
             held = [{name: _read(a, place, row, rows) for name, a in block.items()} for block in cache]
             y, aux = self.stack.step(model.cfg, model.ctx.within_stage, weights, x, index, inputs, held)
             new = [

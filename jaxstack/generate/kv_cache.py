@@ -85,13 +85,14 @@ class CachedDecoder:
         token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
-        given, params = params, cast_matrices(family.spec(cfg), params, ctx.dtype)
+        exact = params
+        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
         if token_weights is None and ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None:
             name, stack = family.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
             if ctx.ops.decode_weights is not None and (ctx.layout.mesh is None or ctx.layout.mesh.size == 1):
-                groups = _to_codes(cfg, ctx, groups, group_layers(stack.period, given[name]))
+                groups = _to_codes(cfg, ctx, groups, group_layers(stack.period, exact[name]))
             copied = cfg.tied_embeddings and (ctx.ops.platform or jax.default_backend()) == "cpu"
             token_weights = TokenWeights(groups, params["embedding"]["tokens"].T if copied else None)
         return cls(cfg, params, ctx, gate, vocabulary, first, num_slots, token_weights)
@@ -163,8 +164,8 @@ class CachedDecoder:
 
         def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
             T = a.shape[axis]
-            kept = (index < count) & (index >= count - T)  # a later token of these may take the same place
-            places = jnp.where(kept, (slot + index) % T, T)
+            stays = (index < count) & (index >= count - T)  # a later token of these may take the same place
+            places = jnp.where(stays, (slot + index) % T, T)
             return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries, mode="drop")
 
         last = jax.lax.dynamic_slice_in_dim(x, count - 1, 1, 1)
@@ -193,7 +194,7 @@ class CachedDecoder:
         return self.logits(x), map_cache(update, cache, new)
 
     def move_cache(self, cache: PyTree, slot: jax.Array, to: jax.Array) -> PyTree:
-        """Returns the cache of the tokens before a slot as that of this number of slots, with other numbers.
+        """Returns the cache of the tokens before a slot, with the slots of this decoder and with other slot numbers.
 
         Args:
           cache: from a decoder of any number of slots. Where it has more, the oldest tokens are dropped.
@@ -252,7 +253,7 @@ class CachedDecoder:
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """Returns hidden states of the tokens [B, S] in the slots from `slot` on, their keys and values, and the load.
 
-        The load is that of `decode_counted`.
+        `decode_counted` describes the load.
         """
         batch = self.next_batch(tokens, slot, counted)
         if self.token_weights is not None:
@@ -266,8 +267,8 @@ class CachedDecoder:
     @property
     def _lengths(self) -> list[int]:
         """The number of tokens that each block of a group keeps: all that its window spans, except the newest."""
-        kept = [max(window - 1, 1) + self.spare if window else self.num_slots for window in self.cfg.windows]
-        return [min(T, self.num_slots) for T in kept]
+        lengths = [max(window - 1, 1) + self.spare if window else self.num_slots for window in self.cfg.windows]
+        return [min(T, self.num_slots) for T in lengths]
 
     def _distance(self, slot: jax.Array, T: int) -> jax.Array:
         """Returns how far each kept token [B, T] is before `slot`; 0 marks entries that are empty or before the row."""
@@ -278,14 +279,14 @@ class CachedDecoder:
         """Returns the logits [B, S, V] of all vocabulary entries from hidden states [B, S, D]."""
         head = self.token_weights.head if self.token_weights is not None else None
         params = self.params if head is None else {"head": {"w": head}}
-        own = decoder.logits(self.cfg, params, x, self.ctx)
+        local = decoder.logits(self.cfg, params, x, self.ctx)
         return known_logits(
-            self.cfg, collectives.all_gather_invariant(own, self.ctx.layout.axes("vocab"), 2), self.vocabulary
+            self.cfg, collectives.all_gather_invariant(local, self.ctx.layout.axes("vocab"), 2), self.vocabulary
         )
 
 
 def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: list[PyTree]) -> list[PyTree]:
-    """Returns the weights of each group of layers with codes in place of matrices, except those of experts.
+    """Returns the weights of each group of layers with codes in place of matrices, except for experts.
 
     Args:
       cfg: the model.
@@ -293,7 +294,8 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
       groups: in the dtype of the computation.
       stacked: the same as they were given, before a cast, with all groups on a leading axis.
     """
-    layer, scheme = unstack(family.spec(cfg)[family.only_stack(cfg)[0]]), ctx.ops.decode_weights
+    layer = unstack(family.spec(cfg)[family.only_stack(cfg)[0]])
+    scheme = ctx.ops.decode_weights
     assert scheme is not None
 
     def code(p: Param, value: jax.Array, exact: jax.Array) -> jax.Array | CodedWeight:

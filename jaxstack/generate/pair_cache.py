@@ -75,6 +75,20 @@ class CachedPairs:
         cache = {"own": own, "cross": cross, "segments": batch["encoder_segment_ids"][:, None, None]}
         return self._write(jnp.full_like(tokens[:, 0], self.start), jnp.int32(0), cache)
 
+    def prefill_counted(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns what `prefill` does, and no load: only the experts of a decoder are counted."""
+        return *self.prefill(tokens), ()
+
+    def decode_counted(
+        self, tokens: jax.Array, slot: jax.Array, cache: PyTree, counted: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns what `decode_token` does, and no load."""
+        return *self.decode_token(tokens, slot, cache), ()
+
+    def no_load(self) -> PyTree:
+        """Returns the load of no tokens, see `prefill_counted`."""
+        return ()
+
     def decode_token(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns the logits [B, V] after one more token of each row [B], and the caches that include it.
 
@@ -87,7 +101,8 @@ class CachedPairs:
 
     def _write(self, tokens: jax.Array, position: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
         """Returns what `decode_token` does, given the position of the tokens in the decoder's rows."""
-        rows, index = tokens.shape[0], jnp.arange(self.num_slots)
+        rows = tokens.shape[0]
+        index = jnp.arange(self.num_slots)
         batch: dict[str, Any] = {
             "tokens": tokens[:, None],
             "positions": jnp.broadcast_to(position, (rows, 1)),

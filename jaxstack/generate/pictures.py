@@ -21,7 +21,7 @@ from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset
 from jaxstack.data.captions import Given
 from jaxstack.data.images import Images, from_patches
-from jaxstack.generate.decode import jit_on_mesh
+from jaxstack.generate.engine import jit_on_mesh
 from jaxstack.models import diffusion
 from jaxstack.models.context import Context
 from jaxstack.models.noise_path import Path, time_of
@@ -29,7 +29,7 @@ from jaxstack.models.params import Params
 
 ROWS = 1000
 """Pictures that are drawn at a time, at most."""
-_STREAM = 3  # keeps the noise of pictures apart from that of training
+_STREAM = 3  # gives pictures other noise than training
 _SCREEN_PIXELS = 48  # least height of a picture in a grid
 
 Draw: TypeAlias = Callable[[PyTree, Given, int], np.ndarray]
@@ -54,7 +54,8 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
       ctx: the execution context. `None` means one device.
     """
     ctx = (ctx or Context()).whole_sequences()
-    size, levels = cfg.diffusion, timesteps(cfg, sample.steps)
+    size = cfg.diffusion
+    levels = timesteps(cfg, sample.steps)
 
     def velocity(params: Params, noisy: jax.Array, condition: Batch, level: jax.Array) -> jax.Array:
         batch = {"noisy": noisy, "gate_ids": jnp.zeros(noisy.shape[:2], jnp.int32) + level, **condition}

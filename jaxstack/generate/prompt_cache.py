@@ -37,7 +37,8 @@ class PromptCache:
         """
         windows = [window for window in cfg.windows if window]
         self.bytes = 0
-        self._limit, self._window = limit, min(windows, default=None)
+        self._limit = limit
+        self._window = min(windows, default=None)
         self._entries: list[_Entry] = []  # the newest is the last
 
     def longest_prefix(self, tokens: Sequence[int]) -> tuple[int, PyTree]:
@@ -47,12 +48,14 @@ class PromptCache:
         bucket does not count: padding would take its place.
         """
         prompt = np.asarray(tokens)
-        most, entry = 0, None
+        most = 0
+        entry = None
         for one in self._entries:
             common = _common(one.tokens, prompt[:-1])
             whole = self._window is None or common == one.tokens.size or one.tokens.size < self._window
             if common > most and whole:
-                most, entry = common, one
+                most = common
+                entry = one
         if entry is None or _buckets(prompt.size - most) == _buckets(prompt.size):
             return 0, None
         self._entries.remove(entry)

@@ -75,7 +75,8 @@ def sample_rows(
     """
     if repetition_penalty != 1:
         logits = jnp.where(used, apply_repetition_penalty(logits, repetition_penalty), logits)
-    greedy, sampled = logits.argmax(-1).astype(jnp.int32), rows.temperature > 0
+    greedy = logits.argmax(-1).astype(jnp.int32)
+    sampled = rows.temperature > 0
 
     def sample() -> jax.Array:
         scaled = logits / jnp.where(sampled, rows.temperature, 1)[:, None]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.generate import decode
+from jaxstack.generate.engine import dropless
 from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
@@ -67,7 +67,7 @@ class Scorer:
           ctx: the execution context.
           gate: domain of the texts, for a model with a hard gate.
         """
-        return cls(decode.dropless(cfg), params, ctx.whole_sequences(), gate)
+        return cls(dropless(cfg), params, ctx.whole_sequences(), gate)
 
     def scores(self, texts: Rows, rows: int = 8) -> Iterator[tuple[int, Scores]]:
         """Yields the index of each text and its scores; the longest texts come first.
@@ -93,7 +93,7 @@ class Scorer:
     ) -> Iterator[tuple[int, Logprobs]]:
         """Yields the index of each text, and what `scores` says of its tokens with the likeliest tokens beside each.
 
-        The log-probabilities are those of `scores`. The arrays of a text of n tokens have n - 1 rows.
+        `scores` gives the same log-probabilities. The arrays of a text of n tokens have n - 1 rows.
 
         Args:
           texts: see `scores`.
@@ -179,7 +179,7 @@ class Scorer:
         return self._compiled(work, 2, self.ctx.layout.batch if self.ctx.layout.mesh else None)
 
     def _program_with(self, alternatives: int, vocabulary: int) -> Callable[..., PyTree]:
-        """Returns the program of `logprobs`, whose result [B, S, 1 + 2K] is that of `_with_likeliest`."""
+        """Returns the program of `logprobs`, with the result of `_with_likeliest` [B, S, 1 + 2K]."""
         key = alternatives, vocabulary
         if key not in self.programs_with_alternatives:
 
@@ -193,14 +193,16 @@ class Scorer:
     def _with_likeliest(
         self, values: Params, hidden: jax.Array, targets: jax.Array, alternatives: int, vocabulary: int
     ) -> jax.Array:
-        """Returns for every target its log-probability, then those of the K likeliest ids, then these ids.
+        """Returns the log-probability of every target, the log-probabilities of the K likeliest ids, and these ids.
 
         All are float32 [B, S, 1 + 2K], which represents ids up to 2^24. Only the logits of one chunk of tokens are in
         memory.
         """
         assert vocabulary <= 2**24
-        cfg, ctx = self.cfg, self.ctx
-        axes, head = ctx.layout.axes("vocab"), decoder.head(cfg, values, ctx)  # [D, V/n]
+        cfg = self.cfg
+        ctx = self.ctx
+        axes = ctx.layout.axes("vocab")
+        head = decoder.head(cfg, values, ctx)  # [D, V/n]
         hidden, head = collectives.match_varying(hidden, head)
         V = head.shape[1]
         options = cfg.logit_softcap, axes, None if V * collectives.count(axes) == cfg.vocab else cfg.vocab

@@ -17,11 +17,10 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, SampleConfig
-from jaxstack.generate import decode, sampling
+from jaxstack.generate import sampling
+from jaxstack.generate.engine import CARRIED, Engine, is_stop, row_keys
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
-from jaxstack.generate.row_sampler import is_stop
-from jaxstack.generate.stream import CARRIED, Engine, compile_program
 from jaxstack.sharding import collectives
 
 _ROUNDS = 8
@@ -60,7 +59,8 @@ def choose(key: jax.Array, drafted: jax.Array, q: jax.Array, p: jax.Array) -> tu
     """
     G = drafted.shape[0]
     for_uniform, for_next = jax.random.split(key)
-    own, of_draft = p[jnp.arange(G), drafted], q[jnp.arange(G), drafted]
+    own = p[jnp.arange(G), drafted]
+    of_draft = q[jnp.arange(G), drafted]
     accepted = jax.random.uniform(for_uniform, (G,)) * of_draft < own
     n = jnp.cumprod(accepted.astype(jnp.int32)).sum()
     rest = jnp.maximum(p[n] - jnp.pad(q, ((0, 1), (0, 0)))[n], 0.0)
@@ -97,7 +97,7 @@ class Speculation:
         Args:
           prompt: its token ids.
           sample: how tokens are chosen; without beams and repetition penalty.
-          mark: what seeds its samples, from `prompts.row_seeds`. `None` means that of the prompt alone.
+          mark: what seeds its samples, from `prompts.row_seeds`. `None` means the seed of the prompt alone.
           stop: tokens that end the text.
           seed: of sampling.
           at_once: whether all tokens come at once.
@@ -204,42 +204,38 @@ class Speculation:
         self, name: str, work: Callable[..., PyTree], how: "_How", rows: PyTree, *others: PyTree
     ) -> tuple[PyTree, Any]:
         """Runs `work(models, how, key, *others)`, compiled, and returns the state and what the host reads of it."""
-        engine, draft, one = self.engine, self.draft, PartitionSpec()
-        programs_key = (f"speculative {name}", draft.cfg, self.tokens, *how)
-        if programs_key not in engine.programs:
-            sample, _, slots = how
+        engine = self.engine
+        draft = self.draft
+        sample, _, slots = how
+        size = slots + sample.tokens + self.tokens + 1
 
-            def run(
-                params: PyTree, copies: PyTree, of_draft: PyTree, its_copies: PyTree, rows: PyTree, *others: PyTree
-            ) -> tuple[PyTree, Found]:
-                first, marks, seed = rows
-                models = [
-                    replace(
-                        CachedDecoder.create(
-                            one.cfg, values, one.ctx, gate=one.gate, vocabulary=one.vocabulary, first=first,
-                            num_slots=slots + sample.tokens + self.tokens + 1, token_weights=made,
-                        ),
-                        spare=self.tokens,
-                    )
-                    for one, values, made in ((engine, params, copies), (draft, of_draft, its_copies))
-                ]  # fmt: skip
-                state = work(models, how, decode.row_keys(seed, marks)[0], *others)
-                axes = engine.ctx.layout.axes("batch")
-                going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
-                counts = [
-                    collectives.all_reduce(state[name], axes) // engine.ctx.layout.replicas
-                    for name in ("rounds", "accepted")
-                ]
-                return state, Found(state["added"], state["count"], going, *counts)
+        def run(
+            params: PyTree, copies: PyTree, draft_params: PyTree, draft_copies: PyTree, rows: PyTree, *others: PyTree
+        ) -> tuple[PyTree, Found]:
+            first, marks, seed = rows
+            models = [
+                engine.decoder(params, copies, first, size, spare=self.tokens),
+                draft.decoder(draft_params, draft_copies, first, size, spare=self.tokens),
+            ]
+            state = work(models, how, row_keys(seed, marks)[0], *others)
+            axes = engine.ctx.layout.axes("batch")
+            going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
+            counts = [
+                collectives.all_reduce(state[name], axes) // engine.ctx.layout.replicas
+                for name in ("rounds", "accepted")
+            ]
+            return state, Found(state["added"], state["count"], going, *counts)
 
-            rows_spec = engine.specs.rows
-            kinds = (rows_spec,) if name == "start" else (CARRIED, one)
-            where = (engine.specs.params, CARRIED, draft.specs.params, CARRIED, (rows_spec, rows_spec, one), *kinds)
-            results = Found(rows_spec, rows_spec, one, one, one)
-            donated = 5 if name == "extend" else None
-            engine.programs[programs_key] = compile_program(engine.ctx, run, where, results, donated=donated)
-        return engine.programs[programs_key](
-            engine.params, engine.token_weights, draft.params, draft.token_weights, rows, *others
+        one = PartitionSpec()
+        by_row = engine.specs.rows
+        kinds: tuple[PyTree, ...] = (by_row,) if name == "start" else (CARRIED, one)
+        return engine.call(
+            (f"speculative {name}", draft.cfg, self.tokens, *how),
+            run,
+            (draft.specs.params, CARRIED, (by_row, by_row, one), *kinds),
+            Found(by_row, by_row, one, one, one),
+            *(draft.params, draft.token_weights, rows, *others),
+            donated=3 if name == "extend" else None,
         )
 
 

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from jaxstack.common.tree import PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.pairs import domains_of_languages
 from jaxstack.data.seq2seq import SpecialIds, ids_of, language_tokens
 from jaxstack.generate import beam_search, decode
+from jaxstack.generate.engine import RowSampler, Sampling, jit_on_mesh, pad_rows
 from jaxstack.generate.pair_cache import CachedPairs
 from jaxstack.generate.prompts import Rows, align_rows, check_rows, row_seeds
-from jaxstack.generate.row_sampler import RowSampler
 from jaxstack.models.context import Context
 
 
@@ -59,17 +59,15 @@ def make_translate(
         )
         if sample.beams > 1:
             return beam_search.beam_search(model, tokens, sample, stop)
-        sampler = RowSampler(model, sample, stop, decode.row_keys(seed, marks))
-        state = sampler.extend(sampler.read(tokens), tokens.shape[1], sample.tokens)
-        return state["added"], state["lengths"]
+        return decode.write(RowSampler(model, Sampling.of_all(sample, stop)), tokens, marks, seed)
 
-    compiled = decode.jit_on_mesh(work, cfg, ctx, parts=3)
+    compiled = jit_on_mesh(work, cfg, ctx, parts=3)
 
     def run(params: PyTree, inputs: Rows, seed: int) -> Rows:
         check_rows(inputs, ids)
         if not sample.tokens:
             return [[] for _ in inputs]
-        filled = decode.pad_rows(inputs, ctx.layout.replicas)
+        filled = pad_rows(inputs, ctx.layout.replicas)
         tokens, first = align_rows(filled)
         added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
         return [row[:length].tolist() for _, row, length in zip(inputs, added, lengths, strict=False)]
@@ -77,25 +75,26 @@ def make_translate(
     return run
 
 
-def special_ids(cfg: Config, tokenizer: Tokenizer) -> SpecialIds:
-    """Returns the ids with a meaning of their own of a run.
+def special_ids(cfg: DataConfig, tokenizer: Tokenizer) -> SpecialIds:
+    """Returns the special ids of the data of an encoder-decoder.
 
     Raises:
-      ConfigError: the run's data are not those of an encoder-decoder.
+      ConfigError: the run's data are not for an encoder-decoder.
     """
-    found = ids_of(cfg.data, tokenizer)
-    if found is None:
+    special = ids_of(cfg, tokenizer)
+    if special is None:
         raise ConfigError("the run has neither data.denoisers nor data.source=pairs. Name a run of an encoder-decoder.")
-    return found
+    return special
 
 
-def to_inputs(cfg: Config, tokenizer: Tokenizer, texts: Sequence[str], language: str | None) -> Rows:
+def to_inputs(cfg: DataConfig, tokenizer: Tokenizer, texts: Sequence[str], language: str | None) -> Rows:
     """Returns what the encoder reads: the token of the language to write, if there are several, the text, and the end.
 
     Raises:
       ConfigError: the language is missing, unknown, or not asked for.
     """
-    special, known = special_ids(cfg, tokenizer), cfg.data.languages
+    special = special_ids(cfg, tokenizer)
+    known = cfg.languages
     if language is None and len(known) > 1:
         raise ConfigError(f"the run writes several languages. Name one of {', '.join(known)} with --language.")
     if language is not None and language not in known:
@@ -105,17 +104,18 @@ def to_inputs(cfg: Config, tokenizer: Tokenizer, texts: Sequence[str], language:
     return [[*before, *tokenizer.encode(text).tolist(), special.eos] for text in texts]
 
 
-def gate_of(cfg: Config, language: str | None) -> int:
-    """Returns the domain of a language, or with `language=None` that of the first one."""
-    domains = domains_of_languages(cfg.data.languages, cfg.data.domains)
+def gate_of(cfg: DataConfig, language: str | None) -> int:
+    """Returns the domain of a language; `None` means the first language."""
+    domains = domains_of_languages(cfg.languages, cfg.domains)
     return domains[language] if language is not None else next(iter(domains.values()), 0)
 
 
-def to_text(cfg: Config, tokenizer: Tokenizer, row: Sequence[int]) -> str:
+def to_text(cfg: DataConfig, tokenizer: Tokenizer, row: Sequence[int]) -> str:
     """Returns the text of targets up to their end, with sentinels as `<extra_id_0>`, `<extra_id_1>`, ..."""
     special = special_ids(cfg, tokenizer)
     sentinels = {id: f"<extra_id_{i}>" for i, id in enumerate(special.sentinels)}
-    pieces, plain = [], list[int]()
+    pieces = []
+    plain = list[int]()
     for id in [*row, special.eos]:
         if id in sentinels or id == special.eos:
             pieces.append(tokenizer.decode(plain) if plain else "")

@@ -92,10 +92,10 @@ class CodedWeight:
         case: dict[str, Any] = {"scheme": scheme}
         name = resolve_implementation("codes", IMPLEMENTATIONS, implementation, case)
         rows = w.reshape(prod(w.shape[:in_axes]), -1).T
-        made = nearest_held(rows.astype(jnp.float32), scheme)
-        codes = made.codes.T.astype(jnp.int8)
+        quantized = nearest_held(rows.astype(jnp.float32), scheme)
+        codes = quantized.codes.T.astype(jnp.int8)
         codes = codes if scheme.bits == 8 else pack(codes)
-        return cls(codes, made.scales.T, scheme.bits, rows.shape[1], w.shape[in_axes:], name)
+        return cls(codes, quantized.scales.T, scheme.bits, rows.shape[1], w.shape[in_axes:], name)
 
     def values(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns the matrix that the codes stand for, [I, O]."""

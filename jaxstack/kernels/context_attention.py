@@ -163,7 +163,7 @@ def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table):
 def _gather(axis, x):
     """Returns all tokens [B, n * S, ...], ordered by position."""
     low, high = jnp.split(lax.all_gather(x, axis), 2, axis=2)
-    shards = jnp.concatenate([low, high[::-1]])
+    shards = jnp.concatenate([low, high[::-1]])  # [2n, B, S/2, ...], in the order of the sequence
     return jnp.moveaxis(shards, 0, 1).reshape(x.shape[0], -1, *x.shape[2:])
 
 
@@ -275,7 +275,7 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     def merge(result, block, query, key, offset):
         out, lse = (slice_tokens(x, query, half, dim) for x in result)
         out_pair, lse_pair = pair(_unmasked(o), block, query, key, offset)
-        total = jnp.logaddexp(lse, lse_pair)
+        total = jnp.logaddexp(lse, lse_pair)  # the sum of the weights of both parts
         out = out * jnp.exp(lse - total)[..., None] + out_pair * jnp.exp(lse_pair - total)[..., None]
         return tuple(
             lax.dynamic_update_slice_in_dim(x, new, query, axis=dim)

@@ -73,10 +73,10 @@ def contrastive_loss(
       CLIP's loss. With more it is UniCL's (Yang et al. 2022, arXiv:2204.03610), and is not below log(positives).
 
     Args:
-      pairs: of this device.
+      pairs: pairs of this device.
       log_scale: logarithm of the inverse temperature, float32 scalar.
       bias: float32 scalar, which only `sigmoid` reads.
-      kind: of the loss.
+      kind: "sigmoid" or "softmax".
       axes: mesh axes that split the rows.
       block: texts that are compared at a time. The backward pass computes the similarities of a block again, unless
         there is one block only.
@@ -91,22 +91,22 @@ def contrastive_loss(
     scale = jnp.exp(log_scale)
 
     def sigmoid(texts: _Texts) -> jax.Array:
-        same = ids[:, None] == texts.ids
+        same = ids[:, None] == texts.ids  # [b, c]
         s = scale * _products(image, texts.text) + bias
         return (weights[:, None] * texts.counts * jax.nn.softplus(jnp.where(same, -s, s))).sum()
 
     def softmax(texts: _Texts) -> tuple[jax.Array, jax.Array, jax.Array]:
         same = (ids[:, None] == texts.ids) & counts[:, None] & texts.counts
         s = scale * _products(image, texts.text)
-        own = jnp.where(same, s * (share[:, None] + texts.share) / 2, 0.0).sum()
-        rows = jax.nn.logsumexp(jnp.where(texts.counts, s, _MASKED), axis=1)
-        return own, rows, jax.nn.logsumexp(jnp.where(counts[:, None], s, _MASKED), axis=0)
+        positives = jnp.where(same, s * (share[:, None] + texts.share) / 2, 0.0).sum()
+        rows = jax.nn.logsumexp(jnp.where(texts.counts, s, _MASKED), axis=1)  # [b], over the texts of this block
+        return positives, rows, jax.nn.logsumexp(jnp.where(counts[:, None], s, _MASKED), axis=0)
 
     if kind == "sigmoid":
         return _over_blocks(sigmoid, texts).sum()
-    own, rows, columns = _over_blocks(softmax, texts)
-    columns = _logsumexp_over_devices(columns.reshape(-1), axes)
-    return (weights * (jax.nn.logsumexp(rows, axis=0) + columns) / 2).sum() - own.sum()
+    positives, rows, columns = _over_blocks(softmax, texts)
+    columns = _logsumexp_over_devices(columns.reshape(-1), axes)  # [b]
+    return (weights * (jax.nn.logsumexp(rows, axis=0) + columns) / 2).sum() - positives.sum()
 
 
 def count_matches(pairs: Pairs, *, axes: Axes = (), block: int = BLOCK) -> jax.Array:
@@ -122,8 +122,8 @@ def count_matches(pairs: Pairs, *, axes: Axes = (), block: int = BLOCK) -> jax.A
         return s.max(1), texts.ids[s.argmax(1)]
 
     most, ids = _over_blocks(best, texts)
-    found = jnp.take_along_axis(ids, most.argmax(0)[None], axis=0)[0]
-    return (pairs.weights * (found == pairs.ids)).sum()
+    best_ids = jnp.take_along_axis(ids, most.argmax(0)[None], axis=0)[0]
+    return (pairs.weights * (best_ids == pairs.ids)).sum()
 
 
 def _products(image: jax.Array, text: jax.Array) -> jax.Array:
@@ -133,8 +133,8 @@ def _products(image: jax.Array, text: jax.Array) -> jax.Array:
 
 def _gather(pairs: Pairs, share: jax.Array, axes: Axes, block: int) -> _Texts:
     """Returns the texts of all devices in blocks, [B/c, c, ...], with c the largest divisor of B up to `block`."""
-    own = _Texts(pairs.text.astype(jnp.float32), pairs.ids, pairs.weights != 0, share)
-    texts = _Texts(*(collectives.gather(array, axes, 0) for array in own))
+    local = _Texts(pairs.text.astype(jnp.float32), pairs.ids, pairs.weights != 0, share)
+    texts = _Texts(*(collectives.gather(array, axes, 0) for array in local))
     rows = texts.ids.shape[0]
     size = next(c for c in range(min(block, rows), 0, -1) if rows % c == 0)
     return _Texts(*(a.reshape(rows // size, size, *a.shape[1:]) for a in texts))
@@ -143,8 +143,8 @@ def _gather(pairs: Pairs, share: jax.Array, axes: Axes, block: int) -> _Texts:
 def _over_blocks(f: Callable[[_Texts], Result], texts: _Texts) -> Result:
     """Returns the results for all blocks [B/c, ...]."""
     if texts.ids.shape[0] == 1:
-        made: Result = jax.tree.map(lambda a: a[None], f(_Texts(*(a[0] for a in texts))))
-        return made
+        result: Result = jax.tree.map(lambda a: a[None], f(_Texts(*(a[0] for a in texts))))
+        return result
     stacked: Result = lax.map(jax.checkpoint(f), texts)
     return stacked
 

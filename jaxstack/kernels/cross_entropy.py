@@ -107,10 +107,10 @@ def token_log_probs(
     def one_chunk(x, targets):
         nll, logits, _, local = negative_log_likelihood((softcap, vocab_axes, vocab_size), x, head, targets)
         logits = lax.stop_gradient(logits)
-        own = local[..., None]
-        here = jnp.arange(head.shape[1])
-        chosen = collectives.all_reduce(jnp.where(here == own, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
-        better = (logits > chosen) | ((logits == chosen) & (here < own))
+        target = local[..., None]
+        entries = jnp.arange(head.shape[1])
+        chosen = collectives.all_reduce(jnp.where(entries == target, logits, 0.0).sum(-1, keepdims=True), vocab_axes)
+        better = (logits > chosen) | ((logits == chosen) & (entries < target))  # [B, C, V/n]
         likeliest = collectives.all_reduce(better.sum(-1, dtype=jnp.float32), vocab_axes) == 0
         return jnp.float32(0), jnp.stack([-nll, likeliest.astype(jnp.float32)], axis=-1)
 
@@ -193,12 +193,12 @@ def _by_platform(logits: jax.Array, vocab_axes: Axes) -> LogSumExp:
 def negative_log_likelihood(options, x, head, targets, normalizer=log_sum_exp):
     """Returns the negative log-likelihoods, the (capped) logits, their log-sum-exps, and the targets' local indices."""
     softcap, vocab_axes, vocab_size, *_ = options
-    logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
+    logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)  # [B, S, V/n]
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     if vocab_size is not None:
         logits = mask_vocab_padding(logits, vocab_size, vocab_axes)
-    local = targets - collectives.index(vocab_axes) * head.shape[1]
+    local = targets - collectives.index(vocab_axes) * head.shape[1]  # each target's column in this device's shard
     lse = normalizer(logits, vocab_axes)
     is_local = (local >= 0) & (local < head.shape[1])
     index = jnp.where(is_local, local, 0) if vocab_axes else local
@@ -249,6 +249,20 @@ def scan_chunks(limit, chunk, total, *tokens):
     return total, rows
 
 
+def chunk_gradients(x: jax.Array, head: jax.Array, d_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of x [B, C, D] and head [D, V/n] in float32, from the logits' gradient [B, C, V/n]."""
+    d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
+    dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
+    return dx, jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+
+
+def save_gradients(limit, chunk, x, head, weights, *tokens):
+    """Returns the sum over all tokens and its gradients. `chunk` returns ((summand, d_head), dx), see `scan_chunks`."""
+    zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
+    (total, d_head), dx = scan_chunks(limit, chunk, zero, x, *tokens)
+    return total, SavedGradients(dx, d_head)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(options, x, head, targets, weights):
     def chunk(x, targets, weights):
@@ -269,14 +283,10 @@ def _chunked_forward(options, x, head, targets, weights):
             d_logits *= 1 - jnp.square(logits / softcap)
         if vocab_size is not None:  # with a softcap, the gradient of padding is 0 times infinity here
             d_logits = jnp.where(exists(head.shape[1], vocab_size, vocab_axes), d_logits, 0)
-        d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
-        d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        dx, d_head = chunk_gradients(x, head, d_logits)
         return ((weights * nll).sum(), d_head), dx
 
-    zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = scan_chunks(size, chunk, zero, x, targets, weights)
-    return total, SavedGradients(dx, d_head)
+    return save_gradients(size, chunk, x, head, weights, targets, weights)
 
 
 def _chunked_backward(options, saved, d_total):

@@ -9,10 +9,11 @@ from jax import lax
 
 from jaxstack.kernels.cross_entropy import (
     CHUNK_TOKENS,
-    SavedGradients,
+    chunk_gradients,
     exists,
     log_sum_exp,
     negative_log_likelihood,
+    save_gradients,
     scan_chunks,
 )
 from jaxstack.sharding import collectives
@@ -79,24 +80,24 @@ def _chunk(options, head, x, targets, weights, ids, log_p):
     t = mix.temperature
     w = mix.weight
     nll, logits, lse, local = negative_log_likelihood((softcap, axes, vocab_size), x, head, targets)
-    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))
+    d_hard = jnp.exp(lse.log_probs(logits)) - (local[..., None] == jnp.arange(V))  # the next token's part
 
     logits_t = logits / t
     lowest = jnp.finfo(jnp.float32).min
     lse_t = log_sum_exp(logits_t, axes)
-    own = ids - collectives.index(axes) * V
-    is_local = (own >= 0) & (own < V)
-    at = jnp.where(is_local, own, V)  # V is outside, and dropped
+    local_ids = ids - collectives.index(axes) * V
+    is_local = (local_ids >= 0) & (local_ids < V)
+    at = jnp.where(is_local, local_ids, V)  # V is outside, and dropped
     rows = jnp.indices(ids.shape, sparse=True)[:2]
-    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")
-    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, own, 0), axis=-1)
+    known = jnp.zeros(logits.shape, bool).at[(*rows, at)].set(True, mode="drop")  # the teacher's ids, [B, C, V/n]
+    chosen = jnp.take_along_axis(logits_t, jnp.where(is_local, local_ids, 0), axis=-1)
     log_q = lse_t.log_probs(collectives.all_reduce(jnp.where(is_local, chosen, 0.0), axes))
     p = jnp.exp(log_p)
-    kl = (p * (log_p - log_q)).sum(-1)
+    kl = (p * (log_p - log_q)).sum(-1)  # [B, C]
     taught = jnp.zeros_like(logits).at[(*rows, at)].set(p, mode="drop")
     q = jnp.exp(lse_t.log_probs(logits_t))
-    every = V * collectives.count(axes) if vocab_size is None else vocab_size
-    if ids.shape[-1] < every:  # the probability of all others
+    all_ids = V * collectives.count(axes) if vocab_size is None else vocab_size
+    if ids.shape[-1] < all_ids:  # the probability of all others
         p_rest = jnp.maximum(1 - p.sum(-1), 0.0)
         others = log_sum_exp(jnp.where(known, lowest, logits_t), axes)
         log_q_rest = (others.top - lse_t.top) + (others.log_total - lse_t.log_total)
@@ -123,14 +124,10 @@ def _loss(options, x, head, *tokens):
 def _forward(options, x, head, *tokens):
     def chunk(x, *tokens):
         loss, d_logits = _chunk(options, head, x, *tokens)
-        d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
-        d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        dx, d_head = chunk_gradients(x, head, d_logits)
         return (loss.sum(), d_head), dx
 
-    zero = collectives.zeros((), jnp.float32, tokens[1]), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = scan_chunks(options[4], chunk, zero, x, *tokens)
-    return total, SavedGradients(dx, d_head)
+    return save_gradients(options[4], chunk, x, head, tokens[1], *tokens)
 
 
 def _backward(options, saved, d_total):

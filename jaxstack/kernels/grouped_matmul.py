@@ -131,7 +131,7 @@ def _grouped_backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[
     def one_expert(e: jax.Array, dw: jax.Array) -> jax.Array:
         def tile(row: jax.Array, rows: int, total: jax.Array) -> jax.Array:
             a, b = (lax.dynamic_slice_in_dim(array, row, rows) for array in (x_padded, dy_padded))
-            a = jnp.where((row + jnp.arange(rows) < ends[e])[:, None], a, 0)
+            a = jnp.where((row + jnp.arange(rows) < ends[e])[:, None], a, 0)  # the tile may reach into the next expert
             return total + lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
         zeros = jnp.full_like(w, 0, shape=w.shape[1:], dtype=jnp.float32)

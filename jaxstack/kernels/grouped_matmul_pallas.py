@@ -70,10 +70,10 @@ def visits(sizes, rows: int, tile_rows: int) -> Visits:
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     first = jnp.minimum(starts // tile_rows, tiles - 1)
     last = jnp.where(ends > starts, (ends - 1) // tile_rows, first)
-    through = jnp.cumsum(last - first + 1)
+    through = jnp.cumsum(last - first + 1)  # visits up to each group and its own
     visit = jnp.arange(tiles + E + 1, dtype=jnp.int32)
     group = jnp.searchsorted(through, visit, side="right", method="compare_all").astype(jnp.int32)  # a loop otherwise
-    real = group <= E
+    real = group <= E  # the other steps of the grid are no visits
     group = jnp.minimum(group, E)
     tile = jnp.where(real, first[group] + visit - (through - (last - first + 1))[group], tiles - 1)
     start = starts[group]

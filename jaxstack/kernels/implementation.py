@@ -103,12 +103,8 @@ def platform_of(device: jax.Device) -> str:
 def select_implementation(op: str, implementations: Implementations, wanted: str, platform: str, case: OpCase) -> str:
     """Returns the name of the implementation to run, which is neither `auto` nor `pallas`.
 
-    Args:
-      op: name of the op in the configuration, such as "attention".
-      implementations: the implementations of the op.
-      wanted: a name of these, "pallas" or "auto".
-      platform: `cpu`, `gpu` or `tpu`.
-      case: the known properties of the call.
+    `op` is the op's key in the configuration, such as "attention". `wanted` is a name of `implementations`, "pallas" or
+    "auto". `platform` is `cpu`, `gpu` or `tpu`. `case` has the known properties of the call.
 
     Raises:
       ValueError: the implementation does not exist, or it does not support the platform or the case.

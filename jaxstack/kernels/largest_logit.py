@@ -58,12 +58,12 @@ def largest_logit(
     keys, of_keys = jax.tree.map(lambda x: collectives.gather(x, axes, 1), (k, arrays.keys))
     cross = mask.kind == "cross"  # which tokens see each other then does not depend on positions
     positions = jnp.asarray(order(1 if cross else collectives.count(axes), keys.shape[1]))
-    own = jnp.arange(q.shape[1]) if cross else collectives.local_slice(positions, axes, 0)
+    query_positions = jnp.arange(q.shape[1]) if cross else collectives.local_slice(positions, axes, 0)
     size = gcd(q.shape[1], CHUNK)
 
     def chunk(start: jax.Array) -> jax.Array:
         queries = heads_first(slice_tokens(q, start, size, 1), k.shape[2])
-        index = lax.dynamic_slice_in_dim(own, start, size)
+        index = lax.dynamic_slice_in_dim(query_positions, start, size)
         of_queries = slice_tree(arrays.queries, start, size)
         scores = masked_scores(o, queries, keys.swapaxes(1, 2), index, positions, Mask(of_queries, of_keys), table)
         return jnp.where(scores > MASKED, scores, -jnp.inf).max()

@@ -111,7 +111,7 @@ def _multiply_backward(saved, dy):
     x, factor = saved
     dy = dy.astype(jnp.float32)
     products = dy * x.astype(jnp.float32)
-    lead = x.ndim - factor.ndim
+    lead = x.ndim - factor.ndim  # leading dimensions that `factor` lacks
     broadcast = [i for i in range(x.ndim) if i < lead or factor.shape[i - lead] != x.shape[i]]
     d_factor = products.sum(broadcast, keepdims=True).reshape(factor.shape)
     return (dy * factor.astype(jnp.float32)).astype(x.dtype), d_factor.astype(factor.dtype)
@@ -139,7 +139,7 @@ def _backward(options, residuals, dy):
     if name == "barrier":
         x, dy = lax.optimization_barrier((x, dy))
     batch = tuple(range(x.ndim - in_axes))
-    dx = jnp.tensordot(dy, w, (tuple(range(len(batch), dy.ndim)), tuple(range(in_axes, w.ndim))))
+    dx = jnp.tensordot(dy, w, (tuple(range(len(batch), dy.ndim)), tuple(range(in_axes, w.ndim))))  # [..., *in]
     if name == "float32_sums":
         dw = jnp.tensordot(x, dy, (batch, batch), preferred_element_type=jnp.float32).astype(w.dtype)
     elif x.size <= dy.size:

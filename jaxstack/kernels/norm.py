@@ -134,7 +134,7 @@ def _rms(eps, x, gain):
 def _rms_backward(eps, residuals, dy):
     x, gain, inverse = residuals
     dy = dy.astype(jnp.float32)
-    normal = x.astype(jnp.float32) * inverse
+    normal = x.astype(jnp.float32) * inverse  # [..., D]
     d_normal = dy * gain
     dx = inverse * (d_normal - normal * (d_normal * normal).mean(-1, keepdims=True))
     return dx.astype(x.dtype), (dy * normal).sum(range(x.ndim - 1))
@@ -152,7 +152,7 @@ def _layer_backward(eps, residuals, dy):
     dy = dy.astype(jnp.float32)
     normal = (x.astype(jnp.float32) - mean) * inverse
     d_normal = dy * gain
-    centred = d_normal - d_normal.mean(-1, keepdims=True)
+    centred = d_normal - d_normal.mean(-1, keepdims=True)  # the mean also depends on x
     dx = inverse * (centred - normal * (d_normal * normal).mean(-1, keepdims=True))
     tokens = range(x.ndim - 1)
     return dx.astype(x.dtype), (dy * normal).sum(tokens), dy.sum(tokens)

@@ -131,11 +131,7 @@ def nearest_held(w: jax.Array, scheme: Scheme) -> Quantized:
 def round_matrix(w: jax.Array, batch_axes: int, in_axes: int, scheme: Scheme) -> jax.Array:
     """Returns the values of `round_to_nearest` for a matrix as layers have it, [*batch, *in, *out].
 
-    Args:
-      w: matrices of layers or experts, float32.
-      batch_axes: number of leading dimensions that count matrices.
-      in_axes: number of dimensions of the inputs.
-      scheme: the format.
+    `batch_axes` leading dimensions count matrices, such as layers or experts. `in_axes` dimensions follow, the inputs.
     """
     inputs = prod(w.shape[batch_axes : batch_axes + in_axes])
     rows = w.reshape(*w.shape[:batch_axes], inputs, -1).swapaxes(-1, -2)
@@ -151,10 +147,7 @@ def round_matrix(w: jax.Array, batch_axes: int, in_axes: int, scheme: Scheme) ->
 def output_error(w: jax.Array, rounded: jax.Array, gram: jax.Array) -> jax.Array:
     """Returns the squared error of the outputs, summed over outputs and the tokens of the statistics.
 
-    Args:
-      w: [O, I].
-      rounded: [O, I].
-      gram: sum over tokens of x x^T [I, I], for inputs x.
+    `w` and `rounded` are [O, I]; `gram` is the sum over tokens of x x^T [I, I], for inputs x.
     """
     off = rounded - w
     return jnp.sum((off @ gram) * off)

@@ -60,14 +60,14 @@ class Tapped:
       value: the weight.
       tap: zeros, whose cotangents are the pair. `None` while `find_sites` looks for the products.
       changes: functions that the layer has applied to the weight, see `map`.
-      found: where `find_sites` collects what it finds.
+      collector: where `find_sites` collects what it finds.
       leaf: index of the weight among the leaves of its tree.
     """
 
     value: jax.Array
     tap: Pair | None = None
     changes: tuple[Callable[[jax.Array], jax.Array], ...] = field(default=(), metadata={"static": True})
-    found: "_Found | None" = field(default=None, metadata={"static": True})
+    collector: "_Collector | None" = field(default=None, metadata={"static": True})
     leaf: int = field(default=0, metadata={"static": True})
 
     @property
@@ -77,7 +77,7 @@ class Tapped:
 
     def map(self, change: Callable[[jax.Array], jax.Array]) -> "Tapped":
         """Returns the weight changed by a linear function, whose transpose the weight gradient then includes."""
-        return Tapped(self.value, self.tap, (*self.changes, change), self.found, self.leaf)
+        return Tapped(self.value, self.tap, (*self.changes, change), self.collector, self.leaf)
 
     def astype(self, dtype: jnp.dtype) -> "Tapped":
         """Returns the weight in another dtype."""
@@ -115,7 +115,7 @@ class Site(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Found:
+class _Collector:
     """What `find_sites` collects: products by leaf, with their inputs; and leaves that cannot have taps."""
 
     sites: dict[int, tuple[Product, Any, Any, tuple[Any, ...]]] = field(default_factory=dict)
@@ -156,8 +156,8 @@ def product(f: Product, x: jax.Array, w: jax.Array | Tapped, *integers: jax.Arra
     def of_leaf(x: jax.Array, value: jax.Array, *integers: jax.Array) -> jax.Array:
         return f(x, functools.reduce(lambda value, change: change(value), changes, value), *integers)
 
-    if w.found is not None:
-        return w.found.run(w.leaf, of_leaf, x, w.value, integers)
+    if w.collector is not None:
+        return w.collector.run(w.leaf, of_leaf, x, w.value, integers)
     return _with_tap(of_leaf, x, w.value, w.tap, integers)
 
 
@@ -166,8 +166,8 @@ def fused(tree: PyTree) -> PyTree:
 
     def value(w: Any) -> Any:
         if isinstance(w, Tapped):
-            assert w.found is not None, "find_sites gives taps only to weights that `fused` does not get"
-            w.found.excluded.add(w.leaf)
+            assert w.collector is not None, "find_sites gives taps only to weights that `fused` does not get"
+            w.collector.excluded.add(w.leaf)
             return functools.reduce(lambda value, change: change(value), w.changes, w.value)
         return w
 
@@ -213,8 +213,10 @@ class Sites:
         return Pair(site.x if site.x_from == i else None, site.y, tuple(_as_float(n) for n in site.integers))
 
     def without_gradients(self, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """Splits weights into those whose gradients are computed later, and the others; None takes the place of each
-        leaf that is in the other tree."""
+        """Splits weights into weights whose gradients are computed later, and the others.
+
+        None takes the place of each leaf that is in the other tree.
+        """
         leaves, structure = jax.tree.flatten(weights)
         later = [leaf if i in self.by_leaf else None for i, leaf in enumerate(leaves)]
         others = [None if i in self.by_leaf else leaf for i, leaf in enumerate(leaves)]
@@ -255,15 +257,15 @@ def find_sites(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree) -> S
     Raises:
       ConfigError: the layer uses a wanted weight elsewhere.
     """
-    found = _Found(marks=True)
+    collector = _Collector(marks=True)
     try:
-        _trace(f, weights, wanted, found)
+        _trace(f, weights, wanted, collector)
     except Exception:
         for i, asked in enumerate(jax.tree.leaves(wanted)):
             if asked:
                 _can_have_tap(f, weights, i, required=True)
         raise
-    chosen = {i: site for i, site in sorted(found.sites.items()) if i not in found.excluded}
+    chosen = {i: site for i, site in sorted(collector.sites.items()) if i not in collector.excluded}
     first: dict[int, int] = {}  # by the identity of x, which all sites keep alive
     return Sites(
         {
@@ -288,11 +290,11 @@ def find_weights(f: Callable[[PyTree], Any], weights: PyTree) -> PyTree:
 def _can_have_tap(f: Callable[[PyTree], Any], weights: PyTree, leaf: int, required: bool = False) -> bool:
     """Returns whether one weight can have a tap; raises ConfigError if the layer cannot run with it but should."""
     leaves, structure = jax.tree.flatten(weights)
-    found = _Found(marks=True)
+    collector = _Collector(marks=True)
     try:
-        _trace(f, weights, jax.tree.unflatten(structure, [i == leaf for i in range(len(leaves))]), found)
+        _trace(f, weights, jax.tree.unflatten(structure, [i == leaf for i in range(len(leaves))]), collector)
     except Exception as error:
-        if not (required or leaf in found.sites):
+        if not (required or leaf in collector.sites):
             return False
         path = [*flatten(weights)][leaf]
         raise ConfigError(
@@ -300,47 +302,47 @@ def _can_have_tap(f: Callable[[PyTree], Any], weights: PyTree, leaf: int, requir
             f"too: {(str(error).strip() or type(error).__name__).splitlines()[0]}. Use it only as w of "
             f"product(f, x, w), or only as an array."
         ) from error
-    return leaf in found.sites and leaf not in found.excluded
+    return leaf in collector.sites and leaf not in collector.excluded
 
 
-def _trace(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree, found: _Found) -> None:
+def _trace(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree, collector: _Collector) -> None:
     """Traces the layer, and collects the products of the wanted weights; those that are used otherwise are excluded."""
     leaves, structure = jax.tree.flatten(weights)
 
     def trace(leaves: list[jax.Array]) -> Any:
-        return f(_with_collector(jax.tree.unflatten(structure, leaves), wanted, found))
+        return f(_with_collector(jax.tree.unflatten(structure, leaves), wanted, collector))
 
     jaxpr = jax.make_jaxpr(trace)(leaves).jaxpr
-    for i, (_, x, y, integers) in found.sites.items():
+    for i, (_, x, y, integers) in collector.sites.items():
         uses = _uses(jaxpr, jaxpr.invars[i])
         # An operand more is an array that the product closes over; in a `vmap`, arrays have a dimension more.
         shapes = [*map(jnp.shape, (x, leaves[i], *integers, y))]
         marked = [eqn for eqn in uses if eqn is not None and eqn.params.get("name") == f"{MARK}{i}"]
         found_shapes = [[getattr(v.aval, "shape", None) for v in (*eqn.invars, *eqn.outvars)] for eqn in marked]
         if len(uses) != 1 or found_shapes != [shapes]:
-            found.excluded.add(i)
+            collector.excluded.add(i)
 
 
 def _uses(jaxpr: Jaxpr, var: Var) -> list[JaxprEqn | None]:
     """Returns the equations that read a variable, in calls too, except products; None if the jaxpr returns it."""
-    found: list[JaxprEqn | None] = [None for v in jaxpr.outvars if v is var]
+    uses: list[JaxprEqn | None] = [None for v in jaxpr.outvars if v is var]
     for eqn in jaxpr.eqns:
         for place, v in enumerate(eqn.invars):
             if v is not var:
                 continue
             if eqn.primitive.name in CALLS and not str(eqn.params.get("name")).startswith(MARK):
                 inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-                found += _uses(inner, inner.invars[place])
+                uses += _uses(inner, inner.invars[place])
             else:
-                found.append(eqn)
-    return found
+                uses.append(eqn)
+    return uses
 
 
-def _with_collector(weights: PyTree, wanted: PyTree, found: _Found) -> PyTree:
-    """Returns the weights, of which those that are wanted record their products in `found`."""
+def _with_collector(weights: PyTree, wanted: PyTree, collector: _Collector) -> PyTree:
+    """Returns the weights, of which those that are wanted record their products in `collector`."""
     leaves, structure = jax.tree.flatten(weights)
     pairs = zip(leaves, jax.tree.leaves(wanted), strict=True)
-    tapped = [Tapped(w, found=found, leaf=i) if asked else w for i, (w, asked) in enumerate(pairs)]
+    tapped = [Tapped(w, collector=collector, leaf=i) if asked else w for i, (w, asked) in enumerate(pairs)]
     return jax.tree.unflatten(structure, tapped)
 
 
@@ -350,19 +352,12 @@ def record_inputs(
     """Returns f(weights), and the inputs of the products with the wanted weights: x and integers, see `product`.
 
     It traces like `f`, so that it can be a part of a function that is compiled. A weight is missing if several
-    products use it, or code that `product` does not cover, see `fused`.
-
-    Args:
-      f: a layer as a function of its weights, without recomputation.
-      weights: arrays.
-      wanted: see `find_sites`.
-
-    Returns:
-      The result, and the inputs by the index of the weight among the leaves.
+    products use it, or code that `product` does not cover, see `fused`. `f` is a layer without recomputation; for
+    `wanted`, see `find_sites`. The inputs are by the index of the weight among the leaves.
     """
-    found = _Found()
-    result = f(_with_collector(weights, wanted, found))
-    return result, {i: (x, n) for i, (_, x, _, n) in sorted(found.sites.items()) if i not in found.excluded}
+    collector = _Collector()
+    result = f(_with_collector(weights, wanted, collector))
+    return result, {i: (x, n) for i, (_, x, _, n) in sorted(collector.sites.items()) if i not in collector.excluded}
 
 
 def _abstract(x: jax.Array) -> Abstract:

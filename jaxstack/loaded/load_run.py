@@ -89,7 +89,7 @@ def open_run(
       tokenizer: its tokenizer.
       mesh: sizes of the mesh axes.
       step: step of the checkpoint. `None` means the newest valid one.
-      rows: number of texts that are processed at once, by which an open axis is chosen. `None` means those of a
+      rows: number of texts that are processed at once, by which an open axis is chosen. `None` means the rows of a
         microbatch of the run.
       check: receives the configuration on the mesh and the placement once JAX has its devices, before anything is
         read.
@@ -108,16 +108,20 @@ def open_run(
     from jaxstack.loaded import replicas
     from jaxstack.loaded.trained_run import TrainedRun
 
-    found = None if placement is None else replicas.read(Path(placement), cfg)
-    check(cfg, found)
-    run = TrainedRun.open(path, cfg, tokenizer, step)
-    return run if found is None else replicas.place(run, Path(str(placement)), found)
+    if placement is None:
+        check(cfg, None)
+        return TrainedRun.open(path, cfg, tokenizer, step)
+    file = Path(placement)
+    stored = replicas.read(file, cfg.model, cfg.mesh)
+    check(cfg, stored)
+    return replicas.place(TrainedRun.open(path, cfg, tokenizer, step), file, stored)
 
 
 def _on_mesh(cfg: Config, mesh: MeshConfig, rows: int | None) -> Config:
     """Returns the configuration on another mesh, with a larger batch if the mesh does not divide the run's."""
     shards = math.prod(mesh.known_sizes[axis] for axis in ("data", "fsdp", "expert"))
-    data, train = cfg.data, cfg.train
+    data = cfg.data
+    train = cfg.train
     if rows is not None or cfg.microbatch_size % shards:
         longest = (data.seq_len,) if data.buckets else ()  # other lengths may not divide another batch
         data = replace(data, buckets=longest, batch_size=-(-(rows or data.batch_size) // shards) * shards)

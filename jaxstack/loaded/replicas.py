@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError, MeshConfig, ModelConfig
 from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import family
 from jaxstack.models.context import Context
@@ -18,26 +18,26 @@ from jaxstack.moe.placement import Placement
 from jaxstack.sharding import collectives
 
 
-def read(path: Path, cfg: Config) -> Placement:
+def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
     """Reads the placement of a run's experts.
 
     Args:
       path: placement file.
-      cfg: the run on its mesh, of which `expert` may be open.
+      model: the model.
+      mesh: sizes of the mesh axes, where `expert` may be open.
 
     Raises:
       ConfigError: the model has no experts, or the file does not fit model or mesh.
     """
-    model = cfg.model
     if model.family != "decoder" or not model.moe.num_experts:
         raise ConfigError(
             f"--placement={path} places experts, but the run has model.family={model.family} and model.moe.num_experts="
             f"{model.moe.num_experts}. Leave --placement away."
         )
-    found = placement.read(path, model.num_layers, model.moe.num_experts)
-    if cfg.mesh.expert > 0:
-        placement.require_devices(path, found, cfg.mesh.expert)
-    return found
+    stored = placement.read(path, model.num_layers, model.moe.num_experts)
+    if mesh.expert > 0:
+        placement.require_devices(path, stored, mesh.expert)
+    return stored
 
 
 def place(run: TrainedRun, path: Path, found: Placement) -> TrainedRun:
@@ -66,21 +66,21 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
     The devices gather one layer at a time.
     """
     stack, _ = family.only_stack(run.model)
-    experts = run.params[stack]["moe"]
-    held = {name: experts[name] for name in placement.EXPERT_WEIGHTS if name in experts}
+    moe = run.params[stack]["moe"]
+    experts = {name: moe[name] for name in placement.EXPERT_WEIGHTS if name in moe}
     order = found.stored if ctx.layout.stages is None else found.stored[np.maximum(ctx.layout.stages.layer_of_slot, 0)]
     expert = ctx.layout.axes("experts")
 
     def work(weights: Params, order: jax.Array) -> Params:
         def one(layer: tuple[Params, jax.Array]) -> Params:
-            own, slots = layer
-            return jax.tree.map(lambda w: collectives.gather(w, expert, 0)[slots], own)
+            weights, slots = layer
+            return jax.tree.map(lambda w: collectives.gather(w, expert, 0)[slots], weights)
 
         return jax.lax.map(one, (weights, order))
 
     if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
-        return jax.jit(work)(held, jnp.asarray(order))
+        return jax.jit(work)(experts, jnp.asarray(order))
     declared = ctx.layout.parameters(family.spec(run.model))[stack]["moe"]
-    where = {name: declared[name] for name in held}
+    where = {name: declared[name] for name in experts}
     first = next(iter(where.values()))
-    return jax.jit(ctx.layout.local(work, (where, PartitionSpec(*first[:2])), where))(held, order)
+    return jax.jit(ctx.layout.local(work, (where, PartitionSpec(*first[:2])), where))(experts, order)

@@ -20,11 +20,11 @@ from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode, features, pictures, translate
+from jaxstack.generate.engine import Engine, GenerateOptions
 from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
-from jaxstack.generate.stream import Engine
 from jaxstack.models import family, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -98,7 +98,8 @@ class TrainedRun:
         Raises:
           ConfigError: the checkpoint is damaged, or the mesh does not fit the model or the devices.
         """
-        devices, needed = sharding.find_devices(), math.prod(cfg.mesh.sizes.values())
+        devices = sharding.find_devices()
+        needed = math.prod(cfg.mesh.sizes.values())
         if cfg.mesh.open_axis is None:  # the other devices of the machine are not needed
             devices = devices[:needed]
             if len(devices) < needed:
@@ -120,7 +121,7 @@ class TrainedRun:
 
     @property
     def model(self) -> ModelConfig:
-        """The model of `params`: that of the run, without adapters."""
+        """The model of `params`: the model of the run without adapters."""
         return self.config.model.base
 
     def draw(self, classes: Sequence[str], *, seed: int | None = None, **sample: float) -> np.ndarray:
@@ -155,8 +156,9 @@ class TrainedRun:
         if self.model.family != "contrastive":
             raise ConfigError(f"model.family={self.model.family} has no features. Use a run with family=contrastive.")
         if isinstance(given, np.ndarray):
-            return features.image_features(self.config, self.params, given, self.context)
-        return features.text_features(self.config, self.params, given, self.tokenizer, self.context)
+            return features.image_features(self.model, self.params, given, self.context)
+        length = self.config.data.target_length
+        return features.text_features(self.model, self.params, given, self.tokenizer, length, self.context)
 
     def translate(
         self, texts: Sequence[str], *, language: str | None = None, seed: int | None = None, **sample: float
@@ -174,14 +176,15 @@ class TrainedRun:
         """
         if self.model.family != "encoder_decoder":
             raise ConfigError(f"model.family={self.model.family} reads and writes one text. Use generate.")
-        cfg, special = self.config, translate.special_ids(self.config, self.tokenizer)
-        gate = translate.gate_of(cfg, language) if self.model.moe.num_experts else None
+        data = self.config.data
+        special = translate.special_ids(data, self.tokenizer)
+        gate = translate.gate_of(data, language) if self.model.moe.num_experts else None
         write = translate.make_translate(
             self.model, self.sample_with(sample), start=special.start, stop=(special.eos,), gate=gate, ctx=self.context
         )
-        inputs = translate.to_inputs(cfg, self.tokenizer, texts, language)
+        inputs = translate.to_inputs(data, self.tokenizer, texts, language)
         rows = write(self.params, inputs, self._seed(seed))
-        return [translate.to_text(cfg, self.tokenizer, row) for row in rows]
+        return [translate.to_text(data, self.tokenizer, row) for row in rows]
 
     @overload
     def generate(
@@ -274,7 +277,7 @@ class TrainedRun:
           seed: see `generate`.
           stop: see `generate`.
           draft: see `generate`.
-          at_once: see `Engine.stream`.
+          at_once: see `decode.stream`.
           **sample: see `generate`.
         """
         require_decoder(self.model)
@@ -291,9 +294,9 @@ class TrainedRun:
             yield from work.stream_rows(prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
         if how.beams == 1:
-            yield from self.engine(how.domain).stream(prompts, how, stop=stop, seed=seed, at_once=at_once)
+            yield from decode.stream(self.engine(how.domain), prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
-        options = decode.generate_options(self.config, self.tokenizer, self.context) | {"stop": stop}
+        options = self._options(how.domain) | {"stop": stop}
         rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)
         yield [row[len(prompt) :] for prompt, row in zip(prompts, rows, strict=True)]
 
@@ -322,6 +325,10 @@ class TrainedRun:
         work = Exact(self.scorer, self.engine(how.domain), how, self._stop(stop), rows)
         return work.texts(prompts, self._seed(seed))
 
+    def _options(self, domain: int) -> GenerateOptions:
+        """Returns the options of generation for texts of a domain."""
+        return decode.generate_options(self.model, domain, self.tokenizer, self.context)
+
     def _stop(self, stop: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens that end a text: these, and the end of a document."""
         end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
@@ -338,9 +345,7 @@ class TrainedRun:
           domain: of the texts, for `model.moe.router=domain`.
         """
         if domain not in self._engines:
-            options = decode.generate_options(self.config, self.tokenizer, self.context)
-            gate = None if options["gate"] is None else domain
-            self._engines[domain] = Engine.create(self.model, self.params, **options | {"gate": gate})
+            self._engines[domain] = Engine.create(self.model, self.params, **self._options(domain))
         return self._engines[domain]
 
     def sample_with(self, given: dict[str, float]) -> SampleConfig:
@@ -430,5 +435,4 @@ class TrainedRun:
     def scorer(self) -> Scorer:
         """The model ready to score texts."""
         require_decoder(self.model)
-        gate = decode.generate_options(self.config, self.tokenizer, self.context)["gate"]
-        return Scorer.create(self.model, self.params, self.context, gate)
+        return Scorer.create(self.model, self.params, self.context, self._options(self.config.sample.domain)["gate"])

@@ -93,9 +93,9 @@ def _check_leading(name: str, leaves: dict[str, Any]) -> None:
     what = {"stacked": "layers", "batch": "rows"}[name]
     shapes = {leaf.shape[:1]: f"{path} {leaf.shape}" for path, leaf in reversed(leaves.items())}
     if len(shapes) != 1 or () in shapes:
-        found = ", ".join(reversed(shapes.values())) or "no array"
+        dimensions = ", ".join(reversed(shapes.values())) or "no array"
         raise ScheduleError(
-            f"all arrays of `{name}` must have the same leading dimension, the {what}, but it has {found}; {_CALL}"
+            f"all arrays of `{name}` must have the same leading dimension, the {what}, but it has {dimensions}; {_CALL}"
         )
 
 
@@ -173,11 +173,11 @@ def _run(name: str, functions: dict[str, Callable[..., Any]], *arguments: PyTree
         return jax.eval_shape(functions[name], *arguments)
     except Exception as error:
         names = CALLS[name].removesuffix(")").split("(")[1].split(", ")
-        given = "; ".join(f"{one}: {describe(tree)}" for one, tree in zip(names, arguments, strict=True))
+        received = "; ".join(f"{one}: {describe(tree)}" for one, tree in zip(names, arguments, strict=True))
         first = (str(error).strip() or "no message").splitlines()[0]
         raise ScheduleError(
             f"`{name}` ({_name(functions[name])}) failed as {CALLS[name]}: {type(error).__name__}: {first}. It got "
-            f"{given}. {_ORDER}, and returns a function of (shared, stacked, batch)"
+            f"{received}. {_ORDER}, and returns a function of (shared, stacked, batch)"
         ) from error
 
 

@@ -93,17 +93,17 @@ class Costs:
         Raises:
           ConfigError: the file does not hold costs; the message names file, key and fix.
         """
-        found = files.read_json(path, "Measure again, or name a file of Costs.save.")
+        values = files.read_json(path, "Measure again, or name a file of Costs.save.")
         names = [field.name for field in fields(cls)]
         needed = [field.name for field in fields(cls) if field.default is MISSING]
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}")
-        if missing := [name for name in needed if name not in found]:
+        if missing := [name for name in needed if name not in values]:
             raise ConfigError(f"{path}: {missing[0]} is missing; measure again, or add it")
-        if unknown := [name for name in found if name not in names]:
+        if unknown := [name for name in values if name not in names]:
             raise ConfigError(f"{path}: {unknown[0]} is not a cost; remove it. The keys are {', '.join(names)}")
         try:
-            return cls(**found)
+            return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -113,9 +113,9 @@ _LISTS = (list, tuple, np.ndarray)
 
 def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
     if not isinstance(values, _LISTS) or len(values) != count:
-        found = f"{len(values)}" if isinstance(values, _LISTS) else repr(values)
+        actual = f"{len(values)}" if isinstance(values, _LISTS) else repr(values)
         raise ConfigError(
-            f"{name} must hold {count} numbers, not {found}; give first and last two numbers (forward and backward), "
+            f"{name} must hold {count} numbers, not {actual}; give first and last two numbers (forward and backward), "
             f"and the others one for each layer of forward"
         )
     for number in values:

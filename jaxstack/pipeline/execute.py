@@ -335,11 +335,11 @@ class _Run:
         unit = row.backward[part.index]
         trips = row.groups(unit, row.turns.backward)
         inputs = self.inputs_of(unit.microbatch)
-        one = zeros(part.vjp.penalty) + 1
+        one = zeros(part.vjp.penalty) + 1  # cotangent of the penalty, with its type
 
         def layer_backward(i: jax.Array, carry: PyTree) -> PyTree:
             dx, sums, waiting = carry
-            layer = trips - 1 - i
+            layer = trips - 1 - i  # the last layer group goes first
             slot = unit.chunk * part.max_groups + layer
             is_layer = part.group_of_slot[slot] >= 0
             residuals = [read_at(s, unit.slot, layer) for s in stash]

@@ -124,10 +124,7 @@ class Partition:
         """Returns a table that compares this cut with the even one.
 
         It has one line a stage, then the seconds of a step (by formula, by simulation and in lockstep) and the memory
-        of a device for the layers.
-
-        Args:
-          unit: word for one layer of the costs: "layers" or "groups of 2 layers".
+        of a device for the layers. `unit` names the layers of the costs, such as "groups of 2 layers".
         """
         s = self.schedule
         other = Partition(self.costs, s, even(self.costs.layers, s.model_chunks))
@@ -152,10 +149,7 @@ class Partition:
 def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float:
     """Returns the seconds of a step when stages run freely, in the schedule's order; see `Schedule.makespan`.
 
-    Args:
-      costs: costs of the layers.
-      layers: number of layers in each model chunk, [G].
-      schedule: the order of the units.
+    `layers` are the numbers of layers in each model chunk, [G].
     """
     return schedule.makespan(*Partition(costs, schedule, layers).unit_seconds)
 
@@ -163,10 +157,7 @@ def simulate(costs: Costs, layers: tuple[int, ...], schedule: Schedule) -> float
 def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> Partition:
     """Returns the cut with the least `Partition.step_seconds` that fits in memory. Ties go to the even cut.
 
-    Args:
-      costs: costs of the layers.
-      schedule: schedule that runs the stages.
-      memory_bytes: limit on `Partition.stage_bytes`. `None` means no limit.
+    `memory_bytes` limits `Partition.stage_bytes`. `None` means no limit.
 
     Raises:
       ConfigError: there are fewer layers than model chunks, no cut fits in memory, or the schedule has weight units

@@ -63,12 +63,12 @@ def parts_of(
     if len(plan.parts) != 1 + len(fns.later):
         raise ValueError(f"the program has {len(plan.parts)} stacks of layers, and the functions {1 + len(fns.later)}")
     one = not fns.later
-    every: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
+    stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     return tuple(
         Stack(
             index,
             part,
-            every[index],
+            stacks[index],
             stacked if one else stacked[index],
             constants if one or constants is None else constants[index],
             group_of_slot=collectives.local_slice(jnp.asarray(part.stages.group_of_slot), (axis,), 0),
@@ -144,12 +144,7 @@ def empty_sums(
 ) -> Sums:
     """Returns sums to which nothing was added, with float32 gradients of zero.
 
-    Args:
-      loss: terms of the loss, as zeros.
-      penalty: the auxiliary losses, as zero.
-      aux: by stack, auxiliary values, as zeros.
-      shared: the shared parameters.
-      stacked: by stack, the parameters of its layers.
+    `loss`, `penalty` and `aux` are zeros already. `aux` and `stacked` have an entry for each stack.
     """
     gradients = partial(jax.tree.map, lambda a: collectives.zeros(a.shape, jnp.float32, a))
     with jax.named_scope("gradient_sums"):

@@ -119,16 +119,16 @@ def find_phases(turns: Turns[np.ndarray]) -> list[Phase]:
     """Returns the phases that together are all ticks, with as few different runs as a greedy search finds."""
     ticks = [Turns(*trips) for trips in zip(*(trips_T.tolist() for trips_T in turns), strict=True)]
     runs = [(trips, len(list(group))) for trips, group in itertools.groupby(ticks)]
-    found: list[Phase] = []
+    phases: list[Phase] = []
     start = 0
     while start < len(runs):
         length, repeats = max(
             ((length, _repeats(runs[start:], length)) for length in range(1, len(runs) - start + 1)),
             key=lambda pair: pair[0] * (pair[1] - 1),
         )
-        found.append(Phase(tuple(runs[start : start + length]), repeats))
+        phases.append(Phase(tuple(runs[start : start + length]), repeats))
         start += length * repeats
-    return found
+    return phases
 
 
 def _repeats(runs: list[tuple[Turns[int], int]], length: int) -> int:

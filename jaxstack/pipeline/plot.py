@@ -10,12 +10,7 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
 
     Numbers are microbatches. Units of later chunks are darker.
 
-    Args:
-      schedule: the schedule.
-      path: file of the picture; its suffix is the format.
-      forward: time of one forward unit.
-      backward: time of the gradients of one unit, in the same unit of time.
-      weight: share of `backward` that the gradients of weights take, if weight units compute them.
+    The suffix of `path` is the format of the picture. For the times, see `Schedule.seconds`.
     """
     import matplotlib
 

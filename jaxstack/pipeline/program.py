@@ -82,7 +82,7 @@ class Program:
         if not self.stages.stacks:
             return (StackPlan(self.stages, self.forward, self.backward, self.slots),)
         s = self.schedule
-        found = []
+        plans = []
         first = 0
         for name, stages in self.stages.parts.items():
             chunks = range(first, first + stages.chunks)
@@ -93,9 +93,9 @@ class Program:
             enter, leave = (self._at_T(ticks_MG[:, first * s.stages]) for ticks_MG in (s.forward_MG, s.backward_MG))
             slots = int(slots_MG.max()) + 1
             entry = (enter, leave) if first else (None, None)
-            found.append(StackPlan(stages, forward, backward, slots, f"_{name}", *entry))
+            plans.append(StackPlan(stages, forward, backward, slots, f"_{name}", *entry))
             first = chunks.stop
-        return tuple(found)
+        return tuple(plans)
 
     @cached_property
     def forward(self) -> Units:
@@ -255,8 +255,8 @@ class Program:
                 if at_T is not None:
                     turns[name + part.loop] = (at_T != IDLE)[:, None]
         ticks = self.mixed_T if self.static else slice(None)
-        found = {name: trips[ticks] for name, trips in (turns | self.layer_trips).items()}
-        return {f"pipeline_{name}": float(trips.mean()) for name, trips in found.items() if trips.any()}
+        trips_of = {name: trips[ticks] for name, trips in (turns | self.layer_trips).items()}
+        return {f"pipeline_{name}": float(trips.mean()) for name, trips in trips_of.items() if trips.any()}
 
     @property
     def bubble(self) -> float:

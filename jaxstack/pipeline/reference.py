@@ -49,12 +49,12 @@ def forward(
     penalties = []
     auxes = []
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
-    for part, stack, own in zip(stages.parts.values(), stacks, stacked, strict=True):
+    for part, stack, stack_params in zip(stages.parts.values(), stacks, stacked, strict=True):
         if isinstance(stack, StackFns):
             before = x
             enter = stack.enter
             x = lax.map(lambda m: enter(shared, index_leading(before, m), inputs_of(m)), micros)
-        x, penalty, aux = _through(part, stack.layer, axis, own, x, inputs_of, fns.kept)
+        x, penalty, aux = _through(part, stack.layer, axis, stack_params, x, inputs_of, fns.kept)
         penalties.append(penalty)
         auxes.append(aux)
     return x, sum(penalties[1:], penalties[0]), tuple(auxes)
@@ -81,8 +81,8 @@ def _through(
     def tick(carry: PyTree, now: jax.Array) -> tuple[PyTree, PyTree]:
         x, penalty, sums = carry
         # Groups of P microbatches take turns on the chunks, as in `schedule.interleaved_one_f_one_b`.
-        since = now - stage
-        group, rest = jnp.divmod(since, V * P)
+        since = now - stage  # ticks since the first microbatch reached this stage
+        group, rest = jnp.divmod(since, V * P)  # group of P microbatches
         chunk = rest // P
         m = group * P + rest % P
         active = (since >= 0) & (m < M)

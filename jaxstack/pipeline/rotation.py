@@ -56,7 +56,7 @@ class Rotation:
 
     def visit(self, tick: Numbers, stage: Numbers, passes: Numbers) -> Visit:
         """Returns what a stage works on in a tick, if all groups pass the layers `passes` times."""
-        lap, group = divmod(tick - stage, self.stages)
+        lap, group = divmod(tick - stage, self.stages)  # a group comes by once in each lap of the ring
         turn, chunk = divmod(lap, self.chunks)
         return Visit(group, chunk, turn, (tick >= stage) & (group < self.groups) & (turn < passes))
 
@@ -107,18 +107,9 @@ class RotationFns:
 def rotate(
     rotation: Rotation, fns: RotationFns, axis: str, passes: jax.Array, state: PyTree, stored: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Runs all groups through all layers several times.
+    """Runs all groups through all layers `passes` times, and returns the last state and stored values.
 
-    Args:
-      rotation: the schedule.
-      fns: what the stages run.
-      axis: mesh axis of the stages.
-      passes: how often.
-      state: values that are equal on all stages.
-      stored: values of this stage.
-
-    Returns:
-      The state and the stored values at the end.
+    `axis` is the mesh axis of the stages. `state` is equal on all stages, and `stored` belongs to this stage.
     """
     stage = lax.axis_index(axis)
     final = rotation.stages - 1

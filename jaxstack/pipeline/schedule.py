@@ -76,9 +76,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         shape = (self.microbatches, self.model_chunks)
-        given = {"weight": self.weight_MG, "weight lane": self.weight_lane_MG}
+        optional = {"weight": self.weight_MG, "weight lane": self.weight_lane_MG}
         ticks_of = {"forward": self.forward_MG, "backward": self.backward_MG}
-        for kind, ticks in (ticks_of | {kind: a for kind, a in given.items() if a is not None}).items():
+        for kind, ticks in (ticks_of | {kind: a for kind, a in optional.items() if a is not None}).items():
             if ticks.shape != shape or ticks.min() < 0:
                 raise ScheduleError(
                     f"{self.name}: the {kind} ticks have shape {ticks.shape} and start at {ticks.min()}; give one tick "
@@ -285,12 +285,8 @@ class Schedule:
     def makespan(self, forward_G: np.ndarray, backward_G: np.ndarray, weight_G: np.ndarray | None = None) -> float:
         """Returns the time at which the last stage finishes if stages do not run in lockstep.
 
-        Each stage runs its units in the table's order, each as soon as its input has arrived.
-
-        Args:
-          forward_G: time of a forward unit in each model chunk, in any unit of time.
-          backward_G: time of a backward unit in each model chunk, in the same unit of time.
-          weight_G: time of a weight unit in each model chunk. `None` means 0.
+        Each stage runs its units in the table's order, each as soon as its input has arrived. The arguments are the
+        times of a unit in each model chunk, in one unit of time. `None` means 0.
         """
         seconds = (forward_G, backward_G, np.zeros(self.model_chunks) if weight_G is None else weight_G)
         ready = np.zeros(self.stages)

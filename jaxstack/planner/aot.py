@@ -22,6 +22,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
 from jaxstack.training.state import TrainState
@@ -163,7 +164,7 @@ def obstacle(target: str) -> str:
 def abstract_inputs(cfg: Config, target: str) -> tuple[Context, TrainState, Batch]:
     """Returns the context of a run on a target, its abstract state, and an abstract batch."""
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices(target)))
-    return ctx, *estimate.abstract_inputs(cfg, ctx)
+    return ctx, *estimate.abstract_inputs(Job(cfg, ctx))
 
 
 def compile(cfg: Config, target: str) -> CompiledStep:
@@ -174,8 +175,8 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     """
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.layout.mesh is not None
-    cfg, _ = estimate.resolve_split(cfg, ctx)
-    jitted: Any = assemble.jit_train_step(cfg, ctx, state)
+    job, _ = estimate.resolve_split(Job(cfg, ctx))
+    jitted: Any = assemble.jit_train_step(job.cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     return CompiledStep(
@@ -183,9 +184,9 @@ def compile(cfg: Config, target: str) -> CompiledStep:
         device_kind=ctx.layout.mesh.devices.flat[0].device_kind,
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
-        memory=estimate.memory(cfg, ctx, state, batch),
+        memory=estimate.memory(job, state, batch),
         collectives=_collectives(compiled.as_text(), ctx, target),
-        expected=estimate.traffic(cfg, ctx),
+        expected=estimate.traffic(job),
         trip_counts=ctx.layout.trip_counts,
         hbm=CHIPS[parse_target(target)[0]].hbm_bytes,
     )

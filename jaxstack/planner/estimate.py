@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config
+from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import batches, family
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
+from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import (
     COUNTER,
     Activations,
@@ -40,14 +41,16 @@ MUON_WORK = "work of Muon's update"
 """Purposes of `memory` for temporary arrays. Only the larger of the two is counted: they are not alive together."""
 
 
-def abstract_inputs(cfg: Config, ctx: Context) -> tuple[TrainState, Batch]:
+def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
-    return abstract_state(Recipe.of(cfg), ctx), abstract_batch(cfg, ctx)
+    return abstract_state(Recipe.of(job.cfg), job.ctx), abstract_batch(job)
 
 
-def abstract_batch(cfg: Config, ctx: Context) -> Batch:
+def abstract_batch(job: Job) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
-    return batches.abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    return batches.abstract_batch(
+        family.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
+    )
 
 
 def exact_bytes(parts: Mapping[str, float]) -> float:
@@ -55,7 +58,7 @@ def exact_bytes(parts: Mapping[str, float]) -> float:
     return sum(parts[name] for name in EXACT)
 
 
-def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: Counter = COUNTER) -> dict[str, float]:
+def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER) -> dict[str, float]:
     """Returns the bytes that a training step needs on one device, by purpose.
 
     With a zero-bubble schedule, these include what waits for weight units, see `split_of`. Families without formulas
@@ -71,44 +74,40 @@ def memory(cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: 
     was then up to 25% too low or 40% too high.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
       state: the abstract state of `training.state.abstract_state`.
       batch: an abstract batch.
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
-    if not has_formulas(cfg):
-        return _exact_parts(state, batch) | _traced_parts(resolve_split(cfg, ctx)[0], ctx)
-    parts = _parts_without_pairs(cfg, ctx, state, batch, counter)
-    if ctx.layout.pipeline is None or ctx.layout.pipeline.weight is None:
+    if not has_formulas(job.model):
+        return _exact_parts(state, batch) | _traced_parts(resolve_split(job)[0])
+    parts = _parts_without_pairs(job, state, batch, counter)
+    if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.weight is None:
         return parts
-    units, layers = ctx.layout.pipeline.pair_slots, ctx.layout.pipeline.stages.max_layers
+    units, layers = job.ctx.layout.pipeline.pair_slots, job.ctx.layout.pipeline.stages.max_layers
     pairs = (
         counter.shaped(f"pairs of {', '.join(one.weights)}", (one.tokens, one.width), ("tokens", "widths"))
-        for one in split_of(cfg, ctx, parts).split
+        for one in split_of(job, parts).split
     )
     waiting = counter.named("units that wait", units) * counter.named("layers of a stage", layers)
-    waiting *= itemsize(cfg) * sum(pairs)
+    waiting *= itemsize(job.train) * sum(pairs)
     return {**parts, f"weight gradients of {units * layers} layers, waiting": waiting}
 
 
-def split_of(cfg: Config, ctx: Context, parts: Mapping[str, float] | None = None) -> WeightSplit:
+def split_of(job: Job, parts: Mapping[str, float] | None = None) -> WeightSplit:
     """Returns which gradients of weights wait for weight units, see `weight_split.choose`.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context, with a pipeline whose schedule has weight units.
       parts: bytes by purpose that the step needs without pairs, if the caller has them.
     """
-    if parts is None and has_formulas(cfg):
-        parts = _parts_without_pairs(cfg, ctx, *abstract_inputs(cfg, ctx), COUNTER)
+    if parts is None and has_formulas(job.model):
+        parts = _parts_without_pairs(job, *abstract_inputs(job), COUNTER)
     elif parts is None:
-        parts = memory(replace(cfg, pipeline=replace(cfg.pipeline, split=())), ctx, *abstract_inputs(cfg, ctx))
-    return weight_split.choose(cfg, ctx, math.fsum(parts.values()))
+        parts = memory(job.with_split(()), *abstract_inputs(job))
+    return weight_split.choose(job, math.fsum(parts.values()))
 
 
-def resolve_split(cfg: Config, ctx: Context) -> tuple[Config, str]:
-    """Returns the configuration with the weights that `pipeline.split=null` leaves to the planner, and one line why.
+def resolve_split(job: Job) -> tuple[Job, str]:
+    """Returns the job with the weights that `pipeline.split=null` leaves to the planner, and one line why.
 
     The line is empty if the schedule has no weight units.
 
@@ -116,48 +115,46 @@ def resolve_split(cfg: Config, ctx: Context) -> tuple[Config, str]:
       ConfigError: `pipeline.split` names a weight that does not exist.
     """
     if (
-        ctx.layout.pipeline is None
-        or ctx.layout.pipeline.weight is None
-        or (cfg.pipeline.split is not None and not has_formulas(cfg))
+        job.ctx.layout.pipeline is None
+        or job.ctx.layout.pipeline.weight is None
+        or (job.pipeline.split is not None and not has_formulas(job.model))
     ):
-        return cfg, ""
-    split = split_of(cfg, ctx)
-    line = f"{split}; bubble {weight_split.bubble(ctx.layout.pipeline, split.flops_share):.1%}"
+        return job, ""
+    split = split_of(job)
+    line = f"{split}; bubble {weight_split.bubble(job.ctx.layout.pipeline, split.flops_share):.1%}"
     names = tuple(path for readers in split.split for path in readers.weights)
-    return replace(cfg, pipeline=replace(cfg.pipeline, split=names)), line
+    return job.with_split(names), line
 
 
-def _parts_without_pairs(
-    cfg: Config, ctx: Context, state: TrainState, batch: Batch, counter: Counter
-) -> dict[str, float]:
+def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Counter) -> dict[str, float]:
     """Returns what `memory` does, without what waits for weight units."""
-    t = cfg.train
-    e = itemsize(cfg)
-    weights, acts = count_weights(cfg, ctx, counter), count_activations(cfg, ctx, counter)
-    gradients = _gradient_bytes(cfg, ctx, weights)
-    saved = _saved_bytes(cfg, ctx, acts, t.remat) + _copied_bytes(cfg, ctx, acts)
-    layers = counter.named("layers", cfg.model.num_layers)
-    if ctx.layout.pipeline is not None:
-        units = counter.named("units of the stash", ctx.layout.pipeline.slots)
-        layers = units * counter.named("layers of a stage", ctx.layout.pipeline.stages.max_layers)
+    t = job.train
+    e = itemsize(job.train)
+    weights, acts = count_weights(job.model, job.ctx, counter), count_activations(job, counter)
+    gradients = _gradient_bytes(job.train, job.ctx, weights)
+    saved = _saved_bytes(job, acts, t.remat) + _copied_bytes(job, acts)
+    layers = counter.named("layers", job.model.num_layers)
+    if job.ctx.layout.pipeline is not None:
+        units = counter.named("units of the stash", job.ctx.layout.pipeline.slots)
+        layers = units * counter.named("layers of a stage", job.ctx.layout.pipeline.stages.max_layers)
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
-        waiting = 0 if ctx.layout.pipeline.loss_follows_forward else ctx.layout.pipeline.slots
+        waiting = 0 if job.ctx.layout.pipeline.loss_follows_forward else job.ctx.layout.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
-    in_head, in_layer = _head_bytes(cfg, ctx, weights, acts), _layer_bytes(cfg, ctx, weights, acts)
-    if _pipelines_collectives(ctx):
-        in_head, in_layer = _peeled_bytes(cfg, ctx, weights, acts)
-    elif ctx.ops.platform == "tpu":
-        in_layer = max(in_layer, _attention_bytes(cfg, ctx, weights, acts))
-        if ctx.ops.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
+    in_head, in_layer = _head_bytes(job, weights, acts), _layer_bytes(job, weights, acts)
+    if _pipelines_collectives(job.ctx):
+        in_head, in_layer = _peeled_bytes(job, weights, acts)
+    elif job.ctx.ops.platform == "tpu":
+        in_layer = max(in_layer, _attention_bytes(job, weights, acts))
+        if job.ctx.ops.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
             in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
         in_layer = max(in_layer, 4 * weights.trained - layers * saved)
-    if ctx.layout.pipeline is None and t.grad_accum == 1:
+    if job.ctx.layout.pipeline is None and t.grad_accum == 1:
         in_head -= gradients
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
     work_of = WORK
-    in_update = _muon_bytes(cfg, ctx, weights.trained) - gradients - layers * saved - cast
+    in_update = _muon_bytes(job, weights.trained) - gradients - layers * saved - cast
     if in_update > work:
         work = in_update
         work_of = MUON_WORK
@@ -176,30 +173,31 @@ def _exact_parts(state: TrainState, batch: Batch) -> dict[str, float]:
     return dict(zip(EXACT, sizes, strict=True))
 
 
-def _traced_parts(cfg: Config, ctx: Context) -> dict[str, float]:
+def _traced_parts(job: Job) -> dict[str, float]:
     """Returns the bytes of all but the arguments, by the trace of the gradients.
 
     The update of Muon is not traced. If it needs more than the gradients did, it is counted instead.
     """
-    parts = {name: float(trace.total(arrays)) for name, arrays in traced.memory(cfg, ctx).items()}
+    parts = {name: float(trace.total(arrays)) for name, arrays in traced.memory(job).items()}
     saved = sum(size for name, size in parts.items() if name.startswith("saved by"))
-    if _pipelines_collectives(ctx) and cfg.train.grad_accum > 1:  # see `_copied_bytes`
+    if _pipelines_collectives(job.ctx) and job.train.grad_accum > 1:  # see `_copied_bytes`
         parts["copies of what the layers save"] = saved
-    trained = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values() if not p.frozen)
-    update = _muon_bytes(cfg, ctx, trained)
+    spec = shards.flat_params(job.model, job.ctx)
+    trained = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in spec.values() if not p.frozen)
+    update = _muon_bytes(job, trained)
     more = update - sum(parts.values())
     return {**parts, MUON_WORK: more} if more > 0 else parts
 
 
-def _gradient_bytes(cfg: Config, ctx: Context, weights: Weights) -> float:
+def _gradient_bytes(train: TrainConfig, ctx: Context, weights: Weights) -> float:
     """Returns the bytes of gradients; accumulated ones are float32 sums beside those of one microbatch.
 
     A pipeline sums the gradients of the weights that its units read in float32.
     """
-    accumulates = cfg.train.grad_accum > 1
+    accumulates = train.grad_accum > 1
     if ctx.layout.pipeline is not None:
         return 4 * weights.summed + (4 * weights.trained if accumulates else 0)
-    return (8 if accumulates else itemsize(cfg)) * weights.trained
+    return (8 if accumulates else itemsize(train)) * weights.trained
 
 
 def _pipelines_collectives(ctx: Context) -> bool:
@@ -211,87 +209,85 @@ def _pipelines_collectives(ctx: Context) -> bool:
     return loop and ctx.ops.platform == "gpu" and bool(select_options(ctx.ops.platform, ctx.layout.mesh).used)
 
 
-def _saved_bytes(cfg: Config, ctx: Context, acts: Activations, remat: str) -> float:
+def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
     """Returns the bytes of the residuals of one layer under a policy of `blocks.REMAT_POLICIES`.
 
     With `none` and `dots` XLA decides which intermediate values of attention and norms become arrays, so these two are
     estimates.
     """
-    e, stream, between = itemsize(cfg), acts.stream, acts.between
+    e, stream, between = itemsize(job.train), acts.stream, acts.between
     if remat == "full":
         return e * stream // between
-    in_mlp = (2 if cfg.model.gated else 1) * acts.saved_hidden + acts.saved_sent
+    in_mlp = (2 if job.model.gated else 1) * acts.saved_hidden + acts.saved_sent
     if remat == "dots":
         return e * (stream // between + acts.heads + in_mlp + stream)
     selective = e * (2 * stream // between + acts.heads + in_mlp)
     if remat == "selective":
         return selective
-    if ctx.ops.platform != "cpu":
+    if job.ctx.ops.platform != "cpu":
         # Without a loop, XLA fuses the activation into what reads it and only stores the product. A loop stores all
         # residuals: of the gated product four arrays, the sigmoid and its complement, the activation and the product;
         # experts also have the product in float32. Norms save three float32 arrays, or with a gradient of their own
         # their input.
-        loop = ctx.ops.layers == "scan"
-        in_mlp += (4 if cfg.model.gated and loop else 1) * acts.saved_hidden
-        if cfg.model.moe.num_experts:
+        loop = job.ctx.ops.layers == "scan"
+        in_mlp += (4 if job.model.gated and loop else 1) * acts.saved_hidden
+        if job.model.moe.num_experts:
             in_mlp += acts.sent + (2 * acts.saved_hidden if loop else 0)
-        norms = (24 if ctx.ops.norm == "xla" else 2 * e) * stream // between
+        norms = (24 if job.ctx.ops.norm == "xla" else 2 * e) * stream // between
         return norms + e * (acts.heads + in_mlp + 2 * stream) + (4 + e) * acts.scores
     # `none` also saves attention weights, the inputs of matmuls, and three float32 arrays of each norm.
     inputs = e * (2 * stream + 2 * acts.saved_hidden)
     return selective + (4 + e) * acts.scores + inputs + 4 * 6 * stream // between
 
 
-def _copied_bytes(cfg: Config, ctx: Context, acts: Activations) -> float:
+def _copied_bytes(job: Job, acts: Activations) -> float:
     """Returns the bytes of one layer's residuals that several GPUs have twice.
 
     The turn outside of the loop writes into copies. Within a loop over microbatches it copies all residuals, and
     otherwise the shards of the residual stream, which it also reads.
     """
-    t = cfg.train
-    if not _pipelines_collectives(ctx):
+    t = job.train
+    if not _pipelines_collectives(job.ctx):
         return 0
     if t.grad_accum > 1:
-        return _saved_bytes(cfg, ctx, acts, t.remat)
-    if acts.between > 1 and ctx.layout.gathers_params:
-        return itemsize(cfg) * (1 if t.remat == "full" else 2) * acts.stream // acts.between
+        return _saved_bytes(job, acts, t.remat)
+    if acts.between > 1 and job.ctx.layout.gathers_params:
+        return itemsize(job.train) * (1 if t.remat == "full" else 2) * acts.stream // acts.between
     return 0
 
 
-def kept_bytes(cfg: Config, ctx: Context) -> float:
+def kept_bytes(job: Job) -> float:
     """Returns the bytes of recomputed arrays that several GPUs keep beside those of `memory`, if they have room.
 
     This is where no loop runs the layers and `train.remat` is `full`. The scheduler computes the gradients of the MLP's
     weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
     until then.
     """
-    several = (
-        ctx.layout.pipeline is None
-        and ctx.ops.platform == "gpu"
-        and bool(select_options(ctx.ops.platform, ctx.layout.mesh).used)
-    )
-    if not several or ctx.ops.layers == "scan" or cfg.train.remat != "full":
+    on_gpu = job.ctx.layout.pipeline is None and job.ctx.ops.platform == "gpu"
+    if not on_gpu or not select_options(job.ctx.ops.platform, job.ctx.layout.mesh).used:
         return 0
-    return itemsize(cfg) * (4 if cfg.model.gated else 2) * count_activations(cfg, ctx).hidden * cfg.model.num_layers
+    if job.ctx.ops.layers == "scan" or job.train.remat != "full":
+        return 0
+    return itemsize(job.train) * (4 if job.model.gated else 2) * count_activations(job).hidden * job.model.num_layers
 
 
-def _peeled_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> tuple[float, float]:
+def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float, float]:
     """Returns the bytes of temporary arrays during the head, and during a layer's backward pass, for several GPUs.
 
     They include the float32 gradients of head and token table, which are scattered over devices after all layers. The
     zeros that gradients start from are made before the head.
     """
-    e, T = itemsize(cfg), shards.mesh_sizes(ctx)["tensor"]
-    remat = "selective" if cfg.train.remat == "full" else cfg.train.remat
+    e, T = itemsize(job.train), shards.mesh_sizes(job.ctx)["tensor"]
+    remat = "selective" if job.train.remat == "full" else job.train.remat
     sums = 4 * (weights.head + weights.table)
-    if shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"]):
+    if shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"]):
         sums += 3 * 4 * (weights.experts_layer + acts.stream)  # in each of the loops over rounds
-    if ctx.layout.axes("sequence") and ctx.layout.context_method == "ring":
-        m = cfg.model
+    if job.ctx.layout.axes("sequence") and job.ctx.layout.context_method == "ring":
+        m = job.model
         sums += 4 * acts.tokens * m.head_width * (3 * m.num_heads + 4 * m.kv_heads) // T
     # The first turn of the backward pass begins before the loss: its residuals are read or recomputed.
-    first_turn = _saved_bytes(cfg, ctx, acts, remat)
-    in_head = (4 + e) * _logits(cfg, ctx, acts) + sums + e * weights.head + 2 * e * acts.stream + first_turn
+    first_turn = _saved_bytes(job, acts, remat)
+    in_head = (4 + e) * _logits(job, acts) + sums + e * weights.head + 2 * e * acts.stream + first_turn
     # Weights and their float32 gradients of this turn and of the next one.
     turns = 2 * (4 + e) * weights.gathered_layer
     # Scores are freed before the gradients of the weights are complete.
@@ -299,23 +295,23 @@ def _peeled_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations
     return in_head, sums + max(turns + e * (3 * acts.hidden + 7 * acts.stream), in_attention)
 
 
-def _attention_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> float:
+def _attention_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of temporary arrays in the backward pass of attention on a TPU.
 
     The chunks of keys in each of its groups read the queries that see them, the cotangents of these and their float32
     gradient (`kernels.attention.chunked`). XLA:TPU makes these slices before the first group runs, so that all groups'
     slices are alive: on average half of the queries.
     """
-    e, m, T = itemsize(cfg), cfg.model, shards.mesh_sizes(ctx)["tensor"]
+    e, m, T = itemsize(job.train), job.model, shards.mesh_sizes(job.ctx)["tensor"]
     slices = 0.0
-    if ctx.ops.attention == "chunked":
-        length = cfg.data.seq_len // shards.mesh_sizes(ctx)["context"]
+    if job.ctx.ops.attention == "chunked":
+        length = job.data.seq_len // shards.mesh_sizes(job.ctx)["context"]
         seen = [_queries_seen(length, window) for window in m.layer_windows]
         slices = (4 + 2 * e) * acts.tokens * m.head_width * m.num_heads // T * sum(seen) / len(seen)
     hidden = 2 * acts.hidden
-    if shards.runs_in_rounds(m.moe, shards.mesh_sizes(ctx)["expert"]):
+    if shards.runs_in_rounds(m.moe, shards.mesh_sizes(job.ctx)["expert"]):
         hidden = 6 * (acts.hidden + acts.sent)  # a round recomputes all that it needs, while the slices are alive
-    if cfg.train.remat == "full":  # queries, keys, values, the output of attention, and the MLP's product
+    if job.train.remat == "full":  # queries, keys, values, the output of attention, and the MLP's product
         hidden += acts.hidden + acts.heads
     return slices + e * (2 * weights.gathered_layer + hidden + 6 * acts.stream)
 
@@ -327,7 +323,7 @@ def _queries_seen(length: int, window: int) -> float:
     return sum(end - start for end, start in zip(ends, range(0, length, keys), strict=True)) / length
 
 
-def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> float:
+def _layer_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays in the backward pass of one layer.
 
     Reference attention writes the scores of all pairs of tokens: three arrays in float32 and one in the compute dtype.
@@ -336,57 +332,57 @@ def _layer_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations)
     XLA compiles for the models of tests/aot; TPUs keep the scores of a small layer on the chip, and large layers in a
     pipeline need up to twice as much.
     """
-    e = itemsize(cfg)
+    e = itemsize(job.train)
     scores = (12 + e) * acts.scores
     # With options for several GPUs, XLA gathers the weights of the next layer during this one.
-    in_flight = 4 if select_options(ctx.ops.platform, ctx.layout.mesh).used else 2
+    in_flight = 4 if select_options(job.ctx.ops.platform, job.ctx.layout.mesh).used else 2
     gathered = in_flight * e * weights.gathered_layer
     # Tokens for experts: as sent, as received, as sorted by expert, and the gradient of each.
     size: float = e * (2 * acts.stream + 3 * acts.hidden + 6 * acts.sent)
-    if cfg.train.remat == "full":  # what `selective` would have saved is recomputed
-        size += _saved_bytes(cfg, ctx, acts, "selective")
-    if ctx.layout.pipeline is not None:
+    if job.train.remat == "full":  # what `selective` would have saved is recomputed
+        size += _saved_bytes(job, acts, "selective")
+    if job.ctx.layout.pipeline is not None:
         turn = e * weights.gathered_layer  # with `pipeline.gather=layer`; its gradients are scattered one by one
-        return scores - (0 if ctx.layout.pipeline.inlines_layers else 6 * acts.scores) + turn + size
+        return scores - (0 if job.ctx.layout.pipeline.inlines_layers else 6 * acts.scores) + turn + size
     return scores + gathered + size
 
 
-def _logits(cfg: Config, ctx: Context, acts: Activations) -> int:
+def _logits(job: Job, acts: Activations) -> int:
     """Counts the logits that are stored at once."""
-    e, vocab, rows = itemsize(cfg), acts.vocab, shards.microbatch_rows(cfg, ctx)
-    if ctx.ops.cross_entropy == "chunked":
-        return min(acts.tokens, rows * max(1, ctx.ops.loss_chunk // rows)) * vocab
-    if ctx.ops.cross_entropy.startswith("pallas_"):
+    e, vocab, rows = itemsize(job.train), acts.vocab, shards.microbatch_rows(job)
+    if job.ctx.ops.cross_entropy == "chunked":
+        return min(acts.tokens, rows * max(1, job.ctx.ops.loss_chunk // rows)) * vocab
+    if job.ctx.ops.cross_entropy.startswith("pallas_"):
         return acts.tokens * min(VOCAB_BLOCK, vocab) * e // (4 + e)
     return acts.tokens * vocab
 
 
-def _head_bytes(cfg: Config, ctx: Context, weights: Weights, acts: Activations) -> float:
+def _head_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays of the head and the loss.
 
     These are the logits that are stored at once, and either the float32 gradient of the head or that of the residual
     stream.
     """
-    e, gradient = itemsize(cfg), 0
-    if ctx.ops.cross_entropy == "chunked":
-        gradient = 4 * weights.head // shards.mesh_sizes(ctx)["pipe"]
-    elif ctx.ops.cross_entropy.startswith("pallas_"):
+    e, gradient = itemsize(job.train), 0
+    if job.ctx.ops.cross_entropy == "chunked":
+        gradient = 4 * weights.head // shards.mesh_sizes(job.ctx)["pipe"]
+    elif job.ctx.ops.cross_entropy.startswith("pallas_"):
         gradient = 4 * acts.stream
-    return (4 + e) * _logits(cfg, ctx, acts) + gradient + 2 * e * (acts.stream + weights.head)
+    return (4 + e) * _logits(job, acts) + gradient + 2 * e * (acts.stream + weights.head)
 
 
-def _muon_bytes(cfg: Config, ctx: Context, trained: int) -> float:
+def _muon_bytes(job: Job, trained: int) -> float:
     """Returns the bytes that the update of Muon needs after the backward pass, or 0 with another optimizer.
 
     Beside the gradients there are at the end the updates of all parameters and one more stack of a turn
     (`training.whole_matrices`). While the first parameters are updated, the exchanges of the others already run, so
     there may be the stacks of all. None of these grow with the number of devices.
     """
-    spec = shards.flat_params(cfg, ctx)
+    spec = shards.flat_params(job.model, job.ctx)
     updates: list[float] = []
     stacks: list[float] = []  # whole matrices of the largest turn
     iterations: list[float] = []
-    for path, (sharing, shard) in shards.muon_matrices(cfg, ctx).items():
+    for path, (sharing, shard) in shards.muon_matrices(job).items():
         short, long = shards.sides(spec[path])
         rows = sum(turns.repeats * turns.rows for turns in sharing.turns)
         at_once = max(turns.matrices for turns in sharing.turns)
@@ -395,11 +391,11 @@ def _muon_bytes(cfg: Config, ctx: Context, trained: int) -> float:
         iterations.append(4 * at_once * (2 * short * long + 2 * short**2))  # X, the next X, X X^T and its square
     if not updates:
         return 0
-    sums = 4 if cfg.train.grad_accum > 1 or ctx.layout.pipeline is not None else itemsize(cfg)
-    if shards.device_count(ctx) == 1:
+    sums = 4 if job.train.grad_accum > 1 or job.ctx.layout.pipeline is not None else itemsize(job.train)
+    if shards.device_count(job.ctx) == 1:
         return sums * trained + sum(updates) + 3 * max(stacks)
     # XLA:CPU starts what it can as early as possible: the momenta of all parameters are there beside the updates.
-    copies = 2 if ctx.ops.platform == "cpu" else 1
+    copies = 2 if job.ctx.ops.platform == "cpu" else 1
     return sums * trained + max(copies * sum(updates) + max(stacks), sum(stacks) + max(iterations))
 
 

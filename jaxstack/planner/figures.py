@@ -11,10 +11,11 @@ from jax.tree_util import GetAttrKey
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, generation_memory, megatron, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
@@ -58,22 +59,22 @@ def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | Non
     return name, count, ChipLimits(chip, *reached[:2], link, network, host, reached.link_efficiency)
 
 
-def memory_figures(cfg: Config, ctx: Context) -> list[Figure]:
+def memory_figures(job: Job) -> list[Figure]:
     """Returns the bytes of a training step on one device by purpose, as `estimate.memory` counts them."""
-    state, batch = estimate.abstract_inputs(cfg, ctx)
+    state, batch = estimate.abstract_inputs(job)
     recorder = Recorder()
-    parts = estimate.memory(cfg, ctx, state, batch, recorder)
-    spec = shards.flat_params(cfg, ctx).items()
+    parts = estimate.memory(job, state, batch, recorder)
+    spec = shards.flat_params(job.model, job.ctx).items()
     elements = recorder.named(
-        "parameters", sum(recorder.shaped(path, shards.stored_shape(p, ctx), p.axes) for path, p in spec)
+        "parameters", sum(recorder.shaped(path, shards.stored_shape(p, job.ctx), p.axes) for path, p in spec)
     )
     exact = dict(
         zip(estimate.EXACT, (4 * elements, _state_bytes(replace(state, params=())), _batch_bytes(batch)), strict=True)
     )
-    found, arrays = [], {} if has_formulas(cfg) else traced.memory(cfg, ctx)
+    found, arrays = [], {} if has_formulas(job.model) else traced.memory(job)
     for name, size in parts.items():
         formula = _traced_bytes(arrays[name]) if name in arrays else recorded(exact.get(name, size))
-        if name.startswith("saved by") and ctx.layout.pipeline is not None:
+        if name.startswith("saved by") and job.ctx.layout.pipeline is not None:
             name = f"pipeline stash, {name}"
         found.append(Figure(name, float(size), formula.text, where=formula.where))
     return found
@@ -110,45 +111,39 @@ def _batch_bytes(batch: Batch) -> float:
     return total
 
 
-def memory_by_policy(cfg: Config, ctx: Context, bytes_per_parameter: int | None = None) -> dict[str, list[Figure]]:
+def memory_by_policy(job: Job, bytes_per_parameter: int | None = None) -> dict[str, list[Figure]]:
     """Returns the bytes of a training step by purpose, under each policy of `train.remat`.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context.
       bytes_per_parameter: 16 or 18 count as Megatron-LM does; `None` means `memory_figures`.
 
     Raises:
       ConfigError: Megatron-LM's count does not know the family.
     """
     if bytes_per_parameter:
-        require_formulas(cfg, "--style=megatron-fp16")
+        require_formulas(job.model, "--style=megatron-fp16")
     found: dict[str, list[Figure]] = {}
     for policy in POLICIES:
-        other = replace(cfg, train=replace(cfg.train, remat=policy))
-        found[policy] = (
-            megatron.memory(other, ctx, bytes_per_parameter) if bytes_per_parameter else memory_figures(other, ctx)
-        )
+        other = job.with_remat(policy)
+        found[policy] = megatron.memory(other, bytes_per_parameter) if bytes_per_parameter else memory_figures(other)
     return found
 
 
-def saved_figures(cfg: Config, ctx: Context, policies: Mapping[str, list[Figure]]) -> list[Figure]:
+def saved_figures(job: Job, policies: Mapping[str, list[Figure]]) -> list[Figure]:
     """Returns the bytes of what the layers save for the backward pass, under each policy.
 
     Where a step needs the most memory, some of it may be free again. Here, all of it counts.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context.
       policies: from `memory_by_policy`.
     """
     found = []
     for policy, figures in policies.items():
-        if has_formulas(cfg):
+        if has_formulas(job.model):
             found += [replace(figure, name=f"remat {policy}") for figure in figures if is_saved(figure)]
             continue
-        other, _ = estimate.resolve_split(replace(cfg, train=replace(cfg.train, remat=policy)), ctx)  # type: ignore[arg-type]
-        for label, arrays in traced.saved(other, ctx).items():
+        other, _ = estimate.resolve_split(job.with_remat(policy))
+        for label, arrays in traced.saved(other).items():
             layers = label.removeprefix("saved by ").partition(",")[0]
             formula = _traced_bytes(arrays)
             found.append(Figure(f"remat {policy}, {layers}", float(formula), formula.text))
@@ -160,21 +155,21 @@ def is_saved(figure: Figure) -> bool:
     return "saved by" in figure.name or figure.name.startswith("activations")
 
 
-def generation_figures(cfg: Config, ctx: Context) -> list[Figure]:
+def generation_figures(job: Job) -> list[Figure]:
     """Returns the bytes of generation on a device: float32 parameters, and the KV cache of `data.batch_size` prompts.
 
     A prompt with its continuation has `data.seq_len` tokens. Each layer of an encoder-decoder's decoder has keys of the
     encoder's tokens and of its own. Other families have no cache, and an empty result.
     """
-    m, tokens = cfg.model.base, cfg.data.seq_len
+    m, tokens = job.model.base, job.data.seq_len
     if m.family == "encoder_decoder":
-        tokens += cfg.data.target_length
+        tokens += job.data.target_length
     if m.family not in (*FORMULAS, "encoder_decoder"):
         return []
-    params, cache = generation_memory.generation_need(cfg, ctx, tokens)
-    keys = m.kv_heads * m.head_width / shards.mesh_sizes(ctx)["tensor"]
-    rows = cfg.data.batch_size // ctx.layout.replicas * cfg.sample.beams
-    terms = {"rows": rows, "keys": keys, "each": 2 if cfg.train.dtype == "bfloat16" else 4}
+    params, cache = generation_memory.generation_need(job, tokens)
+    keys = m.kv_heads * m.head_width / shards.mesh_sizes(job.ctx)["tensor"]
+    rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
+    terms = {"rows": rows, "keys": keys, "each": 2 if job.train.dtype == "bfloat16" else 4}
     seen = cache / (2 * terms["each"] * rows * keys)
     formula = "2 x {each} bytes x {rows} rows x {seen:g} tokens of all layers x {keys:g} elements of a key"
     return [
@@ -187,7 +182,6 @@ def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = Fa
     """Returns the FLOPs of a step by every convention, and the days for a budget of tokens at the chips' peak.
 
     Args:
-      cfg: the run, resolved.
       time: its predicted step.
       budget: training tokens.
       classic: count recomputation as Megatron-LM does.
@@ -196,7 +190,7 @@ def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = Fa
       ConfigError: `classic` with a family that Megatron-LM's count does not know.
     """
     if classic:
-        require_formulas(cfg, "--style=megatron-fp16")
+        require_formulas(cfg.model, "--style=megatron-fp16")
     per_step, tokens = time.model_flops, time.tokens
     again = megatron.hardware_flops(cfg) - per_step.full if classic else time.recomputed_flops
     hardware = per_step.full + again
@@ -216,9 +210,9 @@ def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = Fa
     ]  # fmt: skip
 
 
-def time_figures(cfg: Config, ctx: Context, limits: ChipLimits, time: StepTime) -> list[Figure]:
+def time_figures(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     """Returns the seconds of a step by part, with the FLOPs and bytes that they follow from."""
-    ops = local_operations(cfg, ctx)
+    ops = local_operations(job)
     layer = [op for op in ops if op.of_layer]
     found = [
         _work("layers", [op for op in layer if not op.for_remat], limits),
@@ -230,7 +224,7 @@ def time_figures(cfg: Config, ctx: Context, limits: ChipLimits, time: StepTime) 
         alone = seconds + time.hidden[axes]
         terms = {"alone": alone, "hidden": time.hidden[axes]}
         found.append(Figure(f"waiting for {axes}", seconds, "{alone:.6g} s alone - {hidden:.6g} s hidden", terms))
-    if ctx.layout.pipeline is not None:
+    if job.ctx.layout.pipeline is not None:
         busy = time.layers + time.recomputation
         terms = {"busy": busy, "idle": time.bubble / busy}
         formula = "{busy:.6g} s of layers x {idle:.6g} idle ticks of the schedule"
@@ -256,11 +250,11 @@ def _work(name: str, ops: Iterable[Op], limits: ChipLimits) -> Figure:
     return Figure(name, seconds, " + ".join(parts), terms)
 
 
-def traffic_figures(cfg: Config, ctx: Context, limits: ChipLimits) -> list[Figure]:
+def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
     """Returns the bytes that a device sends in a step over each axis, and the links that they use."""
-    place = Placement(dict(shards.mesh_sizes(ctx)), limits)
+    place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
     sent: dict[tuple[str, str, float], float] = defaultdict(float)
-    for c in traffic(cfg, ctx):
+    for c in traffic(job):
         link, network = place.bandwidth(c.axes, c.kind)
         where = "links" if math.isinf(network) else "network"
         sent["+".join(c.axes), where, min(link, network)] += c.sent
@@ -274,15 +268,15 @@ VALIDATED = "a100; dense models of 22e9 to 1e12 parameters on 8 to 512 devices i
 """What `benchmarks/korthikanti.py` compares with measured times."""
 
 
-def outside_validation(cfg: Config, ctx: Context, chip: str) -> str:
+def outside_validation(model: ModelConfig, ctx: Context, chip: str) -> str:
     """Returns a line with what differs from the runs that step times were compared with, or "" if nothing does."""
     sizes, count = shards.mesh_sizes(ctx), shards.device_count(ctx)
-    parameters = sum(p.size for p in shards.flat_params(cfg, ctx).values())
+    parameters = sum(p.size for p in shards.flat_params(model, ctx).values())
     differs = {
         f"chip {chip}": chip != "a100",
         f"{parameters:.3g} parameters": not 21e9 <= parameters <= 1.02e12,
         f"{count} devices": not 8 <= count <= 512,
-        "experts": bool(cfg.model.moe.num_experts),
+        "experts": bool(model.moe.num_experts),
         f"mesh.tensor={sizes['tensor']}": sizes["tensor"] != 8,
         f"a mesh over {', '.join(a for a in ('data', 'fsdp', 'expert', 'context') if sizes[a] > 1)}": any(
             sizes[a] > 1 for a in ("data", "fsdp", "expert", "context")

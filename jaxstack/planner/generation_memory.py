@@ -7,32 +7,30 @@ import jax
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.kernels.implementation import platform_of
-from jaxstack.models.context import Context
 from jaxstack.moe.placement import EXPERT_WEIGHTS, Placement
 from jaxstack.planner import shards
+from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Room, context, gib, room_of
 from jaxstack.sharding import find_devices
 
 
-def generation_need(cfg: Config, ctx: Context, slots: int) -> tuple[float, float]:
+def generation_need(job: Job, slots: int) -> tuple[float, float]:
     """Returns the least bytes of generation on a device: of float32 parameters, and of keys and values of all layers.
 
     Args:
-      cfg: the run, with as many prompts as `data.batch_size`.
-      ctx: its context; replicas of experts in its placement are counted.
       slots: tokens of the longest prompt with its continuation.
     """
-    m, sizes = cfg.model.base, shards.mesh_sizes(ctx)
+    m, sizes = job.model.base, shards.mesh_sizes(job.ctx)
     params = 0.0
-    for path, p in shards.flat_params(replace(cfg, model=m), ctx).items():
+    for path, p in shards.flat_params(replace(job.cfg, model=m).model, job.ctx).items():
         _, group, name = ("", "", *path.split("/"))[-3:]
         copies = 1.0
-        if ctx.placement is not None and group == "moe" and name in EXPERT_WEIGHTS:
-            copies = ctx.placement.stored.shape[1] / ctx.placement.num_experts
-        params += 4 * math.prod(shards.stored_shape(p, ctx)) * copies
+        if job.ctx.placement is not None and group == "moe" and name in EXPERT_WEIGHTS:
+            copies = job.ctx.placement.stored.shape[1] / job.ctx.placement.num_experts
+        params += 4 * math.prod(shards.stored_shape(p, job.ctx)) * copies
     kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
-    itemsize = 2 if cfg.train.dtype == "bfloat16" else 4
-    rows = cfg.data.batch_size // ctx.layout.replicas * cfg.sample.beams
+    itemsize = 2 if job.train.dtype == "bfloat16" else 4
+    rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
     return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
 
 
@@ -40,7 +38,6 @@ def check_generation(cfg: Config, slots: int, placement: Placement | None = None
     """Compares the least memory of generation with that of the devices, before anything is read.
 
     Args:
-      cfg: the run on its mesh.
       slots: tokens of the longest prompt with its continuation.
       placement: where the experts will be stored. `None` means each of them once.
 
@@ -74,5 +71,5 @@ def _generation(cfg: Config, slots: int, placement: Placement | None) -> tuple[t
     devices = devices[: math.prod(cfg.mesh.sizes.values())] if closed else devices
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
     ctx = replace(context(cfg, len(devices), platform_of(devices[0])), placement=placement)
-    params, cache = generation_need(cfg, ctx, slots)
+    params, cache = generation_need(Job(cfg, ctx), slots)
     return (params * room.sharing, cache * room.sharing), room

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxstack import kernels
 from jaxstack.common.hardware import Chip
 from jaxstack.common.tree import PyTree
-from jaxstack.config import Config
+from jaxstack.config import Config, ModelConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels import implementation
 from jaxstack.models import family, layers, params
@@ -23,6 +23,7 @@ from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.planner import shards
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations
 from jaxstack.planner.timing import seconds_per_call, seconds_per_run
@@ -42,48 +43,47 @@ def this_chip(device: jax.Device, dtype: str) -> Chip:
     return Chip((device.device_kind,), {dtype: peak}, bandwidth, stats.get("bytes_limit", 0), 0.0, "measured here")
 
 
-def parts(cfg: Config, ctx: Context, device: jax.Device) -> dict[str, float]:
+def parts(job: Job, device: jax.Device) -> dict[str, float]:
     """Measures the parts of one layer on one microbatch in seconds, forward, backward and recomputed work.
 
     The result also has `layer`, all of a layer at once, where the mesh does not shard a layer; and `optimizer` and
     `step` where the mesh has one device.
 
     Args:
-      cfg: the run, resolved.
       ctx: the context of `roofline.context`.
       device: the device that does a device's share of the work.
     """
-    sizes = shards.mesh_sizes(ctx)
-    chosen = implementations(implementation.platform_of(device), cfg.kernels, _cases(cfg, ctx))
-    own = Context(ops=Ops(quant=cfg.train.quant, **chosen), dtype=ctx.dtype, remat=ctx.remat)
-    ops = one_layer(operations(cfg, ctx, "fused"))
+    sizes = shards.mesh_sizes(job.ctx)
+    chosen = implementations(implementation.platform_of(device), job.kernels, _cases(job.model, job.ctx))
+    own = Context(ops=Ops(quant=job.train.quant, **chosen), dtype=job.ctx.dtype, remat=job.ctx.remat)
+    ops = one_layer(operations(job, "fused"))
     T = sizes["tensor"]
-    rows, length = shards.microbatch_rows(cfg, ctx), cfg.data.seq_len // sizes["context"]
-    x = _random((rows, length // (T if ctx.layout.sequence_parallel_axes else 1), cfg.model.d_model), str(ctx.dtype), 0)
+    rows, length = shards.microbatch_rows(job), job.data.seq_len // sizes["context"]
+    tokens = length // (T if job.ctx.layout.sequence_parallel_axes else 1)
+    x = _random((rows, tokens, job.model.d_model), str(job.ctx.dtype), 0)
     with jax.default_device(device):
         found = {
             "matmul": _matmuls(ops, own),
-            "attention": _attention(cfg, own, ops, rows, length, T),
-            "normalisation": _norms(cfg, own, ops, x),
-            "pointwise": _pointwise(cfg, own, ops, x, rows, length, T),
+            "attention": _attention(job.model, own, ops, rows, length, T),
+            "normalisation": _norms(job.model, own, ops, x),
+            "pointwise": _pointwise(job.model, own, ops, x, rows, length, T),
         }
         if T * sizes["context"] * sizes["expert"] == 1 and not (
-            cfg.model.moe.num_experts and cfg.model.moe.router == "domain"
+            job.model.moe.num_experts and job.model.moe.router == "domain"
         ):
-            found["layer"] = _layer(cfg, own, x)
-    if shards.device_count(ctx) == 1:
-        found |= _step(cfg, device)
+            found["layer"] = _layer(job.model, own, x)
+    if shards.device_count(job.ctx) == 1:
+        found |= _step(job.cfg, device)
     return found
 
 
-def _cases(cfg: Config, ctx: Context) -> dict[str, implementation.OpCase]:
+def _cases(model: ModelConfig, ctx: Context) -> dict[str, implementation.OpCase]:
     """Returns the shapes by which kernels are selected, as for a run."""
-    m = cfg.model
-    width = {"dtype": ctx.dtype, "d_model": m.d_model}
+    width = {"dtype": ctx.dtype, "d_model": model.d_model}
     return {
-        "attention": {"dtype": ctx.dtype, "head_dim": m.head_width, "softcap": m.attention_softcap},
+        "attention": {"dtype": ctx.dtype, "head_dim": model.head_width, "softcap": model.attention_softcap},
         "norm": width,
-        "cross_entropy": width | {"vocab_size": m.classes, "softcap": m.logit_softcap},
+        "cross_entropy": width | {"vocab_size": model.classes, "softcap": model.logit_softcap},
         "moe": width,
     }
 
@@ -93,61 +93,60 @@ def _random(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
 
 
-def _heads(cfg: Config, dtype: str, rows: int, length: int, tensor: int) -> tuple[jax.Array, jax.Array]:
+def _heads(model: ModelConfig, dtype: str, rows: int, length: int, tensor: int) -> tuple[jax.Array, jax.Array]:
     """Returns random queries, and random keys or values, of the heads on one device."""
-    m = cfg.model
-    q = _random((rows, length, m.num_heads // tensor, m.head_width), dtype, 1)
-    return q, _random((rows, length, m.kv_heads // tensor, m.head_width), dtype, 2)
+    q = _random((rows, length, model.num_heads // tensor, model.head_width), dtype, 1)
+    return q, _random((rows, length, model.kv_heads // tensor, model.head_width), dtype, 2)
 
 
-def _attention(cfg: Config, ctx: Context, ops: list[Op], rows: int, length: int, tensor: int) -> float:
+def _attention(model: ModelConfig, ctx: Context, ops: list[Op], rows: int, length: int, tensor: int) -> float:
     """Returns the seconds of attention in one layer; where windows alternate, with the widest one."""
-    m = cfg.model
-    q, kv = _heads(cfg, str(ctx.dtype), rows, length, tensor)
-    mask = kernels.AttentionMask(0 if 0 in m.windows else max(m.windows))
+    q, kv = _heads(model, str(ctx.dtype), rows, length, tensor)
+    mask = kernels.AttentionMask(0 if 0 in model.windows else max(model.windows))
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        scale = m.head_width**-0.5
+        scale = model.head_width**-0.5
         return kernels.attention(
-            q, k, v, scale=scale, mask=mask, softcap=m.attention_softcap, implementation=ctx.ops.attention
+            q, k, v, scale=scale, mask=mask, softcap=model.attention_softcap, implementation=ctx.ops.attention
         )
 
     return _forward_and_backward(attention, (q, kv, kv), _runs(ops, "attention"))
 
 
-def _norms(cfg: Config, ctx: Context, ops: list[Op], x: jax.Array) -> float:
+def _norms(model: ModelConfig, ctx: Context, ops: list[Op], x: jax.Array) -> float:
     """Returns the seconds of the norms of the residual stream in one layer."""
-    m = cfg.model
-    gain = {"scale": jnp.ones(m.d_model)} | ({"bias": jnp.zeros(m.d_model)} if m.bias else {})
+    gain = {"scale": jnp.ones(model.d_model)} | ({"bias": jnp.zeros(model.d_model)} if model.bias else {})
     norms = [op for op in ops if op.part == "normalisation" and not op.recomputes and "gradient" not in op.name]
     wide = [op for op in norms if "queries" not in op.name]
 
     def norm(x: jax.Array) -> jax.Array:
-        return layers.norm(m, gain, x, ctx)
+        return layers.norm(model, gain, x, ctx)
 
     return len(wide) * _forward_and_backward(norm, (x,), _runs(ops, wide[0].name))
 
 
-def _pointwise(cfg: Config, ctx: Context, ops: list[Op], x: jax.Array, rows: int, length: int, tensor: int) -> float:
+def _pointwise(
+    model: ModelConfig, ctx: Context, ops: list[Op], x: jax.Array, rows: int, length: int, tensor: int
+) -> float:
     """Returns the seconds of activation and gate, residual sums and rotation in one layer."""
-    m, moe = cfg.model, cfg.model.moe
-    width = (moe.choices + moe.shared_experts) * m.expert_width if moe.num_experts else m.ff_width
+    moe = model.moe
+    width = (moe.choices + moe.shared_experts) * model.expert_width if moe.num_experts else model.ff_width
     up = _random((rows, length, width // tensor), str(ctx.dtype), 3)
 
     def activation(gate: jax.Array, up: jax.Array | float = 1.0) -> jax.Array:
-        activated = layers.activate(m.activation, gate, ctx)
-        return activated * up if m.gated else activated
+        activated = layers.activate(model.activation, gate, ctx)
+        return activated * up if model.gated else activated
 
-    name = "activation and gate" if m.gated else "activation"
-    seconds = _forward_and_backward(activation, (up, up) if m.gated else (up,), _runs(ops, name))
+    name = "activation and gate" if model.gated else "activation"
+    seconds = _forward_and_backward(activation, (up, up) if model.gated else (up,), _runs(ops, name))
     seconds += 2 * seconds_per_call(jax.jit(jnp.add), x, x)
-    if m.positions == "rope":
-        rope = layers.rope_tables(m, jnp.arange(length))
+    if model.positions == "rope":
+        rope = layers.rope_tables(model, jnp.arange(length))
 
         def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
             return layers.rotate(q, rope), layers.rotate(k, rope)
 
-        q, kv = _heads(cfg, str(ctx.dtype), rows, length, tensor)
+        q, kv = _heads(model, str(ctx.dtype), rows, length, tensor)
         seconds += _forward_and_backward(rotate, (q, kv), _runs(ops, "rotation"))
     return seconds
 
@@ -212,9 +211,9 @@ def _matmul(matrix: tuple[int, int, int, int], dtype: str, form: str, experts: s
     return seconds_per_call(run, x, w, dy)
 
 
-def _layer(cfg: Config, ctx: Context, x: jax.Array) -> float:
+def _layer(model: ModelConfig, ctx: Context, x: jax.Array) -> float:
     """Returns the seconds of one whole layer, as a mean over the alternating windows."""
-    model = replace(cfg.model, num_layers=len(cfg.model.windows))
+    model = replace(model, num_layers=len(model.windows))
     name, stack = family.only_stack(model)
     spec = family.spec(model)[name]
     values = params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)

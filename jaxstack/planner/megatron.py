@@ -15,6 +15,7 @@ from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.explain import Figure
+from jaxstack.planner.job import Job
 
 BYTES_PER_PARAMETER = {
     16: {"parameters, fp16": 2, "gradients, fp16": 2, "main parameters, float32": 4, "Adam's moments, float32": 8},
@@ -23,25 +24,23 @@ BYTES_PER_PARAMETER = {
 """Bytes of each parameter by purpose. With 18 the gradients of microbatches are summed in float32."""
 
 
-def memory(cfg: Config, ctx: Context, bytes_per_parameter: int = 18) -> list[Figure]:
+def memory(job: Job, bytes_per_parameter: int = 18) -> list[Figure]:
     """Returns the bytes that a device needs, by purpose, with the formula of each.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
       bytes_per_parameter: 16 or 18.
     """
-    count = sum(math.prod(shards.stored_shape(p, ctx)) for p in shards.flat_params(cfg, ctx).values())
+    count = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in shards.flat_params(job.model, job.ctx).values())
     found = [
         Figure(
             purpose, float(size * count), "{bytes} bytes x {elements} parameters", {"bytes": size, "elements": count}
         )
         for purpose, size in BYTES_PER_PARAMETER[bytes_per_parameter].items()
     ]
-    return [*found, activations(cfg, ctx)]
+    return [*found, activations(job)]
 
 
-def activations(cfg: Config, ctx: Context) -> Figure:
+def activations(job: Job) -> Figure:
     """Returns the bytes of the activations that the first stage saves, by the formulas of Korthikanti et al. 2022.
 
     For heads of equal number and an MLP of 4 h these are their s b h (10 + 24/t + 5 a s / (h t)) a layer without
@@ -49,24 +48,24 @@ def activations(cfg: Config, ctx: Context) -> Figure:
     the last term, and `full` saves the input of a layer. `dots` is counted as `selective`. Grouped keys and gated MLPs
     are counted by the same rules.
     """
-    m, sizes = cfg.model, shards.mesh_sizes(ctx)
-    s, b, h = cfg.data.seq_len // sizes["context"], shards.microbatch_rows(cfg, ctx), m.d_model
+    m, sizes = job.model, shards.mesh_sizes(job.ctx)
+    s, b, h = job.data.seq_len // sizes["context"], shards.microbatch_rows(job), m.d_model
     t, p = sizes["tensor"], sizes["pipe"]
-    between = t if ctx.layout.sequence_parallel_axes else 1
+    between = t if job.ctx.layout.sequence_parallel_axes else 1
     queries, keys = m.num_heads * m.head_width, m.kv_heads * m.head_width
     hidden = m.expert_width * m.moe.choices + m.expert_width * m.moe.shared_experts if m.moe.num_experts else m.ff_width
     # Inputs of matmuls and of two norms, and the masks of two dropouts, which tensor parallelism does not split.
     whole = 10 * h
     split = 2 * (2 * queries + 2 * keys) + 2 * hidden * (3 if m.gated else 2)
-    scores = 5 * m.num_heads * cfg.data.seq_len
+    scores = 5 * m.num_heads * job.data.seq_len
     terms = {
         "none": (whole / between + (split + scores) / t, "s b ({whole} / {between} + ({split} + {scores}) / {t})"),
         "selective": (whole / between + split / t, "s b ({whole} / {between} + {split} / {t})"),
         "full": (2 * h / between, "s b 2 x {h} / {between}"),
     }
-    remat = "selective" if cfg.train.remat == "dots" else cfg.train.remat
+    remat = "selective" if job.train.remat == "dots" else job.train.remat
     per_layer, formula = terms[remat]
-    layers, held = m.num_layers / p, _held(ctx)
+    layers, held = m.num_layers / p, _held(job.ctx)
     values: dict[str, float] = {
         "s": s,
         "b": b,

@@ -20,6 +20,7 @@ from jaxstack.families.context import make_context
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh
 from jaxstack.training.state import Recipe, TrainState, abstract_state
@@ -126,14 +127,16 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
       ShardingError: if they do not divide a parameter.
     """
     ctx = context(cfg, devices, platform)
-    return need_of(cfg, ctx, abstract_state(Recipe.of(cfg), ctx), platform)
+    return need_of(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx), platform)
 
 
-def need_of(cfg: Config, ctx: Context, state: TrainState, platform: str) -> Need:
+def need_of(job: Job, state: TrainState, platform: str) -> Need:
     """Returns the memory of a configuration whose context and abstract state exist already, see `need`."""
+    computed = job.cfg
     if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
-        cfg = replace(cfg, train=replace(cfg.train, dtype="float32"))
-    return Need(estimate.memory(cfg, ctx, state, estimate.abstract_batch(cfg, ctx)), platform, not has_formulas(cfg))
+        computed = replace(job.cfg, train=replace(job.train, dtype="float32"))
+    parts = estimate.memory(Job(computed, job.ctx), state, estimate.abstract_batch(job))
+    return Need(parts, platform, not has_formulas(job.model))
 
 
 def plan(cfg: Config, target: str) -> str:
@@ -165,17 +168,15 @@ def plan(cfg: Config, target: str) -> str:
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
         lines += ["", advice(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes))]
-    if traffic := list(estimate.traffic(cfg, ctx)):
+    if traffic := list(estimate.traffic(Job(cfg, ctx))):
         lines += ["", hlo.format_traffic(None, traffic)]
     return "\n".join(lines)
 
 
-def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
+def check(job: Job, state: TrainState) -> str | None:
     """Compares a run's need with the memory of its devices, before anything is compiled.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context, on the devices.
       state: its abstract state.
 
     Returns:
@@ -184,18 +185,18 @@ def check(cfg: Config, ctx: Context, state: TrainState) -> str | None:
     Raises:
       ConfigError: it does not fit even by the lower bound.
     """
-    assert ctx.layout.mesh is not None
-    if not has_formulas(cfg):
+    assert job.ctx.layout.mesh is not None
+    if not has_formulas(job.model):
         return None
-    devices = list(ctx.layout.mesh.devices.flat)
+    devices = list(job.ctx.layout.mesh.devices.flat)
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
-    found = need_of(cfg, ctx, state, platform_of(devices[0]))
+    found = need_of(job, state, platform_of(devices[0]))
     low, high = (bound * room.sharing for bound in found.bounds)
     if low > room.bytes:
-        subject = _subject(cfg, found, room)
+        subject = _subject(job.cfg, found, room)
         reason = f"{subject} needs at least {gib(low)} of memory, and {room.name} has {gib(room.bytes)}."
         reason = f"{reason} {_largest_part(found, room)}"
-        raise ConfigError(reason, advice(cfg, len(devices), found.platform, room))
+        raise ConfigError(reason, advice(job.cfg, len(devices), found.platform, room))
     if high <= room.free:
         return None
     return (

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -12,7 +12,7 @@ from jaxstack.kernels.implementation import platform_of
 from jaxstack.planner import aot, figures, hlo, mesh_search
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.memory import GIB, Flags, Room, room_of
-from jaxstack.planner.mesh_search import PIPELINE_KEYS, Candidate, Clock, Found
+from jaxstack.planner.mesh_search import PIPELINE_KEYS, Candidate, Clock, Found, Search, Space
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
 from jaxstack.planner.step_time import CALIBRATED
@@ -39,6 +39,14 @@ class Devices:
     platform: str
     room: Room
     clock: Clock
+
+    def space(self, cfg: Config, given: Collection[str], times: int = 1) -> Space:
+        """Returns what a search on so many times these devices may choose from, see `mesh_search.Space`."""
+        return Space(cfg, times * self.count, self.platform, given)
+
+    def search(self, space: Space) -> Search:
+        """Returns a search with the memory and the times of the devices."""
+        return Search(space, self.room, self.clock)
 
 
 def of_target(target: str, gigabytes: float | None = None) -> Devices:
@@ -87,11 +95,12 @@ def search(cfg: Config, devices: Devices, given: Collection[str] = (), count: in
     Raises:
       ConfigError: no mesh is possible, or none fits. The message names the nearest that is possible and fits.
     """
-    found = mesh_search.search(cfg, devices.count, devices.platform, given, devices.room, devices.clock, count)
+    space = devices.space(cfg, given)
+    found = mesh_search.search(space, devices.room, devices.clock, count)
     if not found.meshes:
-        raise _impossible(cfg, devices, given)
+        raise _impossible(space, devices.name)
     if not found.ranked:
-        raise _too_large(cfg, devices, given, found)
+        raise _too_large(space, devices, found)
     return found
 
 
@@ -109,8 +118,8 @@ def padding_note(cfg: Config, devices: Devices, given: Collection[str], meshes: 
         return ""
     size = -(-vocabulary // multiple) * multiple
     padded = with_values(cfg, {"model.pad_vocab_to": size})
-    run = mesh_search.Search(padded, devices.count, devices.platform, given, devices.room, devices.clock)
-    more = sum(run.first(one) is not None for one in mesh_search.meshes(padded, devices.count, given)) - meshes
+    run = devices.search(devices.space(padded, given))
+    more = sum(run.first(one) is not None for one in run.space.meshes()) - meshes
     if more <= 0:
         return ""
     return (
@@ -119,48 +128,52 @@ def padding_note(cfg: Config, devices: Devices, given: Collection[str], meshes: 
     )
 
 
-def _kept(cfg: Config, given: Collection[str]) -> str:
+def _kept(space: Space) -> str:
     """Returns the given keys with their values, as flags behind the word `with`."""
-    return " with " + " ".join(f"--{key}={flat(cfg)[key]}" for key in SEARCHED_KEYS if key in given) if given else ""
+    values = flat(space.cfg)
+    shown = [f"--{key}={values[key]}" for key in SEARCHED_KEYS if key in space.given]
+    return " ".join([" with", *shown]) if space.given else ""
 
 
-def _impossible(cfg: Config, devices: Devices, given: Collection[str]) -> ConfigError:
+def _impossible(space: Space, name: str) -> ConfigError:
     """Returns the error that no mesh is possible: what refuses the plainest one, and the nearest number of devices."""
-    plain: Flags = {key: 1 for key in SEARCHED_KEYS if key.startswith("mesh.") and key not in given}
+    plain: Flags = {key: 1 for key in SEARCHED_KEYS if key.startswith("mesh.") and key not in space.given}
     if "mesh.data" in plain:
         plain["mesh.data"] = -1
     reason = ""
     try:
-        mesh_search.require(cfg, devices.count, devices.platform, plain)
+        space.require(plain)
     except ConfigError as error:
         reason = f" {str(error)[0].upper()}{str(error)[1:].rstrip('.')}."
-    fewer = (n for n in range(devices.count - 1, 0, -1) if mesh_search.is_possible(cfg, n, devices.platform, given))
+    fewer = (n for n in range(space.devices - 1, 0, -1) if replace(space, devices=n).is_possible)
     nearest = next(fewer, None)
     advice = f"{nearest} devices have a mesh." if nearest else "Change the keys that are given."
-    return ConfigError(f"{devices.count} devices ({devices.name}) have no mesh{_kept(cfg, given)}.{reason} {advice}")
+    return ConfigError(f"{space.devices} devices ({name}) have no mesh{_kept(space)}.{reason} {advice}")
 
 
-def _too_large(cfg: Config, devices: Devices, given: Collection[str], found: Found) -> ConfigError:
+def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
     """Returns the error that no mesh fits: what the smallest needs, and what would fit."""
+    cfg = space.cfg
+    room = devices.room
     least = found.least
     assert least is not None
-    room, needed = devices.room, least.need.formula * devices.room.sharing / mesh_search.HEADROOM / GIB
+    needed = least.need.formula * room.sharing / mesh_search.HEADROOM / GIB
     help_ = [f"{needed:.3g} GiB of memory with {' '.join(flags(least.cfg, cfg))}"]
-    for batch in mesh_search.smaller_batches(cfg):
+    for batch in mesh_search.smaller_batches(cfg.data):
         smaller = with_values(cfg, {"data.batch_size": batch, "train.grad_accum": 1})
-        run = mesh_search.Search(smaller, devices.count, devices.platform, given, room, devices.clock)
+        run = devices.search(devices.space(smaller, space.given))
         if run.can_fit({f"mesh.{axis}": size for axis, size in least.cfg.mesh.sizes.items()}):
             help_.append(f"--data.batch_size={batch}")
             break
-    if room.sharing == 1 and not any(key.startswith("mesh.") for key in given):
+    if room.sharing == 1 and not any(key.startswith("mesh.") for key in space.given):
         for times in (2, 4, 8, 16, 32, 64):
-            if mesh_search.any_fits(cfg, devices.count * times, devices.platform, given, room, devices.clock):
+            if devices.search(devices.space(cfg, space.given, times)).any_fits:
                 help_.append(f"{devices.count * times} devices")
                 break
     return ConfigError(
         f"{least.cfg.model.num_layers} layers of model.d_model={least.cfg.model.d_model} with data.batch_size="
         f"{cfg.data.batch_size} do not fit any mesh of {devices.count} devices ({devices.name})"
-        f"{_kept(cfg, given)}: {room.name} has {room.bytes / GIB:.3g} GiB, of which a tenth is left free. The nearest "
+        f"{_kept(space)}: {room.name} has {room.bytes / GIB:.3g} GiB, of which a tenth is left free. The nearest "
         f"that fits: {'; '.join(help_)}."
     )
 

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, get_args, get_type_hints
 
-from jaxstack.config import Config, ConfigError, PipelineConfig, resolve, with_values
+from jaxstack.config import Config, ConfigError, DataConfig, PipelineConfig, resolve, with_values
 from jaxstack.models import family
-from jaxstack.models.context import Context
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
+from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import AXES
@@ -42,10 +42,10 @@ HEADROOM = 0.9
 class Clock(Protocol):
     """Predicts the time of a training step."""
 
-    def seconds(self, cfg: Config, ctx: Context) -> float:
+    def seconds(self, job: Job) -> float:
         """Returns the seconds of a step."""
 
-    def bound(self, cfg: Config, ctx: Context) -> float:
+    def bound(self, job: Job) -> float:
         """Returns seconds that no candidate on the mesh of one with the least recomputation and accumulation beats."""
 
 
@@ -54,7 +54,6 @@ class Candidate:
     """A configuration with a mesh that fits.
 
     Attributes:
-      cfg: the configuration, with every axis of the mesh closed.
       seconds: predicted time of a step.
       need: memory of a device.
     """
@@ -99,108 +98,125 @@ def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def candidates(cfg: Config, devices: int, platform: str, given: Collection[str] = ()) -> Iterator[Config]:
-    """Yields every configuration that the search may choose.
+@dataclass(frozen=True)
+class Space:
+    """What a search may choose from.
 
-    Left out are only repetitions: `interleaved_1f1b` with one chunk is `1f1b`, chunks that do not divide the layers
-    evenly run as long as larger ones, without a pipeline its keys mean nothing, and without experts `expert` is `fsdp`.
-
-    Args:
+    Attributes:
       cfg: the resolved configuration.
       devices: their number.
       platform: `cpu`, `gpu` or `tpu`.
       given: keys of `SEARCHED_KEYS` whose values in `cfg` are kept.
     """
-    for sizes in meshes(cfg, devices, given):
-        for accum in _accums(cfg, given):
-            for piped in _pipelines(cfg, sizes, accum, given):
-                for remat in _remats(cfg, given):
-                    values = sizes | piped | {"train.grad_accum": accum, "train.remat": remat}
-                    if (made := make(cfg, devices, platform, values)) is not None and _divides(*made):
-                        yield made[0]
+
+    cfg: Config
+    devices: int
+    platform: str
+    given: Collection[str] = ()
+
+    def candidates(self) -> Iterator[Config]:
+        """Yields every configuration that the search may choose.
+
+        Left out are only repetitions: `interleaved_1f1b` with one chunk is `1f1b`, chunks that do not divide the layers
+        evenly run as long as larger ones, without a pipeline its keys mean nothing, and without experts `expert` is
+        `fsdp`.
+        """
+        for sizes in self.meshes():
+            for accum in self.accums:
+                for piped in self.pipelines(sizes, accum):
+                    for remat in self.remats:
+                        job = self.make(sizes | piped | {"train.grad_accum": accum, "train.remat": remat})
+                        if job is not None and _divides(job):
+                            yield job.cfg
+
+    def meshes(self) -> Iterator[Flags]:
+        """Yields the sizes of every mesh of the devices that keeps the given ones; not all of them are valid.
+
+        Without experts, `expert` splits what `fsdp` splits, so that it stays 1.
+        """
+        sizes = self.cfg.mesh.sizes
+        kept = {axis: sizes[axis] for axis in AXES if f"mesh.{axis}" in self.given and sizes[axis] > 0}
+        if not self.cfg.model.moe.num_experts:
+            kept.setdefault("expert", 1)
+        for factors in factorisations(self.devices, len(AXES)):
+            named = dict(zip(AXES, factors, strict=True))
+            if all(named[axis] == size for axis, size in kept.items()):
+                yield {f"mesh.{axis}": size for axis, size in named.items()}
+
+    @property
+    def accums(self) -> list[int]:
+        """Values of `train.grad_accum`, ascending."""
+        if "train.grad_accum" in self.given:
+            return [self.cfg.train.grad_accum]
+        return divisors(self.cfg.data.batch_size)
+
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """Values of `train.remat`; the last ones need the least memory."""
+        return (self.cfg.train.remat,) if "train.remat" in self.given else tuple(LESS)
+
+    def pipelines(self, sizes: Flags, accum: int) -> list[Flags]:
+        """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first."""
+        cfg = self.cfg
+        stages = sizes["mesh.pipe"]
+        if stages == 1:
+            return [{}]
+        kept = {key: getattr(cfg.pipeline, key.partition(".")[2]) for key in PIPELINE_KEYS if key in self.given}
+        groups = cfg.model.layer_groups
+        chunks = [n for n in divisors(groups // stages) if n > 1] if groups % stages == 0 else []
+        if kept.get("pipeline.chunks", 1) > 1:
+            chunks = [kept["pipeline.chunks"]]
+        shapes = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]  # with one chunk it is 1f1b
+        shapes += [(name, n) for n in chunks for name in SCHEDULES]
+        if not has_formulas(cfg.model):  # each candidate is traced, in seconds
+            shapes = [(kept.get("pipeline.schedule", "1f1b"), kept.get("pipeline.chunks", 1))]
+        replicas = math.prod(sizes[f"mesh.{axis}"] for axis in ("data", "fsdp", "expert"))
+        found = [
+            {"pipeline.schedule": schedule, "pipeline.chunks": n, "pipeline.microbatches": count}
+            for schedule, n in shapes
+            for count in self._microbatches(cfg.data.batch_size // accum // replicas, stages)
+        ]
+        return [one for one in found if one.items() >= kept.items()]
+
+    def _microbatches(self, sequences: int, stages: int) -> list[int]:
+        """Returns the numbers of microbatches to try, most first. Where each is traced, it is about 4 a stage."""
+        found = divisors(sequences)[::-1] if sequences else []
+        if has_formulas(self.cfg.model):
+            return found
+        return sorted(found, key=lambda count: abs(math.log(count / (4 * stages))))[:1]
+
+    def make(self, values: Flags) -> Job | None:
+        """Returns the job with other values, or None if a check refuses it."""
+        try:
+            return self.require(values)
+        except ConfigError:
+            return None
+
+    def require(self, values: Flags) -> Job:
+        """Returns the job with other values.
+
+        Raises:
+          ConfigError: a check refuses it.
+        """
+        assert self.cfg.model.vocab_size is not None
+        if values.get("mesh.pipe", self.cfg.mesh.pipe) == 1:  # a file's pipeline must not refuse other meshes
+            values = values | {"pipeline.schedule": "1f1b", "pipeline.chunks": 1, "pipeline.microbatches": None}
+        changed = resolve(with_values(self.cfg, values), None)
+        return Job(changed, memory.context(changed, self.devices, self.platform))
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the devices have any candidate."""
+        return next(self.candidates(), None) is not None
 
 
-def _divides(cfg: Config, ctx: Context) -> bool:
+def _divides(job: Job) -> bool:
     """Returns whether the mesh divides every parameter."""
     try:
-        ctx.layout.parameters(family.spec(cfg.model))
+        job.ctx.layout.parameters(family.spec(job.model))
     except ConfigError:
         return False
     return True
-
-
-def meshes(cfg: Config, devices: int, given: Collection[str]) -> Iterator[Flags]:
-    """Yields the sizes of every mesh of the devices that keeps the given ones; not all of them are valid.
-
-    Without experts, `expert` splits what `fsdp` splits, so that it stays 1.
-    """
-    kept = {axis: cfg.mesh.sizes[axis] for axis in AXES if f"mesh.{axis}" in given and cfg.mesh.sizes[axis] > 0}
-    if not cfg.model.moe.num_experts:
-        kept.setdefault("expert", 1)
-    for sizes in factorisations(devices, len(AXES)):
-        named = dict(zip(AXES, sizes, strict=True))
-        if all(named[axis] == size for axis, size in kept.items()):
-            yield {f"mesh.{axis}": size for axis, size in named.items()}
-
-
-def _accums(cfg: Config, given: Collection[str]) -> list[int]:
-    return [cfg.train.grad_accum] if "train.grad_accum" in given else divisors(cfg.data.batch_size)
-
-
-def _remats(cfg: Config, given: Collection[str]) -> tuple[str, ...]:
-    return (cfg.train.remat,) if "train.remat" in given else tuple(LESS)
-
-
-def _pipelines(cfg: Config, sizes: Flags, accum: int, given: Collection[str]) -> list[Flags]:
-    """Returns the pipelines for a mesh: schedules and chunks, each with every number of microbatches, most first."""
-    stages = sizes["mesh.pipe"]
-    if stages == 1:
-        return [{}]
-    kept = {key: getattr(cfg.pipeline, key.partition(".")[2]) for key in PIPELINE_KEYS if key in given}
-    groups = cfg.model.layer_groups
-    chunks = [n for n in divisors(groups // stages) if n > 1] if groups % stages == 0 else []
-    if kept.get("pipeline.chunks", 1) > 1:
-        chunks = [kept["pipeline.chunks"]]
-    shapes = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]  # with one chunk it is 1f1b
-    shapes += [(name, n) for n in chunks for name in SCHEDULES]
-    if not has_formulas(cfg):  # each candidate is traced, in seconds
-        shapes = [(kept.get("pipeline.schedule", "1f1b"), kept.get("pipeline.chunks", 1))]
-    sequences = cfg.data.batch_size // accum // math.prod(sizes[f"mesh.{axis}"] for axis in ("data", "fsdp", "expert"))
-    found = [
-        {"pipeline.schedule": schedule, "pipeline.chunks": n, "pipeline.microbatches": count}
-        for schedule, n in shapes
-        for count in _microbatches(cfg, sequences, stages)
-    ]
-    return [one for one in found if one.items() >= kept.items()]
-
-
-def _microbatches(cfg: Config, sequences: int, stages: int) -> list[int]:
-    """Returns the numbers of microbatches to try, most first. Where each one is traced, it is about 4 a stage."""
-    found = divisors(sequences)[::-1] if sequences else []
-    if has_formulas(cfg):
-        return found
-    return sorted(found, key=lambda count: abs(math.log(count / (4 * stages))))[:1]
-
-
-def make(cfg: Config, devices: int, platform: str, values: Flags) -> tuple[Config, Context] | None:
-    """Returns a configuration with other values and its context, or None if a check refuses it."""
-    try:
-        return require(cfg, devices, platform, values)
-    except ConfigError:
-        return None
-
-
-def require(cfg: Config, devices: int, platform: str, values: Flags) -> tuple[Config, Context]:
-    """Returns a configuration with other values and its context.
-
-    Raises:
-      ConfigError: a check refuses it.
-    """
-    assert cfg.model.vocab_size is not None
-    if values.get("mesh.pipe", cfg.mesh.pipe) == 1:  # what the file says of a pipeline must not refuse other meshes
-        values = values | {"pipeline.schedule": "1f1b", "pipeline.chunks": 1, "pipeline.microbatches": None}
-    changed = resolve(with_values(cfg, values), None)
-    return changed, memory.context(changed, devices, platform)
 
 
 class Search:
@@ -209,37 +225,34 @@ class Search:
     Args of the constructor: see `search`.
     """
 
-    def __init__(
-        self, cfg: Config, devices: int, platform: str, given: Collection[str], room: Room, clock: Clock
-    ) -> None:
-        self.cfg, self.devices, self.given = cfg, devices, given
-        self.room, self.clock, self.platform = room, clock, platform
+    def __init__(self, space: Space, room: Room, clock: Clock) -> None:
+        self.space = space
+        self.room = room
+        self.clock = clock
         self.found = Found()
         self._states: dict[tuple[tuple[int, ...], tuple[int, ...]], TrainState | None] = {}
 
-    def need(self, cfg: Config, ctx: Context) -> Need | None:
+    def need(self, job: Job) -> Need | None:
         """Returns the memory of a device, or None if a rule does not divide a parameter. Counts the candidate."""
-        state = self.state(cfg, ctx)
-        return None if state is None else memory.need_of(cfg, ctx, state, self.platform)
+        state = self.state(job)
+        return None if state is None else memory.need_of(job, state, self.space.platform)
 
-    def state(self, cfg: Config, ctx: Context) -> TrainState | None:
+    def state(self, job: Job) -> TrainState | None:
         """Returns the abstract state of a candidate, or None if a rule does not divide a parameter."""
-        slots = (
-            ()
-            if ctx.layout.pipeline is None
-            else tuple(len(p.layer_of_slot) for p in ctx.layout.pipeline.stages.parts.values())
-        )
-        key = tuple(cfg.mesh.sizes.values()), slots
+        slots: tuple[int, ...] = ()
+        if job.ctx.layout.pipeline is not None:
+            slots = tuple(len(part.layer_of_slot) for part in job.ctx.layout.pipeline.stages.parts.values())
+        key = tuple(job.cfg.mesh.sizes.values()), slots
         if key not in self._states:
             try:
-                self._states[key] = abstract_state(Recipe.of(cfg), ctx)
+                self._states[key] = abstract_state(Recipe.of(job.cfg), job.ctx)
             except ConfigError:
                 self._states[key] = None
         return self._states[key]
 
-    def fits(self, cfg: Config, ctx: Context) -> Need | None:
+    def fits(self, job: Job) -> Need | None:
         """Returns the memory of a candidate that fits, or None; counts it."""
-        need = self.need(cfg, ctx)
+        need = self.need(job)
         if need is None:
             return None
         self.found.examined += 1
@@ -248,16 +261,16 @@ class Search:
         self.found.too_large += 1
         least = self.found.least
         if least is None or need.formula < least.need.formula:
-            self.found.least = Candidate(cfg, math.inf, need)
+            self.found.least = Candidate(job.cfg, math.inf, need)
         return None
 
     def first(self, sizes: Flags) -> tuple[float, Flags] | None:
         """Returns the lower bound of a mesh and its sizes, or None if no candidate has it."""
-        for accum in _accums(self.cfg, self.given):
-            for piped in reversed(_pipelines(self.cfg, sizes, accum, self.given)):
-                made = self.make(sizes, accum, piped, _remats(self.cfg, self.given)[0])
-                if made is not None and self.state(*made) is not None:
-                    return self.clock.bound(*made), sizes
+        for accum in self.space.accums:
+            for piped in reversed(self.space.pipelines(sizes, accum)):
+                job = self.make(sizes, accum, piped, self.space.remats[0])
+                if job is not None and self.state(job) is not None:
+                    return self.clock.bound(job), sizes
         return None
 
     def can_fit(self, sizes: Flags) -> bool:
@@ -266,23 +279,22 @@ class Search:
         The least memory is that of the most recomputation and microbatches. For a model with few activations it is
         that of no accumulation, whose sums of gradients are arrays of their own.
         """
-        accums = _accums(self.cfg, self.given)
+        accums = self.space.accums
         for ordered in (accums, accums[::-1]):
-            made = [
-                one
+            tried = (
+                self.make(sizes, accum, piped, remat)
                 for accum in ordered
-                for piped in _pipelines(self.cfg, sizes, accum, self.given)[:1]
-                for remat in _remats(self.cfg, self.given)[-2:]
-                if (one := self.make(sizes, accum, piped, remat)) is not None
-            ]
-            if any(self.fits(*one) is not None for one in made[:2]):  # of the first accumulation that is valid
+                for piped in self.space.pipelines(sizes, accum)[:1]
+                for remat in self.space.remats[-2:]
+            )
+            jobs = [job for job in tried if job is not None]
+            if any(self.fits(job) is not None for job in jobs[:2]):  # of the first accumulation that is valid
                 return True
         return False
 
-    def make(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> tuple[Config, Context] | None:
-        """Returns a candidate and its context, or None if a check refuses it."""
-        values = sizes | piped | {"train.grad_accum": accum, "train.remat": remat}
-        return make(self.cfg, self.devices, self.platform, values)
+    def make(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> Job | None:
+        """Returns a candidate, or None if a check refuses it."""
+        return self.space.make(sizes | piped | {"train.grad_accum": accum, "train.remat": remat})
 
     def visit(self, sizes: Flags) -> Candidate | None:
         """Returns the fastest candidate of a mesh that fits, or None if none does.
@@ -293,11 +305,10 @@ class Search:
         if not self.can_fit(sizes):
             return None
         found: list[Candidate] = []
-        accums = _accums(self.cfg, self.given)
-        pipelines = _pipelines(self.cfg, sizes, accums[0], self.given)
-        for piped in pipelines:
+        accums = self.space.accums
+        for piped in self.space.pipelines(sizes, accums[0]):
             fitted: dict[str, int] = {}  # by policy, the least accumulation that fits
-            for remat in _remats(self.cfg, self.given):
+            for remat in self.space.remats:
                 enough = min((fitted[less] for less in LESS[remat] if less in fitted), default=math.inf)
                 for accum in accums if sizes["mesh.pipe"] == 1 else accums[:1]:
                     if accum < enough and remat not in fitted and (one := self._fitting(sizes, accum, piped, remat)):
@@ -306,45 +317,32 @@ class Search:
         return min(found, key=lambda one: one.order, default=None)
 
     def _fitting(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> Candidate | None:
-        made = self.make(sizes, accum, piped, remat)
-        need = None if made is None else self.fits(*made)
-        return None if made is None or need is None else Candidate(made[0], self.clock.seconds(*made), need)
+        job = self.make(sizes, accum, piped, remat)
+        need = None if job is None else self.fits(job)
+        return None if job is None or need is None else Candidate(job.cfg, self.clock.seconds(job), need)
+
+    @property
+    def any_fits(self) -> bool:
+        """Whether a mesh of the devices fits."""
+        return any(self.can_fit(sizes) for sizes in self.space.meshes())
 
 
-def is_possible(cfg: Config, devices: int, platform: str, given: Collection[str]) -> bool:
-    """Returns whether the devices have any candidate."""
-    return next(candidates(cfg, devices, platform, given), None) is not None
-
-
-def any_fits(cfg: Config, devices: int, platform: str, given: Collection[str], room: Room, clock: Clock) -> bool:
-    """Returns whether a mesh of the devices fits."""
-    run = Search(cfg, devices, platform, given, room, clock)
-    return any(run.can_fit(sizes) for sizes in meshes(cfg, devices, given))
-
-
-def smaller_batches(cfg: Config) -> list[int]:
+def smaller_batches(data: DataConfig) -> list[int]:
     """Returns the divisors of the batch size that are smaller, largest first, and whose tokens fill all buckets."""
-    data = cfg.data
     return [n for n in divisors(data.batch_size)[-2::-1] if all(n * data.seq_len % each == 0 for each in data.lengths)]
 
 
-def search(
-    cfg: Config, devices: int, platform: str, given: Collection[str], room: Room, clock: Clock, count: int = 8
-) -> Found:
+def search(space: Space, room: Room, clock: Clock, count: int = 8) -> Found:
     """Returns the fastest candidates that fit, one for each mesh.
 
     Args:
-      cfg: the resolved configuration.
-      devices: their number.
-      platform: `cpu`, `gpu` or `tpu`.
-      given: keys of `SEARCHED_KEYS` whose values in `cfg` are kept.
+      space: what to choose from.
       room: memory of a device, or of all devices if they share it.
       clock: predicts times.
       count: meshes to return at most.
-
     """
-    run = Search(cfg, devices, platform, given, room, clock)
-    bounds = [one for sizes in meshes(cfg, devices, given) if (one := run.first(sizes)) is not None]
+    run = Search(space, room, clock)
+    bounds = [one for sizes in space.meshes() if (one := run.first(sizes)) is not None]
     run.found.meshes = len(bounds)
     ranked: list[Candidate] = []
     for bound, sizes in sorted(bounds, key=lambda one: (one[0], *one[1].values())):

@@ -33,6 +33,7 @@ from jaxstack.models.layout import Layout
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.partition import GIB
 from jaxstack.planner import estimate
+from jaxstack.planner.job import Job
 from jaxstack.planner.pipeline_programs import (
     PARTS,
     WEIGHT_PART,
@@ -83,7 +84,6 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     """Measures the costs of every group of layers (one period of `model.windows`) of a run.
 
     Args:
-      cfg: the configuration of the run, resolved.
       mesh: the size of each axis of its mesh.
       devices: the first ones make up one replica of a stage. The link is measured between the first and its neighbour
         in the next stage, or else the last device.
@@ -101,20 +101,19 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     sequences = cfg.microbatch_size // math.prod(mesh[axis] for axis in BATCH_AXES)
     even = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
     stages = make_context(even, AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES))
-    pipeline = stages.layout.pipeline
-    assert pipeline is not None
-    rows = sequences // pipeline.schedule.microbatches
-    cfg, _ = estimate.resolve_split(even, stages)
-    if pipeline.weight is None:
+    assert stages.layout.pipeline is not None
+    rows = sequences // stages.layout.pipeline.schedule.microbatches
+    cfg = estimate.resolve_split(Job(even, stages))[0].cfg
+    if stages.layout.pipeline.weight is None:
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, split=None))
     small = _two_groups(cfg, mesh, rows)
     # A pipeline gathers weights before it starts, so they are not sharded over `expert` here either.
     on = make_mesh(small.mesh, small.data.batch_size, devices[:replica])
     ctx = make_context(small, on)
     ctx = replace(ctx, layout=ctx.layout.with_gathered_params)
-    values, batch = initial_values(small, ctx), random_batch(small, ctx)
-    boundary_bytes, stash_bytes, pair_bytes = activation_bytes(small, ctx, values, batch)
-    seconds = _part_seconds(small, ctx, values, batch)
+    values, batch = initial_values(small.model, ctx), random_batch(Job(small, ctx))
+    boundary_bytes, stash_bytes, pair_bytes = activation_bytes(Job(small, ctx), values, batch)
+    seconds = _part_seconds(Job(small, ctx), values, batch)
     state_bytes, shared_bytes = _state_bytes(cfg, mesh)
     bandwidth, latency, link = BANDWIDTH, LATENCY, "link assumed"
     if len(devices) > 1:
@@ -139,8 +138,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
             f"{cfg.train.dtype}, remat {cfg.train.remat}; one layer measured for all, {link}"
         ),
         memory_bytes=None if memory is None else max(memory - shared_bytes, 0.0),
-        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if pipeline.weight else None,
-        pair_bytes=(pair_bytes,) * groups if pipeline.weight else None,
+        weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if stages.layout.pipeline.weight else None,
+        pair_bytes=(pair_bytes,) * groups if stages.layout.pipeline.weight else None,
     )
 
 
@@ -189,11 +188,11 @@ def _two_groups(cfg: Config, mesh: Mapping[str, int], rows: int) -> Config:
     )
 
 
-def _part_seconds(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> dict[str, float]:
+def _part_seconds(job: Job, values: PyTree, batch: Batch) -> dict[str, float]:
     """Returns the seconds of one turn of each part."""
     seconds = {}
-    for name in (*PARTS, *([WEIGHT_PART] if cfg.pipeline.split else [])):
-        run = part_program(cfg, ctx, name)
+    for name in (*PARTS, *([WEIGHT_PART] if job.pipeline.split else [])):
+        run = part_program(job, name)
         seconds[name] = seconds_per_run(partial(run, values, batch))
     return seconds
 

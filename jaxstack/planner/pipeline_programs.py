@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec
 
 from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config
+from jaxstack.config import ModelConfig
 from jaxstack.models import batches, family, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.pipeline.operations import add_trees, add_where, barrier, index_leading, read_at, write_at
 from jaxstack.pipeline.split_vjp import SplitVJP
+from jaxstack.planner.job import Job
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
@@ -35,10 +36,10 @@ Loops = dict[str, tuple[Body, Callable[[], PyTree]]]
 """For each part, the body of its loop and a function that returns the first carry."""
 
 
-def initial_values(cfg: Config, ctx: Context) -> PyTree:
+def initial_values(model: ModelConfig, ctx: Context) -> PyTree:
     """Returns initial parameters in the compute dtype."""
     assert ctx.layout.mesh is not None
-    spec = family.spec(cfg.model)
+    spec = family.spec(model)
     shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
 
     def make() -> PyTree:
@@ -49,9 +50,9 @@ def initial_values(cfg: Config, ctx: Context) -> PyTree:
     return jax.jit(make, out_shardings=shardings, compiler_options=options)()
 
 
-def random_batch(cfg: Config, ctx: Context) -> Batch:
+def random_batch(job: Job) -> Batch:
     """Returns a made-up batch; with packing, each row is one document."""
-    return batches.random_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    return batches.random_batch(family.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch))
 
 
 @dataclass(frozen=True)
@@ -73,24 +74,24 @@ class _Stage:
     microbatches: PyTree
 
     @classmethod
-    def create(cls, cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> "_Stage":
+    def create(cls, job: Job, values: PyTree, batch: Batch) -> "_Stage":
         """Builds the stage on a device's shards of parameters and batch."""
-        values = ctx.layout.defer_grad_sync(family.spec(cfg.model), values)
-        batch = ctx.layout.shard_sequence(batch)
-        terms = cfg.model.objective.terms
+        values = job.ctx.layout.defer_grad_sync(family.spec(job.model), values)
+        batch = job.ctx.layout.shard_sequence(batch)
+        terms = job.model.objective.terms
         rows, length = batch[terms[0].weights].shape
-        if cfg.model.dropout:
-            batch = batch | {"rows": ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
-        name, stack = family.only_stack(cfg.model)
+        if job.model.dropout:
+            batch = batch | {"rows": job.ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
+        name, stack = family.only_stack(job.model)
         counts = experts.Counts({name: float(rows * length)}, {name: float(rows)})
         totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
-        fns = pipeline_fns(cfg.model, ctx, objective_of(cfg.model), cfg.pipeline.split or (), totals)
-        shared, stacks = family.split_stacks(cfg.model, values)
+        fns = pipeline_fns(job.model, job.ctx, objective_of(job.model), job.pipeline.split or (), totals)
+        shared, stacks = family.split_stacks(job.model, values)
         stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
-        if cfg.pipeline.split:
-            split = [split_matrices(cfg.pipeline.split, family.spec(cfg.model)[name])] * stack.period
+        if job.pipeline.split:
+            split = [split_matrices(job.pipeline.split, family.spec(job.model)[name])] * stack.period
             i = jnp.int32(0)
             stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
         return stage
@@ -202,7 +203,7 @@ def _head_loops(stage: _Stage, x: PyTree) -> Loops:
     }
 
 
-def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batch, int], jax.Array]:
+def part_program(job: Job, name: str) -> Callable[[PyTree, Batch, int], jax.Array]:
     """Builds `run(values, batch, turns)`, which runs `turns` microbatches through one part of the model.
 
     Turns alternate between the two groups, slots and microbatches. The result depends on everything that was computed,
@@ -210,7 +211,7 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
     """
 
     def local(values: PyTree, batch: Batch, turns: jax.Array) -> jax.Array:
-        stage = _Stage.create(cfg, ctx, values, batch)
+        stage = _Stage.create(job, values, batch)
         embedded = stage.embed(jnp.int32(0))
         y = jax.eval_shape(lambda: stage.forward(embedded, jnp.int32(0)))[0]
         x = match_varying_tree(embedded, y)
@@ -221,11 +222,8 @@ def part_program(cfg: Config, ctx: Context, name: str) -> Callable[[PyTree, Batc
         return jnp.stack(firsts).sum()
 
     replicated = PartitionSpec()
-    return jax.jit(
-        ctx.layout.local(
-            local, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch, replicated), replicated
-        )
-    )
+    specs = (job.ctx.layout.parameters(family.spec(job.model)), job.ctx.layout.batch, replicated)
+    return jax.jit(job.ctx.layout.local(local, specs, replicated))
 
 
 def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
@@ -235,20 +233,22 @@ def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
     return lax.fori_loop(0, turns, lambda i, carry: match_varying_tree(body(i % 2, carry), carry), carry)
 
 
-def activation_bytes(cfg: Config, ctx: Context, values: PyTree, batch: Batch) -> tuple[float, float, float]:
+def activation_bytes(job: Job, values: PyTree, batch: Batch) -> tuple[float, float, float]:
     """Returns the bytes on a device of the residual stream, and of the residuals and pairs of a group of layers."""
-    assert ctx.layout.mesh is not None
+    assert job.ctx.layout.mesh is not None
 
     def local(values: PyTree, batch: Batch) -> tuple[PyTree, list[jax.Array], PyTree]:
-        stage, start = _Stage.create(cfg, ctx, values, batch), jnp.int32(0)
+        stage, start = _Stage.create(job, values, batch), jnp.int32(0)
         x, *_, residuals = stage.forward(stage.embed(start), start)
         return jax.tree.map(lambda a: a[None], (x, residuals, stage.layer.sites.taps()))
 
-    sharded = PartitionSpec(ctx.layout.mesh.axis_names)
-    run = ctx.layout.local(local, (ctx.layout.parameters(family.spec(cfg.model)), ctx.layout.batch), sharded)
+    sharded = PartitionSpec(job.ctx.layout.mesh.axis_names)
+    run = job.ctx.layout.local(
+        local, (job.ctx.layout.parameters(family.spec(job.model)), job.ctx.layout.batch), sharded
+    )
     x, residuals, pairs = jax.eval_shape(run, values, batch)
     stream, stash, waiting = (bytes_of_arrays(jax.tree.leaves(some)) for some in (x, residuals, pairs))
-    return stream / ctx.layout.mesh.size, stash / ctx.layout.mesh.size, waiting / ctx.layout.mesh.size
+    return stream / job.ctx.layout.mesh.size, stash / job.ctx.layout.mesh.size, waiting / job.ctx.layout.mesh.size
 
 
 def bytes_of_arrays(leaves: Sequence[jax.ShapeDtypeStruct]) -> float:

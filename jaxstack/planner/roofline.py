@@ -18,6 +18,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.models import flops
 from jaxstack.models.context import Context
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import PARTS, Op, Traffic
 from jaxstack.planner.roofline_step import one_layer, operations
 from jaxstack.sharding import AXES, BATCH_AXES
@@ -318,7 +319,6 @@ def make_roofline(
     """Returns the roofline of a resolved configuration on a chip.
 
     Args:
-      cfg: the run, resolved.
       chip: name of the chip, for people.
       limits: the chip and the fractions of its peaks that programs reach.
       traffic: the model of memory traffic.
@@ -337,7 +337,7 @@ def make_roofline(
         devices=ctx.layout.mesh.size,
         traffic=traffic,
         dtype=cfg.train.dtype,
-        ops=operations(cfg, ctx, traffic),
+        ops=operations(Job(cfg, ctx), traffic),
         bubble=0.0 if ctx.layout.pipeline is None else ctx.layout.pipeline.bubble,
         tokens=cfg.data.batch_size * cfg.data.seq_len,
         flops_per_token=flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length),

@@ -4,54 +4,54 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxstack.config import Config
+from jaxstack.config import ModelConfig
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards, traced
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
 from jaxstack.planner.sizes import has_formulas, require_formulas
 from jaxstack.training.state import Recipe, abstract_state
 
 
-def operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
+def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     """Returns everything that one device does in a training step, including communication; see `local_operations`.
 
     Raises:
       ConfigError: the model is of a family without formulas.
     """
-    require_formulas(cfg, "jaxstack plan roofline")
-    return [*local_operations(cfg, ctx, traffic), *_communication(cfg, ctx)]
+    require_formulas(job.model, "jaxstack plan roofline")
+    return [*local_operations(job, traffic), *_communication(job)]
 
 
-def local_operations(cfg: Config, ctx: Context, traffic: Traffic = "fused") -> list[Op]:
+def local_operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     """Returns what one device does in a training step without communication.
 
     With a pipeline, the operations are those of a mean stage; its idle time is not an operation.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
       traffic: how operations read and write memory, see `roofline_ops`. Families without formulas are `fused`.
     """
-    if not has_formulas(cfg):
-        return [*traced.operations(cfg, ctx), *(replace(op, of_update=True) for op in _update(cfg, ctx))]
-    sizes, t = shards.mesh_sizes(ctx), cfg.train
+    if not has_formulas(job.model):
+        return [*traced.operations(job), *(replace(op, of_update=True) for op in _update(job))]
+    sizes, t = shards.mesh_sizes(job.ctx), job.train
     shapes = DeviceShapes(
-        model=cfg.model,
-        rows=shards.microbatch_rows(cfg, ctx),
-        length=cfg.data.seq_len // sizes["context"],
-        seq_len=cfg.data.seq_len,
+        model=job.model,
+        rows=shards.microbatch_rows(job),
+        length=job.data.seq_len // sizes["context"],
+        seq_len=job.data.seq_len,
         tensor=sizes["tensor"],
-        between=sizes["tensor"] if ctx.layout.sequence_parallel_axes else 1,
+        between=sizes["tensor"] if job.ctx.layout.sequence_parallel_axes else 1,
         expert=sizes["expert"],
     )
-    build = OpBuilder(traffic, t.remat, str(ctx.dtype), ctx.dtype.itemsize, t.quant)
-    passes = t.grad_accum * shards.microbatches(ctx)  # of embedding and head
-    layers = cfg.model.num_layers / sizes["pipe"]  # of a mean stage
-    found = [replace(op, times=op.times * passes * layers, of_layer=1) for op in _layer(build, shapes, cfg, ctx)]
-    found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, cfg, ctx)]
-    found += [replace(op, of_update=True) for op in _update(cfg, ctx)]
+    build = OpBuilder(traffic, t.remat, str(job.ctx.dtype), job.ctx.dtype.itemsize, t.quant)
+    passes = t.grad_accum * shards.microbatches(job.ctx)  # of embedding and head
+    layers = job.model.num_layers / sizes["pipe"]  # of a mean stage
+    layer = _layer(build, shapes, job.model, job.ctx)
+    found = [replace(op, times=op.times * passes * layers, of_layer=1) for op in layer]
+    found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, job.model, job.ctx)]
+    found += [replace(op, of_update=True) for op in _update(job)]
     return [op for op in found if op.times]
 
 
@@ -62,10 +62,10 @@ def one_layer(ops: Iterable[Op]) -> list[Op]:
     return [replace(op, times=round(op.times / least)) for op in layer]
 
 
-def _layer(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[Op]:
+def _layer(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
     """Returns one layer, forward and backward, on one microbatch."""
     found: list[Op] = []
-    for path, p in shards.flat_params(cfg, ctx).items():
+    for path, p in shards.flat_params(model, ctx).items():
         if p.stacked and p.kind in ("matrix", "router"):
             found += _layer_matmul(build, s, path, p, shards.used_shape(p, ctx))
     recomputes_attention = build.remat in ("full", "dots")
@@ -197,9 +197,9 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
     return found
 
 
-def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[Op]:
+def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
-    e, spec = build.itemsize, pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
+    e, spec = build.itemsize, pad_to_slots(family.spec(model), ctx.layout.stages)
     (_, embedding), (_, weight) = find_role(spec, "token_table"), find_role(spec, "head")
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]
@@ -229,25 +229,25 @@ def _ends(build: OpBuilder, s: DeviceShapes, cfg: Config, ctx: Context) -> list[
     return found
 
 
-def _update(cfg: Config, ctx: Context) -> list[Op]:
+def _update(job: Job) -> list[Op]:
     """Returns casts of weights, sums of gradients over microbatches, and the optimizer."""
-    spec, e, accum = shards.flat_params(cfg, ctx), ctx.dtype.itemsize, cfg.train.grad_accum
-    sums = accum > 1 or ctx.layout.pipeline is not None
-    stored = {path: math.prod(shards.stored_shape(p, ctx)) for path, p in spec.items()}
+    spec, e, accum = shards.flat_params(job.model, job.ctx), job.ctx.dtype.itemsize, job.train.grad_accum
+    sums = accum > 1 or job.ctx.layout.pipeline is not None
+    stored = {path: math.prod(shards.stored_shape(p, job.ctx)) for path, p in spec.items()}
     trained = [path for path, p in spec.items() if not p.frozen]
     count = float(sum(stored[path] for path in trained))
     found = []
     if e != 4:
         cast = sum(stored[path] for path, p in spec.items() if p.is_cast)
-        found.append(pointwise_op(f"weights to {ctx.dtype}", 0, (4 + e) * cast))
+        found.append(pointwise_op(f"weights to {job.ctx.dtype}", 0, (4 + e) * cast))
     if sums:
-        summed = float(sum(math.prod(shards.summed_shape(spec[path], ctx)) for path in trained))
+        summed = float(sum(math.prod(shards.summed_shape(spec[path], job.ctx)) for path in trained))
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
-    state = abstract_state(Recipe.of(cfg), ctx)
+    state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
-    moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if cfg.optim.clip_norm else 1) * gradients
-    found.append(Op(cfg.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))
-    matrices = shards.muon_matrices(cfg, ctx).items()
+    moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
+    found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))
+    matrices = shards.muon_matrices(job).items()
     return [*found, *(_orthogonalisation(spec[path], shared.matrices) for path, (shared, _) in matrices)]
 
 
@@ -259,10 +259,10 @@ def _orthogonalisation(p: Param, matrices: int) -> Op:
     return Op("orthogonalisation", "optimizer", "contraction", flops, size, dtype="float32")
 
 
-def _communication(cfg: Config, ctx: Context) -> list[Op]:
+def _communication(job: Job) -> list[Op]:
     """Returns the collectives of the step as transfers."""
     return [
         Op(f"{c.kind} over {'+'.join(c.axes)}: {c.where}", "communication", "transfer", 0, c.sent / c.times, c.times)
-        for c in estimate.traffic(cfg, ctx)
+        for c in estimate.traffic(job)
         if c.times
     ]

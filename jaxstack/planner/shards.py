@@ -8,13 +8,14 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxstack.common.tree import PyTree
-from jaxstack.config import Config, ModelConfig, MoEConfig
+from jaxstack.config import ModelConfig, MoEConfig
 from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.models.params import Param, flat_spec, pad_to_slots
 from jaxstack.moe import rounds
 from jaxstack.pipeline import Stages
+from jaxstack.planner.job import Job
 from jaxstack.sharding.rules import names_of
 from jaxstack.training import whole_matrices
 
@@ -33,9 +34,9 @@ def device_count(ctx: Context) -> int:
     return math.prod(mesh_sizes(ctx).values())
 
 
-def flat_params(cfg: Config, ctx: Context) -> dict[str, Param]:
+def flat_params(model: ModelConfig, ctx: Context) -> dict[str, Param]:
     """Returns the declaration of every stored parameter by its path; a pipeline's padding is included."""
-    return dict(_padded_params(cfg.model, ctx.layout.stages))
+    return dict(_padded_params(model, ctx.layout.stages))
 
 
 @lru_cache(maxsize=32)
@@ -82,9 +83,9 @@ def microbatches(ctx: Context) -> int:
     return 1 if ctx.layout.pipeline is None else ctx.layout.pipeline.schedule.microbatches
 
 
-def microbatch_rows(cfg: Config, ctx: Context) -> int:
+def microbatch_rows(job: Job) -> int:
     """Returns the sequences of one microbatch on one device."""
-    return cfg.microbatch_size // ctx.layout.replicas // microbatches(ctx)
+    return job.cfg.microbatch_size // job.ctx.layout.replicas // microbatches(job.ctx)
 
 
 def runs_in_rounds(moe: MoEConfig, shards: int) -> bool:
@@ -110,18 +111,18 @@ def sides(p: Param) -> tuple[int, int]:
     return short, long
 
 
-def muon_matrices(cfg: Config, ctx: Context) -> dict[str, tuple[whole_matrices.Sharing, tuple[int, ...]]]:
+def muon_matrices(job: Job) -> dict[str, tuple[whole_matrices.Sharing, tuple[int, ...]]]:
     """Returns, for each parameter that Muon updates, how devices share its matrices and the shard of one matrix.
 
     The result is empty when the optimizer is not Muon.
     """
-    if cfg.optim.name != "muon":
+    if job.optim.name != "muon":
         return {}
-    sizes = mesh_sizes(ctx)
+    sizes = mesh_sizes(job.ctx)
     found = {}
-    for path, p in flat_params(cfg, ctx).items():
+    for path, p in flat_params(job.model, job.ctx).items():
         if p.is_hidden_matrix and not p.frozen:
-            axes = param_axes(p, ctx.layout)
+            axes = param_axes(p, job.ctx.layout)
             shared = whole_matrices.sharing(p, p.shape, PartitionSpec(*(names or None for names in axes)), sizes)
             found[path] = shared, shard_shape(p, axes, sizes)[p.batch_axes :]
     return found

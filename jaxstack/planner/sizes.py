@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError, ModelConfig, TrainConfig
 from jaxstack.models.context import Context
 from jaxstack.models.params import is_compressed
 from jaxstack.planner import shards
 from jaxstack.planner.explain import Counter
+from jaxstack.planner.job import Job
 
 
 @dataclass(frozen=True)
@@ -65,41 +66,41 @@ class Activations:
 COUNTER = Counter()
 
 
-def itemsize(cfg: Config) -> int:
+def itemsize(train: TrainConfig) -> int:
     """Returns the bytes of an element in the compute dtype."""
-    return 2 if cfg.train.dtype == "bfloat16" else 4
+    return 2 if train.dtype == "bfloat16" else 4
 
 
 FORMULAS = ("decoder", "encoder")
 """The families whose layers the formulas of this room count. The others are counted by their trace, see `traced`."""
 
 
-def has_formulas(cfg: Config) -> bool:
+def has_formulas(model: ModelConfig) -> bool:
     """Returns whether the formulas of this room count the layers of a model."""
-    return cfg.model.family in FORMULAS
+    return model.family in FORMULAS
 
 
-def require_formulas(cfg: Config, what: str) -> None:
+def require_formulas(model: ModelConfig, what: str) -> None:
     """Checks that a command that reads the formulas of layers can count a model.
 
     Args:
-      cfg: the run.
       what: the command or flag.
 
     Raises:
       ConfigError: the model is of another family.
     """
-    if not has_formulas(cfg):
+    if not has_formulas(model):
         raise ConfigError(
-            f"{what} counts model.family={' and '.join(FORMULAS)} only, not model.family={cfg.model.family}. Use "
+            f"{what} counts model.family={' and '.join(FORMULAS)} only, not model.family={model.family}. Use "
             f"`jaxstack plan memory`, `plan time`, `plan flops` or `plan mesh` without it."
         )
 
 
-def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weights:
+def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) -> Weights:
     """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit."""
-    m, spec = cfg.model, shards.flat_params(cfg, ctx)
-    stored, used = {}, {}
+    spec = shards.flat_params(model, ctx)
+    stored: dict[str, int] = {}
+    used: dict[str, int] = {}
     for path, p in spec.items():
         shape, gathered_shape = shards.stored_shape(p, ctx), shards.used_shape(p, ctx)
         stored[path] = used[path] = counter.shaped(path, shape, p.axes)
@@ -107,7 +108,7 @@ def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weig
             used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
     read = stored if ctx.layout.pipeline is None or ctx.layout.gather == "layer" else used
     gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path]]
-    named, layers = counter.named, counter.named("layers", m.num_layers)
+    named, layers = counter.named, counter.named("layers", model.num_layers)
     if ctx.layout.pipeline is not None:
         layers = named(
             "layer slots of a stage", ctx.layout.pipeline.stages.chunks * ctx.layout.pipeline.stages.max_layers
@@ -127,10 +128,10 @@ def count_weights(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Weig
     )
 
 
-def count_activations(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> Activations:
+def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
     """Counts the activations of one layer. Only the reference implementation of attention writes scores."""
-    m, sizes, named = cfg.model, shards.mesh_sizes(ctx), counter.named
-    rows, length = shards.microbatch_rows(cfg, ctx), cfg.data.seq_len // sizes["context"]
+    m, sizes, named = job.model, shards.mesh_sizes(job.ctx), counter.named
+    rows, length = shards.microbatch_rows(job), job.data.seq_len // sizes["context"]
     T, width = named("tensor", sizes["tensor"]), named("d_model", m.d_model)
     tokens = named("tokens", named("rows", rows) * named("length", length))
     heads, kv_heads = named("heads", m.num_heads), named("kv_heads", m.kv_heads)
@@ -143,17 +144,17 @@ def count_activations(cfg: Config, ctx: Context, counter: Counter = COUNTER) -> 
         hidden, sent = tokens * named("d_ff", m.ff_width) // T, 0
     # Exchanges in rounds save no residuals; what they recompute is freed before attention recomputes its scores.
     rounds = shards.runs_in_rounds(m.moe, sizes["expert"])
-    keys = cfg.data.seq_len if sizes["context"] == 1 else cfg.data.seq_len // sizes["context"] // 2
+    keys = job.data.seq_len if sizes["context"] == 1 else job.data.seq_len // sizes["context"] // 2
     hidden, shared = named("hidden", hidden), named("hidden of shared experts", shared)
     return Activations(
         tokens=tokens,
         stream=named("stream", tokens * width),
-        between=T if ctx.layout.sequence_parallel_axes else 1,
+        between=T if job.ctx.layout.sequence_parallel_axes else 1,
         heads=named("queries to outputs", tokens * named("head_width", m.head_width) * (2 * heads + 2 * kv_heads) // T),
         hidden=hidden,
         sent=sent,
         saved_hidden=shared if rounds else hidden,
         saved_sent=sent if m.moe.capacity_factor is not None else 0,
-        scores=named("scores", tokens * named("keys", keys) * heads // T) if ctx.ops.attention == "xla" else 0,
+        scores=named("scores", tokens * named("keys", keys) * heads // T) if job.ctx.ops.attention == "xla" else 0,
         vocab=named("vocab", m.padded_classes // (sizes["tensor"] * sizes["pipe"])),
     )

@@ -9,10 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxstack.config import Config
-from jaxstack.models.context import Context
 from jaxstack.moe import rounds
 from jaxstack.planner import shards
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.sizes import has_formulas
@@ -30,20 +29,20 @@ class ChipClock:
 
     limits: ChipLimits
 
-    def seconds(self, cfg: Config, ctx: Context) -> float:
+    def seconds(self, job: Job) -> float:
         """Returns the seconds of a step."""
-        return step_time(cfg, ctx, self.limits).total
+        return step_time(job, self.limits).total
 
-    def bound(self, cfg: Config, ctx: Context) -> float:
+    def bound(self, job: Job) -> float:
         """Returns the seconds without idle stages.
 
         More microbatches shorten the idle time, in which stages communicate too. They make nothing else shorter.
         """
-        if not has_formulas(cfg):  # every mesh is visited, as each of its candidates is traced anyway
+        if not has_formulas(job.model):  # every mesh is visited, as each of its candidates is traced anyway
             return 0.0
-        time, turns = step_time(cfg, ctx, self.limits), 1.0
-        if ctx.layout.pipeline is not None:
-            turns += ctx.layout.pipeline.bubble
+        time, turns = step_time(job, self.limits), 1.0
+        if job.ctx.layout.pipeline is not None:
+            turns += job.ctx.layout.pipeline.bubble
         waits = math.fsum(each for axes, each in time.exposed.items() if "pipe" not in axes.split("+"))
         return time.layers + time.head + time.update + waits / turns
 
@@ -64,24 +63,24 @@ class CpuWork(NamedTuple):
     sent: float
 
 
-def cpu_work(cfg: Config, ctx: Context) -> CpuWork:
+def cpu_work(job: Job) -> CpuWork:
     """Counts the work of a device in a step. Stages of a pipeline that wait compute along with the others."""
-    turns = 1.0 if ctx.layout.pipeline is None else 1 + ctx.layout.pipeline.bubble
+    turns = 1.0 if job.ctx.layout.pipeline is None else 1 + job.ctx.layout.pipeline.bubble
     flops = size = 0.0
-    for op in local_operations(cfg, ctx):
+    for op in local_operations(job):
         times = op.times * (turns if op.of_layer else 1)
         flops += times * op.flops if op.kind == "contraction" else 0
         size += 0 if op.of_update else times * op.bytes
-    sent = [c._replace(times=c.times * _rounds(cfg, ctx)) if c.axes == EXPERT else c for c in traffic(cfg, ctx)]
+    sent = [c._replace(times=c.times * _rounds(job)) if c.axes == EXPERT else c for c in traffic(job)]
     return CpuWork(flops, size, sum(c.times for c in sent), sum(c.sent for c in sent))
 
 
-def _rounds(cfg: Config, ctx: Context) -> int:
+def _rounds(job: Job) -> int:
     """Returns the rounds of an exchange with experts. The few tokens of a small model are not routed evenly."""
-    n, moe = shards.mesh_sizes(ctx)["expert"], cfg.model.moe
+    n, moe = shards.mesh_sizes(job.ctx)["expert"], job.model.moe
     if not shards.runs_in_rounds(moe, n):
         return 1
-    tokens = shards.microbatch_rows(cfg, ctx) * cfg.data.seq_len // shards.mesh_sizes(ctx)["context"]
+    tokens = shards.microbatch_rows(job) * job.data.seq_len // shards.mesh_sizes(job.ctx)["context"]
     return rounds.expected_rounds(tokens * moe.choices, n)
 
 
@@ -105,12 +104,12 @@ class CpuClock:
     cores: int
     constants: CpuWork = SECONDS
 
-    def seconds(self, cfg: Config, ctx: Context) -> float:
+    def seconds(self, job: Job) -> float:
         """Returns the seconds of a step."""
-        devices = shards.device_count(ctx)
-        work = sum(amount * each for amount, each in zip(cpu_work(cfg, ctx), self.constants, strict=True))
+        devices = shards.device_count(job.ctx)
+        work = sum(amount * each for amount, each in zip(cpu_work(job), self.constants, strict=True))
         return work * devices / min(devices, self.cores)
 
-    def bound(self, cfg: Config, ctx: Context) -> float:
+    def bound(self, job: Job) -> float:
         """Returns 0: a CPU has few devices, so that every mesh is visited."""
         return 0.0

@@ -20,12 +20,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxstack.config import Config
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.estimate import split_of
 from jaxstack.planner.hlo import Collective
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
@@ -153,18 +153,16 @@ class Placement:
         return max(c.sent * beyond / network, c.sent * (1 - beyond) / link)
 
 
-def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
+def step_time(job: Job, limits: ChipLimits) -> StepTime:
     """Predicts the time of a training step.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
       limits: the chip, and the fractions of its figures that programs reach.
 
     Raises:
       ConfigError: the chip does not compute in `train.dtype`, or the mesh needs a network whose speed is not known.
     """
-    ops = local_operations(cfg, ctx)
+    ops = local_operations(job)
     in_layers = [op for op in ops if op.of_layer]
     layers = _seconds((op for op in in_layers if not op.for_remat), limits)
     repeated = _seconds((op for op in in_layers if op.for_remat), limits)
@@ -173,9 +171,9 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         attention=_seconds((op for op in in_layers if op.part == "attention"), limits),
         weights=_seconds(filter(_is_weight_gradient, in_layers), limits),
     )
-    tokens = cfg.data.batch_size * cfg.data.seq_len
-    per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.microbatch_size)
-    exposed, hidden = _communication(cfg, ctx, limits, beside)
+    tokens = job.data.batch_size * job.data.seq_len
+    per_token = flops.flops_per_token(job.model, job.data.seq_len, job.data.target_length, job.cfg.microbatch_size)
+    exposed, hidden = _communication(job, limits, beside)
     return StepTime(
         layers=layers,
         recomputation=repeated,
@@ -183,13 +181,13 @@ def step_time(cfg: Config, ctx: Context, limits: ChipLimits) -> StepTime:
         update=_seconds((op for op in ops if op.of_update), limits),
         exposed=exposed,
         hidden=hidden,
-        bubble=_bubble(ctx, in_layers, limits, _split_share(cfg, ctx))
-        if has_formulas(cfg)
-        else _traced_bubble(ctx, in_layers, limits),
+        bubble=_bubble(job.ctx, in_layers, limits, _split_share(job))
+        if has_formulas(job.model)
+        else _traced_bubble(job.ctx, in_layers, limits),
         tokens=tokens,
         model_flops=flops.Flops(*(each * tokens for each in per_token)),
-        recomputed_flops=_recomputed_flops(cfg, ctx, ops),
-        peak=limits.peak(cfg.train.dtype) * shards.device_count(ctx),
+        recomputed_flops=_recomputed_flops(job, ops),
+        peak=limits.peak(job.train.dtype) * shards.device_count(job.ctx),
     )
 
 
@@ -249,50 +247,48 @@ def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> flo
     return float(ticks_TP.max(1).sum()) - math.fsum(busy.values())
 
 
-def _split_share(cfg: Config, ctx: Context) -> float:
+def _split_share(job: Job) -> float:
     """Returns the part of the FLOPs for gradients of weights that weight units have; 0 without weight units."""
-    if ctx.layout.pipeline is None or ctx.layout.pipeline.schedule.weight_MG is None:
+    if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.schedule.weight_MG is None:
         return 0.0
-    return split_of(cfg, ctx).flops_share
+    return split_of(job).flops_share
 
 
-def _recomputed_flops(cfg: Config, ctx: Context, ops: list[Op]) -> float:
+def _recomputed_flops(job: Job, ops: list[Op]) -> float:
     """Returns the FLOPs that `train.remat` repeats over all devices; attention by the convention of full attention."""
-    m, tokens = cfg.model, cfg.data.batch_size * cfg.data.seq_len
+    m, tokens = job.model, job.data.batch_size * job.data.seq_len
     repeated = [op for op in ops if op.for_remat and op.kind == "contraction"]
-    if not has_formulas(cfg):
-        return math.fsum(op.times * op.flops for op in repeated) * shards.device_count(ctx)
-    found = math.fsum(op.times * op.flops for op in repeated if op.part == "matmul") * shards.device_count(ctx)
+    if not has_formulas(job.model):
+        return math.fsum(op.times * op.flops for op in repeated) * shards.device_count(job.ctx)
+    found = math.fsum(op.times * op.flops for op in repeated if op.part == "matmul") * shards.device_count(job.ctx)
     if any(op.part == "attention" for op in repeated):
-        found += 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * tokens * m.num_layers
+        found += 4.0 * m.num_heads * m.head_width * job.data.seq_len * tokens * m.num_layers
     return found
 
 
-def _communication(
-    cfg: Config, ctx: Context, limits: ChipLimits, beside: _Beside
-) -> tuple[dict[str, float], dict[str, float]]:
+def _communication(job: Job, limits: ChipLimits, beside: _Beside) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the exposed and the hidden seconds of collectives, by mesh axes."""
-    place = Placement(dict(shards.mesh_sizes(ctx)), limits)
+    place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
     alone: dict[str, float] = defaultdict(float)
     waits: dict[str, float] = defaultdict(float)
-    for c in activation_traffic(cfg, ctx):
+    for c in activation_traffic(job):
         seconds, axes = place.seconds(c), "+".join(c.axes)
         alone[axes] += seconds
         waits[axes] += seconds
-    ring = beside.attention if ctx.layout.context_method == "ring" else 0.0
+    ring = beside.attention if job.ctx.layout.context_method == "ring" else 0.0
     waits["tensor"] -= min(0.5 * alone["tensor"], beside.weights)
     waits["context"] -= min(alone["context"], ring)
     in_loop: dict[str, float] = defaultdict(float)
-    for c in parameter_traffic(cfg, ctx):
+    for c in parameter_traffic(job):
         seconds, axes = place.seconds(c), "+".join(c.axes)
         alone[axes] += seconds
-        if ctx.layout.pipeline is None and (c.times >= cfg.model.num_layers or c.kind == "all-gather"):
+        if job.ctx.layout.pipeline is None and (c.times >= job.model.num_layers or c.kind == "all-gather"):
             in_loop[axes] += seconds
         else:
             waits[axes] += seconds
     if total := math.fsum(in_loop.values()):
         # The first layer's gather and the last one's reduction have no other layer beside them.
-        part = min(1.0, max(0.0, total - beside.layers) / total + 1 / cfg.model.num_layers)
+        part = min(1.0, max(0.0, total - beside.layers) / total + 1 / job.model.num_layers)
         for axes, seconds in in_loop.items():
             waits[axes] += part * seconds
     sent = [axes for axes, seconds in alone.items() if seconds]

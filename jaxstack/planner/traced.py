@@ -21,6 +21,7 @@ from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace
 from jaxstack.planner.hlo import Collective
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.trace import PARAMETERS, Array, Run, Trace
 from jaxstack.sharding import abstract_mesh
@@ -46,25 +47,20 @@ COLLECTIVES = {
 WORK = "work: all other arrays"
 
 
-def labels_of(cfg: Config, ctx: Context) -> dict[str, str]:
+def labels_of(job: Job) -> dict[str, str]:
     """Returns what the arrays are for that are made in a named scope and wait for the backward pass."""
     found = {}
-    for name, stack in family.of(cfg.model).stacks(cfg.model).items():
-        saved = f"saved by {stack.depth} layers of {name}, remat {cfg.train.remat}"
-        scope = name if ctx.layout.pipeline is not None and ctx.layout.pipeline.stages.stacks else ""
-        found[f"stash_{scope}" if ctx.layout.pipeline is not None else f"stack_{name}"] = saved
+    for name, stack in family.of(job.model).stacks(job.model).items():
+        saved = f"saved by {stack.depth} layers of {name}, remat {job.train.remat}"
+        scope = name if job.ctx.layout.pipeline is not None and job.ctx.layout.pipeline.stages.stacks else ""
+        found[f"stash_{scope}" if job.ctx.layout.pipeline is not None else f"stack_{name}"] = saved
     waiting = {"between_stages": "activations between stages", "weight_pairs": "weight gradients, waiting"}
     return found | waiting | {"gradient_sums": "gradients"}
 
 
-def trace_of(cfg: Config, ctx: Context) -> Trace:
-    """Returns the trace of the gradients of a step.
-
-    Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
-    """
-    return _trace(cfg, tuple(ctx.ops.by_name.items()), ctx.ops.platform, shards.device_count(ctx))
+def trace_of(job: Job) -> Trace:
+    """Returns the trace of the gradients of a step."""
+    return _trace(job.cfg, tuple(job.ctx.ops.by_name.items()), job.ctx.ops.platform, shards.device_count(job.ctx))
 
 
 @lru_cache(maxsize=512)
@@ -80,17 +76,17 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     program = jax.make_jaxpr(make_gradients(cfg, ctx))(state.params, arrays, key).jaxpr
     count = len(jax.tree.leaves(state.params))
     arguments = [PARAMETERS if i < count else "" for i in range(len(program.invars))]
-    labels, copies = labels_of(cfg, ctx), platform == "cpu"
+    labels, copies = labels_of(Job(cfg, ctx)), platform == "cpu"
     return trace.walk(program, arguments, labels, ctx.layout.trip_counts, "gradients", copies)
 
 
-def memory(cfg: Config, ctx: Context) -> dict[str, Counter[Array]]:
+def memory(job: Job) -> dict[str, Counter[Array]]:
     """Returns the arrays of a device where the gradients need the most memory, by what they are for.
 
     State and batch are left out.
     """
     found: dict[str, Counter[Array]] = defaultdict(Counter)
-    for array, count in trace_of(cfg, ctx).arrays.items():
+    for array, count in trace_of(job).arrays.items():
         if count and array.bytes:
             found[array.label or WORK][array] += count
     least = 1e-4 * sum(map(trace.total, found.values()))
@@ -100,19 +96,19 @@ def memory(cfg: Config, ctx: Context) -> dict[str, Counter[Array]]:
     return {label: found[label] for label in order}
 
 
-def saved(cfg: Config, ctx: Context) -> dict[str, Counter[Array]]:
+def saved(job: Job) -> dict[str, Counter[Array]]:
     """Returns all arrays that the layers of each stack save for the backward pass, by the labels of `labels_of`."""
-    found: dict[str, Counter[Array]] = {label: Counter() for label in labels_of(cfg, ctx).values()}
-    for array, count in trace_of(cfg, ctx).waiting.items():
+    found: dict[str, Counter[Array]] = {label: Counter() for label in labels_of(job).values()}
+    for array, count in trace_of(job).waiting.items():
         found[array.label][array] += count
     return {label: arrays for label, arrays in found.items() if label.startswith("saved by")}
 
 
-def traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def traffic(job: Job) -> list[Collective]:
     """Returns the collectives of the gradients of a step on one device, scalars left out."""
-    sizes, found = shards.mesh_sizes(ctx), []
+    sizes, found = shards.mesh_sizes(job.ctx), []
     merged: dict[Collective, float] = defaultdict(float)
-    for run in trace_of(cfg, ctx).runs:
+    for run in trace_of(job).runs:
         if run.primitive not in COLLECTIVES:
             continue
         named = run.params.get("axes", run.params.get("axis_name"))
@@ -136,11 +132,11 @@ def _scope(where: str) -> str:
     return names[-1] if names else "step"
 
 
-def operations(cfg: Config, ctx: Context) -> list[Op]:
+def operations(job: Job) -> list[Op]:
     """Returns the operations of the gradients of a step on one device, of a mean stage with a pipeline."""
     merged: dict[Op, float] = defaultdict(float)
-    for run in trace_of(cfg, ctx).runs:
-        if run.primitive not in COLLECTIVES and (op := _op(run, ctx)) is not None:
+    for run in trace_of(job).runs:
+        if run.primitive not in COLLECTIVES and (op := _op(run, job.ctx)) is not None:
             merged[op] += run.times
     return [replace(op, times=times) for op, times in merged.items() if times]
 

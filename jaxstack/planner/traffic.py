@@ -6,12 +6,11 @@ Scalars and other small arrays, such as sums of losses and routing statistics, a
 import math
 from dataclasses import dataclass, field
 
-from jaxstack.config import Config
-from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.planner import shards, traced
 from jaxstack.planner.hlo import Collective
+from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
@@ -25,27 +24,27 @@ class _Traffic:
     """Collects the collectives of one training step on one device.
 
     Attributes:
-      cfg: the resolved configuration.
-      ctx: its context; the mesh may be abstract.
+      job: the step.
       collectives: those added so far.
     """
 
-    cfg: Config
-    ctx: Context
+    job: Job
     collectives: list[Collective] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        cfg, ctx = self.cfg, self.ctx
+        job = self.job
+        cfg = job.cfg
+        ctx = job.ctx
         self.sizes = shards.mesh_sizes(ctx)
         self.dtype = HLO_DTYPES[cfg.train.dtype]
-        self.rows = shards.microbatch_rows(cfg, ctx)
+        self.rows = shards.microbatch_rows(job)
         self.length = cfg.data.seq_len // self.sizes["context"]
         self.stream = (self.rows, self.length, cfg.model.d_model)
         accum = cfg.train.grad_accum
         self.layer_runs = accum * cfg.model.num_layers
         # Runs of the head, of the embedding and of its gradient.
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
-        if ctx.layout.pipeline is not None and has_formulas(cfg):
+        if ctx.layout.pipeline is not None and has_formulas(cfg.model):
             turns = ctx.layout.pipeline.turns
             trips = _mean_trips(ctx.layout.pipeline)
             self.layer_runs = round(
@@ -95,43 +94,39 @@ class _Traffic:
 
         XLA:TPU does so over all devices of a slice, except on a v5e of 2x4 or fewer and a v5p of 2x2x1.
         """
-        return self.ctx.ops.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
+        return self.job.ctx.ops.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
 
 
-def traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def traffic(job: Job) -> list[Collective]:
     """Returns every collective of one training step on one device.
 
     Collectives that `train.remat` recomputes are counted again.
-
-    Args:
-      cfg: the run, resolved.
-      ctx: its context; the mesh may be abstract.
     """
-    return [*activation_traffic(cfg, ctx), *parameter_traffic(cfg, ctx)]
+    return [*activation_traffic(job), *parameter_traffic(job)]
 
 
-def activation_traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def activation_traffic(job: Job) -> list[Collective]:
     """Returns the collectives of `traffic` that send activations and their gradients."""
-    t = _Traffic(cfg, ctx)
-    if not has_formulas(cfg):
-        return [t.compiled(c) for c in traced.traffic(cfg, ctx) if _is_of_activations(c)]
+    t = _Traffic(job)
+    if not has_formulas(job.model):
+        return [t.compiled(c) for c in traced.traffic(job) if _is_of_activations(c)]
     _tensor_traffic(t)
-    if ctx.layout.pipeline is not None:
+    if job.ctx.layout.pipeline is not None:
         _pipeline_traffic(t)
     _context_traffic(t)
-    if cfg.model.moe.num_experts:
+    if job.model.moe.num_experts:
         _expert_traffic(t)
     return t.collectives
 
 
-def parameter_traffic(cfg: Config, ctx: Context) -> list[Collective]:
+def parameter_traffic(job: Job) -> list[Collective]:
     """Returns the collectives of `traffic` that send parameters, their gradients, and matrices of Muon."""
-    t = _Traffic(cfg, ctx)
-    if has_formulas(cfg):
-        for path, p in shards.flat_params(cfg, ctx).items():
+    t = _Traffic(job)
+    if has_formulas(job.model):
+        for path, p in shards.flat_params(job.model, job.ctx).items():
             _parameter_traffic(t, path, p)
     else:
-        t.collectives = [t.compiled(c) for c in traced.traffic(cfg, ctx) if not _is_of_activations(c)]
+        t.collectives = [t.compiled(c) for c in traced.traffic(job) if not _is_of_activations(c)]
     _muon_traffic(t)
     return t.collectives
 
@@ -147,14 +142,14 @@ def _tensor_traffic(t: _Traffic) -> None:
     For each layer and microbatch there are two all-reduces in each pass (Shoeybi et al. 2019, section 3). With sequence
     parallelism each of them is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2).
     """
-    m, repeats, stream, runs, ends = t.cfg.model, t.repeats, t.stream, t.layer_runs, t.heads
+    m, repeats, stream, runs, ends = t.job.model, t.repeats, t.stream, t.layer_runs, t.heads
     attention_out = max(repeats["attention_out"], repeats["post_norm"])
     in_rounds = shards.runs_in_rounds(m.moe, t.sizes["expert"])
     saves_tokens = m.moe.num_experts and not m.moe.shared_experts and not in_rounds
     mlp_in = repeats["dispatch"] if saves_tokens else repeats["layer_in"]
     tied = m.tied_embeddings
     embedded = stream if tied else (*stream[:2], m.d_model // t.sizes["pipe"])  # the part that a stage looks up
-    if t.ctx.layout.sequence_parallel_axes:
+    if t.job.ctx.layout.sequence_parallel_axes:
         t.add("all-gather", TENSOR, stream, runs * (2 + repeats["layer_in"] + mlp_in), "inputs of attention and MLP")
         t.add("all-gather", TENSOR, stream, runs * 2, "gradients of their outputs")
         outputs = 4 + attention_out + repeats["post_norm"]
@@ -177,16 +172,16 @@ def _pipeline_traffic(t: _Traffic) -> None:
     of the last stage is broadcast to all stages and its gradient is summed over them. Untied embeddings are gathered
     and their cotangent is scattered; tied embeddings are summed and their cotangent is broadcast.
     """
-    ctx, ends = t.ctx, t.heads
+    ctx, ends = t.job.ctx, t.heads
     assert ctx.layout.pipeline is not None
     between = t.sizes["tensor"] if ctx.layout.sequence_parallel_axes else 1
-    residual = (t.rows, t.length // between, t.cfg.model.d_model)
-    accum = t.cfg.train.grad_accum
+    residual = (t.rows, t.length // between, t.job.model.d_model)
+    accum = t.job.train.grad_accum
     t.add("collective-permute", PIPE, residual, accum * ctx.layout.pipeline.sends, "to neighbours")
     t.add("all-reduce", PIPE, residual, ends, "the last stage's output to the head")
     if ctx.layout.sequence_parallel_axes:  # otherwise `_tensor_traffic` sums it over `pipe` and `tensor` at once
         t.add("all-reduce", PIPE, residual, ends, "gradient of the head")
-    if t.cfg.model.tied_embeddings:
+    if t.job.model.tied_embeddings:
         t.add("all-reduce", PIPE, residual, t.embed_grads, "the first stage's cotangent to the embedding")
         if ctx.layout.sequence_parallel_axes:
             t.add("all-reduce", PIPE, residual, t.embeds, "embedding")
@@ -200,18 +195,18 @@ def _context_traffic(t: _Traffic) -> None:
 
     A ring sends keys and values once for each shard in each pass, and their gradients in float32 in the backward pass.
     """
-    m, runs, count = t.cfg.model, t.layer_runs, t.sizes["context"]
+    m, runs, count = t.job.model, t.layer_runs, t.sizes["context"]
     keys = (t.rows, t.length, m.kv_heads // t.sizes["tensor"], m.head_width)
-    if t.ctx.layout.context_method == "ring":
+    if t.job.ctx.layout.context_method == "ring":
         # The result of the last hop is not used. With two shards there is no loop: XLA then drops that hop, and the
         # recomputation shares its hop with the backward pass.
         hops = runs * (count * (2 + t.repeats["attention"]) if count > 2 else 2)
         t.add("collective-permute", CONTEXT, keys, 2 * hops, "keys and values")
         t.add("collective-permute", CONTEXT, keys, 2 * runs * count, "gradients of keys and values", "f32")
-        if t.cfg.data.packing:
+        if t.job.data.packing:
             t.add("collective-permute", CONTEXT, (t.rows, t.length), hops, "segments", "s32")
     else:
-        passes = 1 + int(t.cfg.train.remat != "none")
+        passes = 1 + int(t.job.train.remat != "none")
         sequence = (t.rows, t.length * count, *keys[2:])
         t.add("all-gather", CONTEXT, sequence, runs * 2 * passes, "keys and values")
         t.add("reduce-scatter", CONTEXT, sequence, runs * 2, "gradients of keys and values")
@@ -219,8 +214,8 @@ def _context_traffic(t: _Traffic) -> None:
 
 def _expert_traffic(t: _Traffic) -> None:
     """Adds the tokens that are sent to experts and back in each pass, counted in pairs of token and expert."""
-    moe, runs, repeats = t.cfg.model.moe, t.layer_runs, t.repeats
-    recomputes = int(t.cfg.train.remat != "none")
+    moe, runs, repeats = t.job.model.moe, t.layer_runs, t.repeats
+    recomputes = int(t.job.train.remat != "none")
     pairs = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
     if moe.capacity_factor is None:  # one round there and back: routing is assumed to be even
         forward = 1 + repeats["post_norm"]
@@ -230,8 +225,8 @@ def _expert_traffic(t: _Traffic) -> None:
     else:
         # The gradient of the routing weights needs the results that come back, so that exchange is repeated.
         trips = 4 + recomputes + repeats["dispatch"]
-    t.add("all-to-all", EXPERT, (pairs, t.cfg.model.d_model), runs * trips, "tokens to experts and back")
-    if t.ctx.layout.sequence_parallel_axes:
+    t.add("all-to-all", EXPERT, (pairs, t.job.model.d_model), runs * trips, "tokens to experts and back")
+    if t.job.ctx.layout.sequence_parallel_axes:
         choices = (t.rows, t.length, moe.choices)
         t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing weights", "f32")
         t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing choices", "s32")
@@ -246,7 +241,7 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     """
     if p.kind == "vector" and p.axes[-1] == "router":
         return  # the load of experts updates this bias; it has no gradient
-    cfg, ctx, accum = t.cfg, t.ctx, t.cfg.train.grad_accum
+    cfg, ctx, accum = t.job.cfg, t.job.ctx, t.job.train.grad_accum
     L = cfg.model.num_layers
     stored_axes = shards.param_axes(p, ctx.layout)
     used_axes = shards.param_axes(p, ctx.layout.with_gathered_params)
@@ -293,21 +288,24 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
 
     XLA:CPU moves the gathers of embedding and head out of the loop over ticks.
     """
-    assert t.ctx.layout.pipeline is not None
-    trips, groups = _mean_trips(t.ctx.layout.pipeline), t.cfg.train.grad_accum * t.ctx.layout.pipeline.stages.period
+    assert t.job.ctx.layout.pipeline is not None
+    trips, groups = (
+        _mean_trips(t.job.ctx.layout.pipeline),
+        t.job.train.grad_accum * t.job.ctx.layout.pipeline.stages.period,
+    )
     if p.stacked:
         weight = sum(trips.get(name, 0) for name in WEIGHT_LOOPS)
         scatters = weight if weight and p.kind == "matrix" else trips["backward"]
         return round(groups * (trips["forward"] + trips["backward"])), round(groups * scatters)
-    heads = t.cfg.train.grad_accum * int(t.ctx.layout.pipeline.turns.loss.sum()) if "head" in p.roles else 0
+    heads = t.job.train.grad_accum * int(t.job.ctx.layout.pipeline.turns.loss.sum()) if "head" in p.roles else 0
     embeds = 0 if p.roles == ("head",) else 1
-    gathers = heads + embeds * t.embeds if t.ctx.ops.platform != "cpu" else 1
+    gathers = heads + embeds * t.embeds if t.job.ctx.ops.platform != "cpu" else 1
     return gathers, heads + embeds * t.embed_grads
 
 
 def _muon_traffic(t: _Traffic) -> None:
     """Adds the matrices that Muon exchanges in float32, see `training.whole_matrices`."""
-    for path, (sharing, shard) in shards.muon_matrices(t.cfg, t.ctx).items():
+    for path, (sharing, shard) in shards.muon_matrices(t.job).items():
         where = f"Muon, {path}"
         for turns in sharing.turns:
             if turns.gathers:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError
 from jaxstack.models import family, params
-from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
 from jaxstack.planner import shards
+from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import itemsize
 from jaxstack.training.features.pipelined import is_split
 
@@ -85,58 +85,54 @@ class WeightSplit:
         return f"{waiting}; those of {_names(self.fused)} do not wait: {reason}"
 
 
-def choose(cfg: Config, ctx: Context, needed: float) -> WeightSplit:
+def choose(job: Job, needed: float) -> WeightSplit:
     """Returns the weights whose gradients wait for weight units.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context, with a pipeline whose schedule has weight units; the mesh may be abstract.
       needed: bytes that the step needs on a device without pairs.
 
     Raises:
       ConfigError: a pattern of `pipeline.split` matches no weight that may wait.
     """
-    patterns = cfg.pipeline.split
+    patterns = job.pipeline.split
     if patterns is not None:
-        names = [path for readers in find_readers(cfg, ctx) for path in readers.weights]
+        names = [path for readers in find_readers(job) for path in readers.weights]
         for pattern in patterns:
             if not any(is_split((pattern,), path) for path in names):
                 raise ConfigError(
                     f"pipeline.split: the pattern {pattern!r} matches no matrix of a layer that is trained and may "
                     f"wait. Use names among {', '.join(names) or '(none)'}"
                 )
-        split = find_readers(cfg, ctx, lambda path: is_split(patterns, path))
-        return WeightSplit(tuple(split), tuple(find_readers(cfg, ctx, lambda path: not is_split(patterns, path))), None)
+        split = find_readers(job, lambda path: is_split(patterns, path))
+        return WeightSplit(tuple(split), tuple(find_readers(job, lambda path: not is_split(patterns, path))), None)
     chosen: list[Readers] = []
     fused: list[Readers] = []
-    for one in sorted(find_readers(cfg, ctx), key=lambda one: one.bytes / one.flops):
+    for one in sorted(find_readers(job), key=lambda one: one.bytes / one.flops):
         fits = sum(each.bytes for each in chosen) + one.bytes <= MORE * needed
         (chosen if fits else fused).append(one)
     return WeightSplit(tuple(chosen), tuple(fused), MORE * needed)
 
 
-def find_readers(cfg: Config, ctx: Context, wanted: Callable[[str], bool] = lambda path: True) -> list[Readers]:
+def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) -> list[Readers]:
     """Returns the matrices of a layer that are trained and may wait, by the input that they read.
 
     Args:
-      cfg: the run, resolved.
-      ctx: its context, with a pipeline.
       wanted: whether to return the weight of a path.
     """
-    assert ctx.layout.pipeline is not None
-    name, _ = family.only_stack(cfg.model)
-    layers = ctx.layout.pipeline.pair_slots * ctx.layout.pipeline.stages.max_layers
-    in_rounds = shards.runs_in_rounds(cfg.model.moe, shards.mesh_sizes(ctx)["expert"])
+    assert job.ctx.layout.pipeline is not None
+    name, _ = family.only_stack(job.model)
+    layers = job.ctx.layout.pipeline.pair_slots * job.ctx.layout.pipeline.stages.max_layers
+    in_rounds = shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"])
     by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
-    for path, p in params.flat_spec(params.unstack(family.spec(cfg.model).get(name, {}))).items():
+    for path, p in params.flat_spec(params.unstack(family.spec(job.model).get(name, {}))).items():
         if p.kind == "matrix" and not p.frozen and not (in_rounds and "experts" in p.axes) and wanted(path):
             group, _, weight = path.rpartition("/")
             inputs = p.axes[p.batch_axes : p.batch_axes + p.in_axes]
             by_input[(group, weight) if "lora" in inputs else (group, *inputs)].append((path, p))
     found = []
     for weights in by_input.values():
-        shapes = [shards.used_shape(p, ctx)[p.batch_axes :] for _, p in weights]
-        first, rows = weights[0][1], _rows(cfg, ctx, weights[0][1])
+        shapes = [shards.used_shape(p, job.ctx)[p.batch_axes :] for _, p in weights]
+        first, rows = weights[0][1], _rows(job, weights[0][1])
         width_in = math.prod(shapes[0][: first.in_axes])
         widths_out = sum(math.prod(shape[p.in_axes :]) for shape, (_, p) in zip(shapes, weights, strict=True))
         found.append(
@@ -144,7 +140,7 @@ def find_readers(cfg: Config, ctx: Context, wanted: Callable[[str], bool] = lamb
                 weights=tuple(path for path, _ in weights),
                 tokens=rows,
                 width=width_in + widths_out,
-                bytes=layers * itemsize(cfg) * rows * (width_in + widths_out),
+                bytes=layers * itemsize(job.train) * rows * (width_in + widths_out),
                 flops=2 * rows * width_in * widths_out,
             )
         )
@@ -173,11 +169,11 @@ def bubble(program: Program, share: float) -> float:
     return lockstep_seconds(program, 1, 2 - share, share) / work - 1
 
 
-def _rows(cfg: Config, ctx: Context, p: Param) -> int:
+def _rows(job: Job, p: Param) -> int:
     """Returns the rows of a weight's input: tokens of a microbatch on a device, or those that its experts get."""
-    rows, sizes = shards.microbatch_rows(cfg, ctx), shards.mesh_sizes(ctx)
-    length = cfg.data.seq_len // sizes["context"]
-    return shards.pair_capacity(cfg.model.moe, rows, length, sizes["expert"]) if "experts" in p.axes else rows * length
+    rows, sizes = shards.microbatch_rows(job), shards.mesh_sizes(job.ctx)
+    length = job.data.seq_len // sizes["context"]
+    return shards.pair_capacity(job.model.moe, rows, length, sizes["expert"]) if "experts" in p.axes else rows * length
 
 
 def _names(readers: Iterable[Readers]) -> str:

@@ -53,12 +53,14 @@ class Guard:
           app: answers the requests that pass.
           access: which requests pass.
         """
-        self._app, self._hosts = app, access.hosts
+        self._app = app
+        self._hosts = access.hosts
         self._key = None if access.key is None else access.key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or lets the application do so."""
-        headers, app = Headers(scope=scope), self._app
+        headers = Headers(scope=scope)
+        app = self._app
         if "content-length" in headers and "transfer-encoding" in headers:
             # Something between client and server may have read other bytes as the body (RFC 9112, section 6.3).
             app = _refusal("Content-Length and Transfer-Encoding exclude each other. Send one.", connection="close")

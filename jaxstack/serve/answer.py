@@ -47,7 +47,9 @@ class Texts:
           seed: of sampling, if the request has none.
           end: tokens that end a text.
         """
-        self._asked, self._worker, self._cached = asked, worker, 0
+        self._asked = asked
+        self._worker = worker
+        self._cached = 0
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Part | PromptScores | ApiError]] = asyncio.Queue()
         self.first: float | None = None
@@ -150,7 +152,10 @@ class TextsResponse(Response):
           seconds: time of the request.
           done: is called when the response ends, in any way.
         """
-        self._asked, self._texts, self._seconds, self._done = asked, texts, seconds, done
+        self._asked = asked
+        self._texts = texts
+        self._seconds = seconds
+        self._done = done
         self._reply = Reply(asked, model.name, model.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -65,10 +65,15 @@ class Server:
           log: prints a line for each request.
           access: who may send requests. `None` means those that call this server by a name of the loopback address.
         """
-        self.worker, self.model, self.limits, self.end, self.log = worker, model, limits, end, log
+        self.worker = worker
+        self.model = model
+        self.limits = limits
+        self.end = end
+        self.log = log
         self.open: set[Texts] = set()
         self.closing = False
-        self._started, self._seeds = int(time.time()), np.random.default_rng()
+        self._started = int(time.time())
+        self._seeds = np.random.default_rng()
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -165,10 +170,12 @@ class _LogRequests:
     """Prints a line for each request, without any text of it."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
-        self._app, self._log = app, log
+        self._app = app
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status = time.monotonic(), 500
+        began = time.monotonic()
+        status = 500
 
         async def noting(message: Message) -> None:
             nonlocal status

@@ -42,7 +42,8 @@ class Connection(H11Protocol):
           closed: is called when the connection is closed.
         """
         super().__init__(config, state, {})
-        self._seconds, self._closed = seconds, closed
+        self._seconds = seconds
+        self._closed = closed
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -140,7 +141,8 @@ class Listener:
           limit: largest number of connections.
           log: prints a line for what goes wrong.
         """
-        self._listener, self._log = listener, log
+        self._listener = listener
+        self._log = log
         self._free = asyncio.Semaphore(limit)
         self._said = -_QUIET_S
         listener.listen(128)

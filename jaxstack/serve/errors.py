@@ -31,7 +31,8 @@ class ApiError(Exception):
           retry_after: see the class.
         """
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
+        self.retry_after = retry_after
         kind = "server_error" if status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if status == 429 else kind
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -19,7 +19,7 @@ class Piece(NamedTuple):
       tokens: ids of the new tokens.
       logprobs: of the new tokens, if they are wanted.
       finish_reason: why the text ends with this piece: `stop`, `length`, or empty if it does not end.
-      of_prompt: whether the tokens are those of the prompt. Its first token has no log-probability.
+      of_prompt: whether the tokens belong to the prompt. Its first token has no log-probability.
     """
 
     place: int
@@ -58,7 +58,8 @@ class Reply:
           model: name of the model.
           tokenizer: shows single tokens.
         """
-        self._asked, self._tokenizer = asked, tokenizer
+        self._asked = asked
+        self._tokenizer = tokenizer
         kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -88,7 +89,8 @@ class Reply:
 
     def chunk(self, piece: Piece) -> JsonValue:
         """Returns what is new in a text of a stream."""
-        choice, first = self._choice([piece]), piece.place not in self._begun
+        choice = self._choice([piece])
+        first = piece.place not in self._begun
         self._begun.add(piece.place)
         if self._asked.chat:
             role = {"role": "assistant"} if first else {}
@@ -156,7 +158,8 @@ class Reply:
 
     def _rows(self, piece: Piece) -> list[tuple[float, list[tuple[int, float]]]]:
         """Returns for each token its log-probability, and the most probable tokens with theirs."""
-        count, rows = self._asked.logprobs, []
+        count = self._asked.logprobs
+        rows = []
         if piece.logprobs is not None:
             for chosen, ids, values in zip(*piece.logprobs, strict=True):
                 top = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)

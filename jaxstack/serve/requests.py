@@ -1,6 +1,6 @@
 """Reads the bodies of requests: every parameter has an effect or is refused by name, never ignored.
 
-Values that ask for nothing are accepted: null, and those of `ASKS_NOTHING`.
+Values that ask for nothing are accepted: null, and the values in `ASKS_NOTHING`.
 """
 
 import json
@@ -328,7 +328,8 @@ def _prompts(fields: _Fields, model: Model) -> tuple[list[list[int]], list[str]]
         given = [given]
     if not isinstance(given, list) or not given:
         raise ApiError("prompt is neither a string, nor a list of token ids, nor a list of prompts.", "prompt")
-    prompts, texts = [], []
+    prompts = []
+    texts = []
     for one in given:
         if isinstance(one, str):
             ids = _encode(one, model, "prompt")
@@ -364,7 +365,8 @@ def _message(given: JsonValue, where: str) -> Message:
         raise ApiError(f"{where} is not an object with role and content.", where)
     if extra := sorted(key for key in given if key not in ("role", "content") and not _is_empty(given[key])):
         raise ApiError(f"{where}.{extra[0]} is not supported. A message has role and content.", f"{where}.{extra[0]}")
-    role, content = given.get("role"), given.get("content")
+    role = given.get("role")
+    content = given.get("content")
     if role not in ROLES:
         raise ApiError(f"{where}.role={_shown(role)} is not one of {', '.join(ROLES)}.", f"{where}.role")
     if isinstance(content, list):  # parts

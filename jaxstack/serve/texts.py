@@ -17,7 +17,7 @@ class AnswerText:
     string. The text does not depend on how its tokens are divided into calls.
 
     Attributes:
-      tokens: number of tokens of the text, including those of what ended it.
+      tokens: number of tokens of the text, including the tokens that ended it.
       finish_reason: `stop` if a stop string or a token has ended it, else empty.
     """
 
@@ -39,8 +39,10 @@ class AnswerText:
           stop: strings that end it.
           skip_special_tokens: whether to leave out special tokens of the tokenizer.
         """
-        self.tokens, self.finish_reason = 0, ""
-        self._stop, self._end = tuple(stop), {*end}
+        self.tokens = 0
+        self.finish_reason = ""
+        self._stop = tuple(stop)
+        self._end = {*end}
         skipped = tokenizer.special_ids if skip_special_tokens and isinstance(tokenizer, HFTokenizer) else frozenset()
         self._skipped_ids = skipped - self._end
         self._stream = TextStream(tokenizer, "", end=end)
@@ -49,7 +51,8 @@ class AnswerText:
             seen.pop(0)  # what follows the end of a document does not depend on it
         self._stream.add(seen)
         self._skip = len(self._stream.text.rstrip("\ufffd"))  # a character that is not complete is the answer's
-        self._text, self._sent = "", 0
+        self._text = ""
+        self._sent = 0
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Returns the text that is certain after some more tokens, beyond what was returned before.
@@ -80,7 +83,8 @@ class AnswerText:
             self.finish_reason = "stop"
         found = [at for at in (self._text.find(word) for word in self._stop) if at >= 0]
         if found:
-            self._text, self.finish_reason = self._text[: min(found)], "stop"
+            self._text = self._text[: min(found)]
+            self.finish_reason = "stop"
 
     def _held(self) -> int:
         """Returns the length of the longest end of the text with which a stop string begins."""

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxstack.generate.continuous import ContinuousBatch, Part, Prompt
-from jaxstack.generate.row_programs import CALL
+from jaxstack.generate.engine import CALL, next_count
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.generate.score import Scorer
-from jaxstack.generate.stream import next_count
 
 
 class PromptScores(NamedTuple):
@@ -60,7 +59,10 @@ class Worker:
         """
         self.error: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
-        self._batch, self._scorer, self._rows, self._vocabulary = batch, scorer, rows, vocabulary
+        self._batch = batch
+        self._scorer = scorer
+        self._rows = rows
+        self._vocabulary = vocabulary
         self._unscored: list[_Unscored] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._texts: dict[int, Deliver] = {}

@@ -12,12 +12,12 @@ import scipy.special
 from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
 
 from jaxstack.config import SampleConfig
-from jaxstack.generate import decode, row_programs, sampling
+from jaxstack.generate import decode, sampling
+from jaxstack.generate import engine as engines
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.engine import Engine, Programs
 from jaxstack.generate.prompts import row_seeds
-from jaxstack.generate.row_programs import RowPrograms
 from jaxstack.generate.sampling import RowSample
-from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
@@ -35,7 +35,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: in
     expected = decode.generate(cfg, values, prompts, sample, seed=3, stop=STOP, **options)
     engine = Engine.create(cfg, values, **options)
     for at_once in (True, False):
-        parts = engine.stream(prompts, replace(sample, rows=rows), seed=3, stop=STOP, at_once=at_once)
+        parts = decode.stream(engine, prompts, replace(sample, rows=rows), seed=3, stop=STOP, at_once=at_once)
         assert joined(prompts, parts) == expected
 
 
@@ -139,8 +139,8 @@ def test_the_cache_has_room_for_the_longest_text_and_no_more(monkeypatch):
     """It grows and shrinks while texts are written, and they stay as they are."""
     engine, batch = batch_of(2)
     sizes = []
-    extend = RowPrograms.extend
-    monkeypatch.setattr(RowPrograms, "extend", lambda self, *a: sizes.append(self.slots) or extend(self, *a))
+    extend = Programs.extend
+    monkeypatch.setattr(Programs, "extend", lambda self, *a, **how: sizes.append(self.slots) or extend(self, *a, **how))
     prompts = [[1, 2], [5] * 100, [7, 8, 9], [3] * 20, [2, 4]]
     for name, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
         batch.add(Prompt(name, prompt, replace(GREEDY, tokens=90 if name == 0 else 20), mark))
@@ -171,13 +171,11 @@ def test_a_text_that_is_given_up_makes_room():
 
 def test_other_prompts_compile_nothing(rng, monkeypatch):
     cfg = MODELS["llama3"]
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
-    compiled, compile_program = [], row_programs.compile_program
-    monkeypatch.setattr(
-        row_programs, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how)
-    )
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    compiled, compile_program = [], engines.compile_program
+    monkeypatch.setattr(engines, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how))
     for count in (4, 7):
-        list(engine.stream(prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
+        list(decode.stream(engine, prompts_for(cfg, rng)[:count], replace(GREEDY, rows=2), at_once=True))
         assert len(compiled) == 4  # an empty batch, a prompt, its row, and tokens
 
 

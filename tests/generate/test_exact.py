@@ -10,9 +10,9 @@ import pytest
 from test_generate import MODELS, on_mesh, values_of
 
 from jaxstack.config import Config, ConfigError, ModelConfig, SampleConfig
+from jaxstack.generate.engine import Engine
 from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.score import Scorer
-from jaxstack.generate.stream import Engine
 from jaxstack.models.context import Context
 from jaxstack.planner import memory
 from jaxstack.training import losses

@@ -38,8 +38,9 @@ from jaxstack.data import Dataset, Tokens
 from jaxstack.data.dataset import Source
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.families.context import make_context
-from jaxstack.generate import beam_search, decode, row_sampler, sampling, stream
+from jaxstack.generate import beam_search, decode, engine, sampling
 from jaxstack.generate.conversation import Conversation
+from jaxstack.generate.engine import Engine, Programs
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import decoder, params
@@ -186,11 +187,11 @@ def assert_streams(cfg: ModelConfig, values: Any, sample: SampleConfig, **option
     """Checks that a stream, and the replies of a conversation, have the tokens of `generate`."""
     prompts, stop = [*PROMPTS, PROMPTS[1]], (9,)
     how: dict[str, Any] = {"stop": stop, "seed": 3} | options
-    engine = stream.Engine.create(cfg, values, **options)
+    ready = Engine.create(cfg, values, **options)
     rows = decode.generate(cfg, values, prompts, sample, **how)
-    assert joined(prompts, engine.stream(prompts, sample, stop=stop, seed=3)) == rows
+    assert joined(prompts, decode.stream(ready, prompts, sample, stop=stop, seed=3)) == rows
 
-    conversation = Conversation(engine, sample, context=45, stop=stop, seed=3)
+    conversation = Conversation(ready, sample, context=45, stop=stop, seed=3)
     text = PROMPTS[2]
     for turn, added in enumerate([[4, 5], [6] * 3, None, [1]]):
         (expected,) = decode.generate(cfg, values, [text], sample, **how)
@@ -215,9 +216,9 @@ def test_streams_and_conversations_have_the_tokens_of_one_call(name, form):
 
 def test_a_conversation_reads_only_what_is_new(monkeypatch):
     cfg, read = FAMILIES["llama3"], []
-    append = stream.Programs.append
-    monkeypatch.setattr(stream.Programs, "append", lambda *a: read.append((int(a[-1][0]), int(a[-1][1]))) or append(*a))
-    conversation = Conversation(stream.Engine.create(cfg, values_of(cfg)), replace(GREEDY, tokens=4), context=150)
+    append = Programs.append
+    monkeypatch.setattr(Programs, "append", lambda *a: read.append((int(a[-2][0]), int(a[-2][1]))) or append(*a))
+    conversation = Conversation(Engine.create(cfg, values_of(cfg)), replace(GREEDY, tokens=4), context=150)
     prompt = [*range(60), *range(10)]
     (text,) = joined([prompt], ([part] for part in conversation.reply(prompt)))
     list(conversation.reply([*text, 1, 2]))
@@ -425,7 +426,7 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
 
 def test_a_prompt_uses_its_own_tokens_and_no_padding():
     tokens, first = jnp.asarray([[4, 1, 2], [0, 3, 3]]), jnp.asarray([0, 1])
-    used = row_sampler.used_at_first(tokens, first, jnp.zeros((2, 5)), SampleConfig(repetition_penalty=1.5))
+    used = engine.used_at_first(tokens, first, jnp.zeros((2, 5)), 1.5)
     assert [np.flatnonzero(row).tolist() for row in used] == [[1, 2, 4], [3]]
 
 
@@ -488,10 +489,10 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
     assert newest.startswith("ab")
     assert newest != older
     assert text("--step=5", "--mesh.tensor=2", "--mesh.data=1") == newest
-    create, computed = stream.Engine.create, []
+    create, computed = Engine.create, []
     with monkeypatch.context() as patched:
         patched.setattr(
-            stream.Engine, "create", lambda *a, ctx, **how: computed.append(ctx.dtype) or create(*a, ctx=ctx, **how)
+            Engine, "create", lambda *a, ctx, **how: computed.append(ctx.dtype) or create(*a, ctx=ctx, **how)
         )
         text(), text("--dtype=bfloat16")
     assert computed == [jnp.float32, jnp.bfloat16]

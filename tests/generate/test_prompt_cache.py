@@ -11,9 +11,9 @@ from test_generate import GREEDY, MODELS, SAMPLED, gate_of, on_mesh, slow, value
 from jaxstack.config import SampleConfig
 from jaxstack.generate import continuous, decode
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.engine import Engine
 from jaxstack.generate.prompt_cache import PromptCache
 from jaxstack.generate.prompts import row_seeds
-from jaxstack.generate.stream import Engine
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 

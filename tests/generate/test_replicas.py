@@ -19,7 +19,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunCon
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode
-from jaxstack.generate.stream import Engine
+from jaxstack.generate.engine import Engine
 from jaxstack.models import decoder
 from jaxstack.moe.placement import read_load
 from jaxstack.sharding import make_mesh
@@ -114,7 +114,7 @@ def test_the_load_counts_what_the_uncached_forward_counts(name, mesh, tokens):
         (cfg, values, options), (_, alone, _) = on_mesh(name, mesh), on_mesh(name, {})
     engine = Engine.create(cfg, values, **options)
     sample = SampleConfig(tokens=tokens, temperature=1.0)
-    rows = joined(PROMPTS, engine.stream(PROMPTS, sample, stop=(*range(8),), seed=2))
+    rows = joined(PROMPTS, decode.stream(engine, PROMPTS, sample, stop=(*range(8),), seed=2))
     if tokens > 1:
         assert len({len(row) - len(prompt) for row, prompt in zip(rows, PROMPTS, strict=True)}) > 1
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)

@@ -13,8 +13,8 @@ from test_generate import GREEDY, MODELS, gate_of, on_mesh, slow, values_of
 
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import decode, sampling, speculative
+from jaxstack.generate.engine import Engine
 from jaxstack.generate.speculative import Speculation
-from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops

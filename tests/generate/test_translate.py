@@ -122,6 +122,6 @@ def test_an_exported_run_writes_the_same_with_transformers(trained, tmp_path):
     parser.execute(["export", trained, str(tmp_path / "out")])
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
     run = jaxstack.load(trained, mesh={"data": 1})
-    (row,) = translate.to_inputs(run.config, run.tokenizer, ["bca"], "up")
+    (row,) = translate.to_inputs(run.config.data, run.tokenizer, ["bca"], "up")
     made = theirs.generate(input_ids=torch.tensor([row]), max_new_tokens=8, do_sample=False)[0, 1:].tolist()
-    assert translate.to_text(run.config, run.tokenizer, made) == "BCA"
+    assert translate.to_text(run.config.data, run.tokenizer, made) == "BCA"

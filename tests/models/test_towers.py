@@ -249,4 +249,5 @@ def test_a_run_is_resumed_bit_for_bit_and_reports_its_losses(tmp_path, rng, caps
         with pytest.raises(ConfigError, match=said) as error:
             execute(words)
         assert "\n" not in str(error.value)
-    assert features.text_features(run.config, run.params, ["2"], run.tokenizer, run.context).shape == (1, 32)
+    length = run.config.data.target_length
+    assert features.text_features(run.model, run.params, ["2"], run.tokenizer, length, run.context).shape == (1, 32)

@@ -19,7 +19,7 @@ mistakes(
     ("lax.map(jax.checkpoint(f), texts)", "lax.map(f, texts)"),
     ("range(min(block, rows), 0, -1)", "range(rows, 0, -1)"),
     ("texts.ids[s.argmax(1)]", "texts.ids[s.argmin(1)]"),
-    ("(pairs.weights * (found == pairs.ids)).sum()", "(found == pairs.ids).sum(dtype=jnp.float32)"),
+    ("(pairs.weights * (best_ids == pairs.ids)).sum()", "(best_ids == pairs.ids).sum(dtype=jnp.float32)"),
 )  # fmt: skip
 
 mistakes(

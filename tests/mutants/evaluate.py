@@ -27,7 +27,7 @@ mistakes(
 
 mistakes(
     "evaluate", "kernels/cross_entropy.py", "generate/test_score.py -k gradients",
-    ("better = (logits > chosen) | ((logits == chosen) & (here < own))", "better = logits > chosen"),
+    ("better = (logits > chosen) | ((logits == chosen) & (entries < target))", "better = logits > chosen"),
 )  # fmt: skip
 
 mistakes(

@@ -23,10 +23,13 @@ mistakes(
 
 mistakes(
     "generate",
-    "generate/row_sampler.py",
+    "generate/engine.py",
     GENERATE + " -k 'sampled or stop or greedy or reference'",
-    ("step_keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)", "step_keys = keys"),
-    ('state["lengths"] + going', 'state["lengths"] + ~done'),
+    (
+        'jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(rows["key"]), rows["index"])',
+        'jax.random.wrap_key_data(rows["key"])',
+    ),
+    ('rows["index"] + ~rows["done"]', 'rows["index"] + 1'),
     (
         "there = jnp.arange(slots) >= first[:, None]",
         "there = jnp.arange(slots) > first[:, None]",
@@ -95,11 +98,14 @@ mistakes(
 
 mistakes(
     "generate",
-    "generate/row_programs.py",
+    "generate/engine.py",
     "generate/test_continuous.py -k 'one_batch and llama3 or free_takes or room or own_sampling'",
-    ("jnp.where(at[0] >= 0, b, kept)", "jnp.where(at[0] >= 0, kept, b)"),
-    ("& ~(wait & (rows_that(after & ~done) > 0))", ""),
-    ('self._choose(logits, state, state["index"])', 'self._choose(logits, state, 0 * state["index"])'),
+    ("jnp.where(at[0] >= 0, b, old)", "jnp.where(at[0] >= 0, old, b)"),
+    ("& ~(wait & (ending > 0))", ""),
+    (
+        'rows["done"] | is_stop(new, self.sampling.stop) | (index >= rows["limit"])',
+        'rows["done"] | is_stop(new, self.sampling.stop)',
+    ),
     ("jax.lax.cond(wanted, compute,", "jax.lax.cond(~wanted, compute,"),
     (
         '"first": state["first"] + (to - slot)',

@@ -121,7 +121,7 @@ mistakes(
     ("(-high, -low) for low, high in intervals", "(low, high) for low, high in intervals"),
     ("(max(low, 1), high) for low", "(low, high) for low"),
     ("(distance_BCT[..., None] <= high)", "(distance_BCT[..., None] < high)"),
-    ("exact = own // 2  #", "exact = own  #"),
+    ("exact = one_way // 2  #", "exact = one_way  #"),
     ("return apart if apart.ndim == 3 else apart[None]", "return -apart if apart.ndim == 3 else apart[None]"),
     ("(len(buckets), kv_heads, -1)[:, :", "(len(buckets), -1, kv_heads).swapaxes(1, 2)[:, :"),
     ("[:, None, :, None] >= low", "[:, None, :, None] > low"),

@@ -90,7 +90,7 @@ mistakes(
     ("found_shapes != [shapes]:", "not marked:"),
     ('"closed_call")', '"closed_call", "scan")'),
     ("if not isinstance(factor, int | float):", "if False:", "kernels/test_taps.py -k another_use"),
-    ("if not (required or leaf in found.sites):", "if True:", "kernels/test_taps.py -k another_use"),
+    ("if not (required or leaf in collector.sites):", "if True:", "kernels/test_taps.py -k another_use"),
 )  # fmt: skip
 
 mistakes(

@@ -152,7 +152,7 @@ mistakes(
     ("name_stack=outer + inner.source_info.name_stack", "name_stack=inner.source_info.name_stack"),
     ("return not way.guide.is_followed(Scan.loop_of(equation, way))", "return True"),
     ("if len(equation.outvars) != scan_sizes(equation.params)[1]:", "if not equation.outvars:"),
-    (' and made.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):', ":"),
+    (' and defined.isdisjoint(_variables(equation.params["jaxpr"].jaxpr)):', ":"),
 )  # fmt: skip
 
 mistakes(

@@ -46,6 +46,7 @@ from jaxstack.pipeline import (
 )
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
 from jaxstack.training import assemble, losses
 from jaxstack.training.assemble import make_gradients
@@ -465,8 +466,8 @@ def test_everything_that_stages_exchange_in_the_loop(case):
 @traffic_cases(0, 5)
 def test_bytes_along_each_axis_are_what_the_formula_says(case):
     cfg, ctx, found = moved(name_of(case))
-    measured, predicted = hlo.sent(found), hlo.sent(estimate.traffic(cfg, ctx))
-    print(hlo.format_traffic(found, estimate.traffic(cfg, ctx)))
+    measured, predicted = hlo.sent(found), hlo.sent(estimate.traffic(Job(cfg, ctx)))
+    print(hlo.format_traffic(found, estimate.traffic(Job(cfg, ctx))))
     whole = sum(measured.values())
     assert {kind for kind, sent in measured.items() if sent > 0.01 * whole} <= set(predicted)
     for kind, sent in predicted.items():

@@ -18,6 +18,7 @@ from jaxstack.models import family as models
 from jaxstack.models.batches import abstract_batch
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, init_state, make_state
@@ -93,7 +94,7 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.layout.sharding(ctx.layout.batch))}
-    memory = estimate.memory(cfg, ctx, abstract, batch)
+    memory = estimate.memory(Job(cfg, ctx), abstract, batch)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert memory["parameters, float32"] + memory["optimizer state"] == stored
     assert memory["batch"] == 8 * 32 * 4 / 4
@@ -112,7 +113,9 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
         devices = int(np.prod(list(cfg.mesh.sizes.values())))
         ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
         return sum(
-            v for k, v in estimate.memory(cfg, ctx, abstract_state(Recipe.of(cfg), ctx), {}).items() if "saved" in k
+            v
+            for k, v in estimate.memory(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx), {}).items()
+            if "saved" in k
         )
 
     assert saved("none") > saved("selective") > saved("full") > 0

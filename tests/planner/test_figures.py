@@ -14,6 +14,7 @@ from jaxstack.config.reading.parse import parse_config
 from jaxstack.models.flops import flops_per_token
 from jaxstack.planner import estimate, figures, memory, plan_plot, roofline
 from jaxstack.planner.explain import Figure
+from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import step_time
 
 SMALL = ["--config=gpt2", "--mesh.data=1", "--train.grad_accum=1", "--data.batch_size=64"]
@@ -89,8 +90,8 @@ def test_every_part_of_the_memory_has_a_formula_with_named_shapes(name):
     for remat in figures.POLICIES:
         cfg = replace(base, train=replace(base.train, remat=remat))
         ctx = memory.context(cfg, devices, platform)
-        parts = figures.memory_figures(cfg, ctx)
-        plain = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
+        parts = figures.memory_figures(Job(cfg, ctx))
+        plain = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
         assert [f.value for f in parts] == list(plain.values())
         for part in parts:
             assert evaluated(part.explanation) == pytest.approx(part.value, rel=1e-9), part.name
@@ -100,14 +101,14 @@ def test_every_part_of_the_memory_has_a_formula_with_named_shapes(name):
 
 def test_memory_is_the_estimate_and_the_stash_grows_with_the_policy(capsys, tmp_path, gpt2):
     cfg, ctx = gpt2
-    parts = figures.memory_figures(cfg, ctx)
-    policies = figures.memory_by_policy(cfg, ctx)
+    parts = figures.memory_figures(Job(cfg, ctx))
+    policies = figures.memory_by_policy(Job(cfg, ctx))
     assert policies[cfg.train.remat] == parts
     saved = [f.value for of_it in policies.values() for f in of_it if figures.is_saved(f)]
     assert len(saved) == 4
     assert saved[0] == max(saved)
     assert saved[-1] == min(saved)
-    cache = figures.generation_figures(cfg, ctx)[1]
+    cache = figures.generation_figures(Job(cfg, ctx))[1]
     assert cache.value == 2 * 2 * 16 * 12 * 1024 * 768  # keys and values, bf16, rows, layers, tokens, width
     plan_plot.draw_memory(policies, 80e9, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
@@ -123,16 +124,16 @@ def gpt2():
 def test_parts_of_the_time_add_up(gpt2):
     cfg, ctx = gpt2
     limits = figures.limits_of("h100:4")[2]
-    time = step_time(cfg, ctx, limits)
-    parts = figures.time_figures(cfg, ctx, limits, time)
+    time = step_time(Job(cfg, ctx), limits)
+    parts = figures.time_figures(Job(cfg, ctx), limits, time)
     assert sum(f.value for f in parts) == pytest.approx(time.total)
-    sent = sum(f.value for f in figures.traffic_figures(cfg, ctx, limits))
-    assert sent == pytest.approx(sum(c.sent for c in estimate.traffic(cfg, ctx)))
+    sent = sum(f.value for f in figures.traffic_figures(Job(cfg, ctx), limits))
+    assert sent == pytest.approx(sum(c.sent for c in estimate.traffic(Job(cfg, ctx))))
 
 
 def test_days_for_a_budget_are_by_hand(gpt2):
     cfg, ctx = gpt2
-    time = step_time(cfg, ctx, roofline.ChipLimits(CHIPS["h100"]))
+    time = step_time(Job(cfg, ctx), roofline.ChipLimits(CHIPS["h100"]))
     *_, days = figures.flops_figures(cfg, time, 1e12)
     per_token = flops_per_token(cfg.model, 1024).full + time.recomputed_flops / time.tokens
     assert days.value == pytest.approx(per_token * 1e12 / (4 * 989.4e12) / 86400)

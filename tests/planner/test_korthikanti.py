@@ -13,6 +13,7 @@ from jaxstack.common.hardware import CHIPS
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.models.flops import matmul_params
 from jaxstack.planner import megatron, roofline
+from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import CALIBRATED
 
 RESULT = json.loads((Path(published.__file__).parent / "results" / "korthikanti.json").read_text())
@@ -66,7 +67,7 @@ def test_utilisation_of_megatron_follows_from_its_times(name, mfu, hfu):
 def gpt3(style_bytes: int = 16, **mesh: int):
     cfg = with_vocabulary(parse_config(["--config=gpt3", *(f"--mesh.{axis}={size}" for axis, size in mesh.items())]))
     ctx = roofline.context(cfg, 1024)
-    return cfg, ctx, megatron.memory(cfg, ctx, style_bytes)
+    return cfg, ctx, megatron.memory(Job(cfg, ctx), style_bytes)
 
 
 def test_gpt3_needs_more_than_35_a100():
@@ -75,7 +76,7 @@ def test_gpt3_needs_more_than_35_a100():
     assert state == pytest.approx(2.8e12, rel=0.005)
     assert 34.9 < state / 80e9 < 35
     assert sum(f.value for f in figures) / 80e9 > 35  # with any activations
-    eighteen = megatron.memory(cfg, roofline.context(cfg, 1024), 18)
+    eighteen = megatron.memory(Job(cfg, roofline.context(cfg, 1024)), 18)
     assert sum(f.value for f in eighteen[:-1]) == pytest.approx(state * 18 / 16)
 
 
@@ -99,10 +100,10 @@ def test_activations_are_those_of_the_paper(remat, sequence_parallel, bytes_per_
     """5 a s / h is 80 for GPT-3; eight stages with three chunks hold 8 (1 + 7/24) microbatches of 12 layers."""
     row = published.ROWS["175B"]
     cfg = published.config(row, remat, sequence_parallel)
-    found = megatron.activations(cfg, roofline.context(cfg))
+    found = megatron.activations(Job(cfg, roofline.context(cfg)))
     assert found.value == pytest.approx(2048 * 12288 * bytes_per_element * 96 * (1 + 7 / 24))
     alone = replace(cfg, mesh=replace(cfg.mesh, pipe=1), pipeline=type(cfg.pipeline)())
-    saved = megatron.activations(alone, roofline.context(alone))
+    saved = megatron.activations(Job(alone, roofline.context(alone)))
     assert saved.value == pytest.approx(2048 * 64 * 12288 * bytes_per_element * 96)
     numbers = re.sub(r"[a-z]+", "", found.explanation.replace(" x ", " * "))
     assert eval(numbers) == pytest.approx(found.value, rel=1e-3)  # of what is printed

@@ -30,6 +30,7 @@ from jaxstack.config.reading.parse import parse_config
 from jaxstack.families.context import make_context
 from jaxstack.moe.placement import Placement
 from jaxstack.planner import aot, estimate, generation_memory, memory
+from jaxstack.planner.job import Job
 from jaxstack.planner.memory import GIB, RATIOS, Room
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_eval_step
@@ -84,7 +85,7 @@ def test_evaluation_needs_no_more_than_a_microbatch():
     for batch, accum in ((4, 1), (32, 8)):
         cfg = config(batch, train=TrainConfig(grad_accum=accum))
         ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 4, jax.devices()[:1]))
-        state, abstract = estimate.abstract_inputs(cfg, ctx)
+        state, abstract = estimate.abstract_inputs(Job(cfg, ctx))
         compiled = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum)).lower(state.params, abstract).compile()
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporary[1] < 1.05 * temporary[0]
@@ -97,7 +98,7 @@ def room(gib: float) -> Room:
 def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
     cfg = config()
     ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
-    run = cfg, ctx, abstract_state(Recipe.of(cfg), ctx)
+    run = Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx)
     found = memory.need(cfg, 1, "cpu")
     low, high = found.bounds
     assert found.state < low < found.formula < high
@@ -223,7 +224,10 @@ def test_generation_counts_parameters_and_cache(beams):
     ctx = memory.context(cfg, 1, "cpu")
     parameters = memory.need(cfg, 1, "cpu").parts["parameters, float32"]
     # 2 texts x 2 layers x (16 + 64 tokens) x 2 heads of 64, keys and values, in float32
-    assert generation_memory.generation_need(cfg, ctx, 64) == (parameters, beams * 2 * 2 * (16 + 64) * 2 * 64 * 2 * 4)
+    assert generation_memory.generation_need(Job(cfg, ctx), 64) == (
+        parameters,
+        beams * 2 * 2 * (16 + 64) * 2 * 64 * 2 * 4,
+    )
 
 
 def test_generation_counts_replicas_of_experts():
@@ -233,7 +237,7 @@ def test_generation_counts_replicas_of_experts():
     ctx = memory.context(cfg, 2, "cpu")
     slots = np.tile([[0, 2, 1], [3, 0, 0]], (moe.num_layers, 1, 1))
     replicated = dataclasses.replace(ctx, placement=Placement(4, slots))
-    once, more = (generation_memory.generation_need(cfg, each, 64) for each in (ctx, replicated))
+    once, more = (generation_memory.generation_need(Job(cfg, each), 64) for each in (ctx, replicated))
     own = 4 * moe.num_layers * 3 * moe.d_model * moe.expert_width  # of one expert: up, gate and down, in float32
     assert more == (once[0] + own, once[1])
 
@@ -309,5 +313,5 @@ def test_a_refusal_names_the_largest_part(monkeypatch):
     assert size == max(found.parts.values())
     monkeypatch.setattr(memory, "room_of", lambda devices: room(0.99 * found.bounds[0] / GIB))
     with pytest.raises(ConfigError, match=r"optim.name=muon with .* needs at least") as error:
-        memory.check(cfg, ctx, abstract_state(Recipe.of(cfg), ctx))
+        memory.check(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx))
     assert f"The largest part by formula is {estimate.MUON_WORK}: {memory.gib(size)}." in str(error.value)

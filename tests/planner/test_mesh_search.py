@@ -28,7 +28,9 @@ from jaxstack.config import (
 from jaxstack.config.reading.parse import given_keys, parse_config
 from jaxstack.families.context import make_context
 from jaxstack.planner import auto_mesh, estimate, memory, mesh_plan, mesh_search
+from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Room
+from jaxstack.planner.mesh_search import Space
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
 from jaxstack.training import assemble
@@ -91,18 +93,18 @@ def by_brute_force(cfg: Config, devices: int) -> set[tuple[object, ...]]:
 
 @pytest.mark.parametrize(("cfg", "devices"), [(DENSE, 4), (EXPERTS, 4), (WINDOWS, 6), (DENSE, 1)])
 def test_candidates_are_those_that_the_checks_allow(cfg, devices):
-    listed = [chosen(one) for one in mesh_search.candidates(cfg, devices, "cpu", {"train.remat"})]
+    listed = [chosen(one) for one in Space(cfg, devices, "cpu", {"train.remat"}).candidates()]
     assert len(listed) == len(set(listed))
     assert set(listed) == by_brute_force(cfg, devices)
 
 
 def test_given_keys_are_kept_and_remat_is_searched():
     cfg = with_values(DENSE, {"mesh.tensor": 2, "mesh.data": 1, "train.grad_accum": 2})
-    found = list(mesh_search.candidates(cfg, 4, "cpu", {"mesh.tensor", "train.grad_accum"}))
+    found = list(Space(cfg, 4, "cpu", {"mesh.tensor", "train.grad_accum"}).candidates())
     assert {(one.mesh.tensor, one.train.grad_accum) for one in found} == {(2, 2)}
     assert {one.train.remat for one in found} == set(mesh_search.LESS)
     open_axis = with_values(DENSE, {"mesh.data": -1})
-    assert {one.mesh.data for one in mesh_search.candidates(open_axis, 4, "cpu", {"mesh.data"})} == {1, 2, 4}
+    assert {one.mesh.data for one in Space(open_axis, 4, "cpu", {"mesh.data"}).candidates()} == {1, 2, 4}
 
 
 @pytest.mark.matrix(quick=["cfg1-"])
@@ -112,10 +114,10 @@ def test_given_keys_are_kept_and_remat_is_searched():
 def test_the_search_finds_what_trying_everything_finds(cfg, clock, fraction):
     """With infinite memory, and with a limit that only some candidates meet."""
     everything = []
-    for one in mesh_search.candidates(cfg, 4, "gpu"):
-        ctx = memory.context(one, 4, "gpu")
-        need = memory.need_of(one, ctx, abstract_state(Recipe.of(one), ctx), "gpu")
-        everything.append((one, clock.seconds(one, ctx), need.formula))
+    for one in Space(cfg, 4, "gpu").candidates():
+        job = Job(one, memory.context(one, 4, "gpu"))
+        need = memory.need_of(job, abstract_state(Recipe.of(one), job.ctx), "gpu")
+        everything.append((one, clock.seconds(job), need.formula))
     needs = [need for _, _, need in everything]
     room = Room("a device", min(needs) + fraction * (np.median(needs) - min(needs)), 0)
     best: dict[object, float] = {}
@@ -123,7 +125,7 @@ def test_the_search_finds_what_trying_everything_finds(cfg, clock, fraction):
         if need <= mesh_search.HEADROOM * room.bytes:
             sizes = tuple(one.mesh.sizes.values())
             best[sizes] = min(seconds, best.get(sizes, math.inf))
-    found = mesh_search.search(cfg, 4, "gpu", (), room, clock, count=5)
+    found = mesh_search.search(Space(cfg, 4, "gpu"), room, clock, count=5)
     assert [c.seconds for c in found.ranked] == pytest.approx(sorted(best.values())[:5], rel=1e-6)
     for c in found.ranked:
         assert best[tuple(c.cfg.mesh.sizes.values())] == pytest.approx(c.seconds)
@@ -137,7 +139,7 @@ def test_less_work_is_faster():
     def best(**values):
         cfg = with_values(DENSE, {key.replace("__", "."): value for key, value in values.items()})
         given = {key.replace("__", ".") for key in values}
-        return mesh_search.search(cfg, 4, "gpu", given, INFINITE, H100).ranked[0].seconds
+        return mesh_search.search(Space(cfg, 4, "gpu", given), INFINITE, H100).ranked[0].seconds
 
     assert best(train__remat="none") <= best(train__remat="selective") < best(train__remat="full")
     assert best(train__grad_accum=1) < best(train__grad_accum=2) < best(train__grad_accum=4)
@@ -253,7 +255,7 @@ def test_chosen_meshes_train(rng):
     for cfg in found:
         count = math.prod(cfg.mesh.sizes.values())
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
-        cfg, _ = estimate.resolve_split(cfg, ctx)
+        cfg = estimate.resolve_split(Job(cfg, ctx))[0].cfg
         abstract = abstract_state(Recipe.of(cfg), ctx)
         placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
         _, metrics = assemble.jit_train_step(cfg, ctx, abstract)(make_state(Recipe.of(cfg), ctx, abstract), placed)

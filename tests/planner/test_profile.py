@@ -22,6 +22,7 @@ from jaxstack.pipeline.partition import Partition
 from jaxstack.planner import pipeline_costs as profile
 from jaxstack.planner import pipeline_programs as programs
 from jaxstack.planner import timing
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 
 MESH = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
@@ -137,7 +138,7 @@ def test_residuals_and_the_stream_are_counted_to_the_byte(remat, dtype):
     cfg = replace(cfg, mesh=replace(cfg.mesh, pipe=1, fsdp=1), pipeline=PipelineConfig())
     ctx = make_context(cfg, make_mesh(cfg.mesh, 2, jax.devices()[:2]))
     boundary, stash, _ = programs.activation_bytes(
-        cfg, ctx, programs.initial_values(cfg, ctx), programs.random_batch(cfg, ctx)
+        Job(cfg, ctx), programs.initial_values(cfg.model, ctx), programs.random_batch(Job(cfg, ctx))
     )
     S, D, F, H = cfg.data.seq_len, cfg.model.d_model, cfg.model.ff_width, cfg.model.num_heads
     assert boundary == {"float32": 4, "bfloat16": 2}[dtype] * S / 2 * D

@@ -16,6 +16,7 @@ from jaxstack.pipeline import zb_h1
 from jaxstack.pipeline.stages import Stages
 from jaxstack.planner import memory, roofline, traffic
 from jaxstack.planner.hlo import Collective
+from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
@@ -38,7 +39,7 @@ def config(
 
 
 def predict(cfg: Config, limits: ChipLimits = H100) -> StepTime:
-    return step_time(cfg, roofline.context(cfg), limits)
+    return step_time(Job(cfg, roofline.context(cfg)), limits)
 
 
 def place(limits: ChipLimits = H100, **sizes: int) -> Placement:
@@ -50,9 +51,9 @@ def test_parts_add_up_to_all_operations_and_collectives():
     cfg = config(fsdp=4, tensor=2)
     ctx = roofline.context(cfg)
     found = predict(cfg)
-    work = sum(op.times * H100.seconds(op)[0] for op in local_operations(cfg, ctx))
+    work = sum(op.times * H100.seconds(op)[0] for op in local_operations(Job(cfg, ctx)))
     assert found.layers + found.recomputation + found.head + found.update == pytest.approx(work)
-    alone = sum(c.sent / 450e9 for c in traffic.traffic(cfg, ctx))
+    alone = sum(c.sent / 450e9 for c in traffic.traffic(Job(cfg, ctx)))
     assert sum(found.exposed.values()) + sum(found.hidden.values()) == pytest.approx(alone)
     assert found.total == pytest.approx(work + sum(found.exposed.values()))
     assert found.tokens_per_s == pytest.approx(64 * 512 / found.total)
@@ -77,7 +78,7 @@ def test_the_bubble_is_that_of_the_schedule(schedule, chunks):
     cfg = config(pipe=4, microbatches=8, chunks=chunks, schedule=schedule)
     ctx = roofline.context(cfg)
     found = predict(cfg)
-    inside = [op for op in local_operations(cfg, ctx) if op.of_layer]
+    inside = [op for op in local_operations(Job(cfg, ctx)) if op.of_layer]
     forward = sum(op.times * H100.seconds(op)[0] for op in inside if not op.in_backward)
     backward = sum(op.times * H100.seconds(op)[0] for op in inside if op.in_backward)
     weight = sum(
@@ -99,7 +100,7 @@ def test_gradients_of_weights_fill_the_bubble():
 
 
 def test_a_backward_pass_takes_twice_the_forward_pass_without_recomputation():
-    ops = [op for op in local_operations(config("none"), roofline.context(config("none"))) if op.part == "matmul"]
+    ops = [op for op in local_operations(Job(config("none"), roofline.context(config("none")))) if op.part == "matmul"]
     forward = sum(op.times * op.flops for op in ops if not op.in_backward)
     assert sum(op.times * op.flops for op in ops if op.in_backward) == pytest.approx(2 * forward)
 
@@ -156,7 +157,7 @@ def test_exposed_time_is_that_of_compiled_programs(layout, mesh):
     found = json.loads((record.RESULTS / "overlap.json").read_text())["layouts"][layout]["with_options"]
     cfg = train_gpu.config(train_gpu.JOBS["dense_2048"], 16, "selective", {})
     cfg = replace(cfg, mesh=MeshConfig(data=1, **mesh))
-    time = step_time(cfg, memory.context(cfg, 8, "gpu"), H100)
+    time = step_time(Job(cfg, memory.context(cfg, 8, "gpu")), H100)
     exposed = sum(time.exposed.values())
     assert 1e3 * (exposed + sum(time.hidden.values())) == pytest.approx(found["collectives_ms"])
     assert 1 <= 1e3 * exposed / found["exposed_ms"] < 1.25

@@ -18,6 +18,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, figures, hlo, memory, roofline, trace, traced
+from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import step_time
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
@@ -152,7 +153,7 @@ def plan(name: str, **options) -> tuple[Config, Context]:
 def test_traced_flops_are_those_of_the_formula(name):
     """All matmuls that `train.remat` does not repeat, on one device, with attention that computes all pairs."""
     cfg, ctx = plan(name, remat="full", attention="xla")
-    ops = traced.operations(cfg, ctx)
+    ops = traced.operations(Job(cfg, ctx))
     found = sum(op.times * op.flops for op in ops if not op.for_remat)
     per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length, cfg.microbatch_size)
     tokens = cfg.data.batch_size * cfg.data.seq_len
@@ -164,36 +165,36 @@ def test_saved_arrays_are_named_and_counted_by_hand():
     """With full recomputation a layer saves the residual stream, and the dropout ids are not an array of a layer."""
     cfg, ctx = plan("t5", remat="full", attention="xla")
     rows, width, size = cfg.data.batch_size, cfg.model.d_model, 4
-    saved = {label.split()[5].rstrip(","): trace.total(arrays) for label, arrays in traced.saved(cfg, ctx).items()}
+    saved = {label.split()[5].rstrip(","): trace.total(arrays) for label, arrays in traced.saved(Job(cfg, ctx)).items()}
     for stack, depth, length in (("encoder", cfg.model.encoder_depth, 32), ("decoder", cfg.model.num_layers, 16)):
         stream = depth * rows * length * width * size
         assert saved[stack] == pytest.approx(stream, abs=64 * depth)  # and the index of each layer
-    parts = memory.need_of(cfg, ctx, *estimate.abstract_inputs(cfg, ctx)[:1], "tpu").parts
+    parts = memory.need_of(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx))[:1], "tpu").parts
     assert list(parts)[:3] == list(estimate.EXACT)
-    named = {figure.name: figure for figure in figures.memory_figures(cfg, ctx)}
+    named = {figure.name: figure for figure in figures.memory_figures(Job(cfg, ctx))}
     text = named["saved by 3 layers of encoder, remat full"].formula
     assert text.startswith(f"1 x {cfg.model.encoder_depth}x{rows}x32x{width} float32")
-    assert figures.generation_figures(cfg, ctx)[1].name == "KV cache of 48 tokens"
+    assert figures.generation_figures(Job(cfg, ctx))[1].name == "KV cache of 48 tokens"
 
 
 @pytest.mark.slow
 def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
     cfg, ctx = plan("t5", remat="full", micro=4, pipe=2)
-    saved = {label: trace.total(arrays) for label, arrays in traced.saved(cfg, ctx).items()}
+    saved = {label: trace.total(arrays) for label, arrays in traced.saved(Job(cfg, ctx)).items()}
     rows, width = cfg.data.batch_size // 4, cfg.model.d_model
     for part, (label, size) in zip(ctx.layout.pipeline.parts, saved.items(), strict=True):
         length = 32 if "encoder" in label else 16 + 32  # and the encoder's output, a side input of each layer
         slots = part.slots * part.stages.max_groups  # of layers
         assert size == pytest.approx(slots * rows * length * width * 4, rel=0.02), label
     limits = roofline.ChipLimits(CHIPS["v5e"])
-    time = step_time(cfg, ctx, limits)
+    time = step_time(Job(cfg, ctx), limits)
     busy = time.layers + time.recomputation
     # Three layers of the encoder are cut into two and one, so that more than the schedule's share is idle.
     assert ctx.layout.pipeline.schedule.stages == 2
     assert 0.2 < time.bubble / busy < 1.5
     one, alone = plan("t5", remat="full", accum=4)
     work = [
-        sum(op.times * op.flops for op in traced.operations(*each) if op.of_layer)
+        sum(op.times * op.flops for op in traced.operations(Job(*each)) if op.of_layer)
         for each in ((one, alone), (cfg, ctx))
     ]
     assert work[0] == pytest.approx(2 * work[1], rel=1e-9)  # two stages share it
@@ -202,9 +203,9 @@ def test_a_pipeline_of_two_stacks_has_a_stash_for_each_and_an_idle_time():
 def test_a_family_without_formulas_is_refused_by_the_roofline_and_by_megatron():
     cfg, ctx = plan("dit", remat="full")
     with pytest.raises(ConfigError, match=r"jaxstack plan roofline counts .*not model.family=diffusion. Use `jaxstack"):
-        roofline.operations(cfg, ctx)
+        roofline.operations(Job(cfg, ctx))
     with pytest.raises(ConfigError, match=r"--style=megatron-fp16 counts .*not model.family=diffusion"):
-        figures.memory_by_policy(cfg, ctx, 16)
+        figures.memory_by_policy(Job(cfg, ctx), 16)
 
 
 def test_committed_programs_are_within_the_bounds():
@@ -246,10 +247,10 @@ def test_traffic_is_what_compiled_programs_send(name, options):
     cfg = of_family(name, **options)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
-    state, batch = estimate.abstract_inputs(cfg, ctx)
+    state, batch = estimate.abstract_inputs(Job(cfg, ctx))
     text = assemble.jit_train_step(cfg, ctx, state).lower(state, batch).compile().as_text()
     sent = hlo.sent(hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts))
-    expected = hlo.sent(estimate.traffic(cfg, ctx))
+    expected = hlo.sent(estimate.traffic(Job(cfg, ctx)))
     least, gathers = 1e-2 * sum(sent.values()), ("fsdp", "all-gather")
     gathered, by_trace = sent.pop(gathers, 0), expected.pop(gathers, 0)
     assert gathered <= by_trace <= 1.5 * gathered

@@ -14,6 +14,7 @@ from jaxstack.pipeline import zb1
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.stages import Stages
 from jaxstack.planner import estimate, roofline, step_bytes, weight_split
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 
@@ -35,7 +36,7 @@ def context(cfg):
 def traced(cfg):
     """Returns the function that computes the gradients of a run, and its abstract arguments."""
     ctx = context(cfg)
-    state, batch = estimate.abstract_inputs(cfg, ctx)
+    state, batch = estimate.abstract_inputs(Job(cfg, ctx))
     return make_gradients(cfg, ctx), state.params, batch
 
 
@@ -65,7 +66,7 @@ def test_bytes_are_those_of_what_the_executor_stores(monkeypatch, family, split,
     monkeypatch.setattr(run, "initial_state", spy)
     jax.eval_shape(*traced(cfg))
     assert stored[0]
-    assert estimate.split_of(cfg, context(cfg)).bytes == sum(a.size * a.dtype.itemsize for a in stored[0])
+    assert estimate.split_of(Job(cfg, context(cfg))).bytes == sum(a.size * a.dtype.itemsize for a in stored[0])
 
 
 def test_cheap_pairs_are_chosen_while_they_fit(monkeypatch):
@@ -76,19 +77,19 @@ def test_cheap_pairs_are_chosen_while_they_fit(monkeypatch):
     D, F, Q, KV = m.d_model, m.ff_width, m.num_heads * m.head_width, m.kv_heads * m.head_width
     elements = {"w_q": D + Q + 2 * KV, "w_o": Q + D, "w_up": D + 2 * F, "w_down": F + D}
     weights = {"w_q": D * (Q + 2 * KV), "w_o": Q * D, "w_up": 2 * D * F, "w_down": F * D}
-    found = {one.weights[-1].partition("/")[2]: one for one in weight_split.find_readers(cfg, ctx)}
+    found = {one.weights[-1].partition("/")[2]: one for one in weight_split.find_readers(Job(cfg, ctx))}
     found = {name: one for name in elements for one in found.values() if any(name in path for path in one.weights)}
     assert {name: one.bytes for name, one in found.items()} == {k: 4 * 4 * tokens * n for k, n in elements.items()}
     assert {name: one.flops for name, one in found.items()} == {k: 2 * tokens * n for k, n in weights.items()}
     order = sorted(elements, key=lambda name: elements[name] / weights[name])
     needed = 10 * sum(found[name].bytes for name in order[:2]) + 1
-    split = weight_split.choose(cfg, ctx, needed)
+    split = weight_split.choose(Job(cfg, ctx), needed)
     assert split.split == tuple(found[name] for name in order[:2])
     assert split.flops_share == pytest.approx(sum(weights[n] for n in order[:2]) / sum(weights.values()))
     assert "wait: at most" in str(split).replace("do not ", "")
-    assert not weight_split.choose(cfg, ctx, 0).split
+    assert not weight_split.choose(Job(cfg, ctx), 0).split
     smallest = min(found.values(), key=lambda one: one.bytes)  # one that fits is taken after larger ones that do not
-    assert weight_split.choose(cfg, ctx, 10 * smallest.bytes).split == (smallest,)
+    assert weight_split.choose(Job(cfg, ctx), 10 * smallest.bytes).split == (smallest,)
 
 
 def test_memory_is_at_most_a_tenth_above_1f1b():
@@ -97,12 +98,13 @@ def test_memory_is_at_most_a_tenth_above_1f1b():
     totals = []
     for one in (cfg, other):
         ctx = roofline.context(one)
-        totals.append(sum(estimate.memory(one, ctx, *estimate.abstract_inputs(one, ctx)).values()))
-    resolved, line = estimate.resolve_split(cfg, roofline.context(cfg))
+        totals.append(sum(estimate.memory(Job(one, ctx), *estimate.abstract_inputs(Job(one, ctx))).values()))
+    resolved, line = estimate.resolve_split(Job(cfg, roofline.context(cfg)))
     assert 1 <= totals[0] / totals[1] <= 1.1
     assert resolved.pipeline.split is not None
     assert "bubble" in line
-    assert estimate.resolve_split(other, roofline.context(other)) == (other, "")
+    job = Job(other, roofline.context(other))
+    assert estimate.resolve_split(job) == (job, "")
 
 
 @pytest.mark.matrix
@@ -133,6 +135,6 @@ def test_uneven_stages_are_as_slow_as_the_largest():
 def test_mistakes_are_named():
     cfg = config(split=("mlp/.*", "ffn"))
     with pytest.raises(ConfigError, match=r"'ffn' matches no matrix of a layer .* Use names among attention/w_k, "):
-        estimate.resolve_split(cfg, roofline.context(cfg))
+        estimate.resolve_split(Job(cfg, roofline.context(cfg)))
     with pytest.raises(ConfigError, match=r"pipeline.split=null is chosen where a run starts"):
         jax.eval_shape(*traced(config(split=None)))

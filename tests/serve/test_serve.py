@@ -21,8 +21,8 @@ from jaxstack.config import SampleConfig
 from jaxstack.data.chat import PlainTemplate
 from jaxstack.generate import decode
 from jaxstack.generate.continuous import ContinuousBatch
+from jaxstack.generate.engine import Engine
 from jaxstack.generate.score import Scorer
-from jaxstack.generate.stream import Engine
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops

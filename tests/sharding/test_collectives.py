@@ -16,6 +16,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.moe import rounds
 from jaxstack.planner import estimate, hlo, hlo_text
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state
@@ -157,7 +158,10 @@ def test_the_ring_passes_keys_and_values_on_and_gathers_nothing():
 )
 def test_bytes_along_each_axis_are_what_the_formula_says(how):
     cfg, ctx, text = compiled(**how)
-    found, expected = hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts), estimate.traffic(cfg, ctx)
+    found, expected = (
+        hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts),
+        estimate.traffic(Job(cfg, ctx)),
+    )
     print(hlo.format_traffic(found, expected))
     measured, predicted = hlo.sent(found), hlo.sent(expected)
     kinds = {kind for kind, sent in measured.items() if sent > 0.01 * sum(measured.values())}

@@ -217,9 +217,9 @@ def test_plans_are_for_the_longest_rows_which_need_the_most_memory():
     assert found == memory.need(auto, 4, "cpu"), "the text is not read"
     others = [dataclasses.replace(cfg, data=cfg.data.with_length(length)) for length in cfg.data.lengths]
     assert max(memory.need(other, 4, "cpu").formula for other in others) == found.formula
-    assert mesh_search.smaller_batches(cfg) == [4, 2, 1]
+    assert mesh_search.smaller_batches(cfg.data) == [4, 2, 1]
     odd = dataclasses.replace(cfg.data, batch_size=12, seq_len=32, buckets=(24, 32))
-    assert mesh_search.smaller_batches(dataclasses.replace(cfg, data=odd)) == [6, 3], "the tokens fill rows of 24"
+    assert mesh_search.smaller_batches(odd) == [6, 3], "the tokens fill rows of 24"
 
 
 @pytest.mark.matrix

@@ -18,6 +18,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.models.params import Param, flat_spec, map_spec
 from jaxstack.planner import estimate, hlo
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training import optimizer, whole_matrices
 from jaxstack.training.state import Recipe, abstract_state, make_optimizer
@@ -370,7 +371,7 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     padded = 4 / 3 if "pipe" in mesh else 1  # three layers in the four slots of two stages
     assert sum(hlo.sent(moved).values()) <= padded * gather
     adamw = dataclasses.replace(cfg, optim=OptimConfig())
-    expected = hlo.sent([c for c in estimate.traffic(cfg, ctx) if c not in estimate.traffic(adamw, ctx)])
+    expected = hlo.sent([c for c in estimate.traffic(Job(cfg, ctx)) if c not in estimate.traffic(Job(adamw, ctx))])
     assert hlo.sent(moved) == pytest.approx(expected)
 
     values, grads = (

@@ -19,6 +19,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models import lora
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate
+from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.features import qat
@@ -172,11 +173,11 @@ def test_the_plan_counts_the_rounded_copy():
     """Each device has a copy of its own part of the matrices of layers, float32."""
     cfg = config("llama3", {"fsdp": 2, "tensor": 2})
     ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4]))
-    found = estimate.memory(cfg, ctx, *estimate.abstract_inputs(cfg, ctx))
+    found = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
     matrices = Walk.of(cfg.model, ctx).matrices.values()
     assert found["rounded matrices, float32"] == 4 * cfg.model.num_layers * sum(p.size for p in matrices) / 4
     plain = replace(cfg, train=replace(cfg.train, qat="none"))
-    assert {*found} - {*estimate.memory(plain, ctx, *estimate.abstract_inputs(plain, ctx))} == {
+    assert {*found} - {*estimate.memory(Job(plain, ctx), *estimate.abstract_inputs(Job(plain, ctx)))} == {
         "rounded matrices, float32"
     }
 

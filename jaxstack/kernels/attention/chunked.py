@@ -109,7 +109,7 @@ def _attend_backward(o: Options, residuals, d_out):
     q_BGSRK, d_out_BGSRK, out_BGSRK = (heads_first(x, k.shape[2]) for x in (q, d_out, out))
     k_BGTK = k.swapaxes(1, 2)
     v_BGTK = v.swapaxes(1, 2)
-    delta = row_dots(d_out_BGSRK, out_BGSRK)
+    delta = row_dots(d_out_BGSRK, out_BGSRK)  # [B, G, S, R]
     dq, dk, dv, d_table = backward(o, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse, delta, mask, q.dtype, table)
     dk = dk.swapaxes(1, 2)
     dv = dv.swapaxes(1, 2)
@@ -135,7 +135,7 @@ def forward(o: Options, q_BGSRK, k_BGTK, v_BGTK, mask: Mask, dtype, table=None):
             index = add_offset(start + jnp.arange(group.size), mask.offset)
             q_chunk, of_queries = slice_tree((q_BGSRK, mask.queries), start, group.size)
             scores = masked_scores(o, q_chunk, k_group, index, keys, Mask(of_queries, of_keys), table)
-            top = scores.max(-1, keepdims=True)
+            top = scores.max(-1, keepdims=True)  # [B, G, C, R, 1]
             if has_empty_rows(o, mask):
                 top = jnp.where(top > MASKED, top, 0)
             weights = jnp.exp(scores - top)
@@ -184,9 +184,9 @@ def backward(o: Options, q_BGSRK, k_BGTK, v_BGTK, d_out_BGSRK, lse_BGSR, delta_B
             k_chunk, v_chunk, of_keys = slice_tree((k_BGTK, v_BGTK, mask.keys), start, group.size)
             chunk_mask = Mask(of_queries, of_keys)
             scores = masked_scores(o, q_group, k_chunk, index, keys, chunk_mask, table)
-            weights = jnp.exp(scores - lse[..., None])
+            weights = jnp.exp(scores - lse[..., None])  # [B, G, C, R, T]
             d_weights = jnp.einsum("bgcrk,bgtk->bgcrt", d_out_group, v_chunk, preferred_element_type=jnp.float32)
-            d_scores = factor * weights * (d_weights - delta[..., None])
+            d_scores = factor * weights * (d_weights - delta[..., None])  # gradient of the scores after bias and cap
             if o.softcap is not None:  # masked scores are outside the range of tanh, but their weights are 0
                 d_scores *= 1 - jnp.square(jnp.clip(scores / o.softcap, -1, 1))
             if o.buckets is not None:

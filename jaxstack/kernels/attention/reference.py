@@ -115,7 +115,7 @@ def attend(o: Options, q, k, v, mask: Mask, table=None):
     q_index = add_offset(jnp.arange(q.shape[1]), mask.offset)
     k_index = jnp.arange(k.shape[1])
     scores = masked_scores(o, q_BGSRK, k_BGTK, q_index, k_index, mask, table)
-    weights = jax.nn.softmax(scores, axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)  # [B, G, S, R, T]
     if has_empty_rows(o, mask):
         weights = jnp.where(scores.max(-1, keepdims=True) > MASKED, weights, 0)
     weights = weights.astype(v.dtype)
@@ -149,7 +149,7 @@ def masked_scores(o: Options, q, k, q_index, k_index, mask: Mask, table=None):
 
     `q_index` [C] and `k_index` [T] are positions in the sequence; `mask` and `table` have the arrays of these tokens.
     """
-    scores = o.scale * jnp.einsum("bgcrk,bgtk->bgcrt", q, k, preferred_element_type=jnp.float32)
+    scores = o.scale * jnp.einsum("bgcrk,bgtk->bgcrt", q, k, preferred_element_type=jnp.float32)  # [B, G, C, R, T]
     if o.buckets is not None:
         scores += bias_scores(o.buckets, table, bias_distances(q_index, k_index, mask), k.shape[1])
     if o.softcap is not None:
@@ -194,7 +194,9 @@ def slice_tree(tree: Tree, start, size) -> Tree:
 
 def slice_tokens(x, start, size, dim=2):
     """Returns `size` tokens from `start` on of an array [B, S], or one with tokens in `dim`; None stays None."""
-    return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis=1 if x.ndim == 2 else dim)
+    if x is None:
+        return None
+    return lax.dynamic_slice_in_dim(x, start, size, axis=1 if x.ndim == 2 else dim)
 
 
 def row_dots(a: jax.Array, b: jax.Array) -> jax.Array:

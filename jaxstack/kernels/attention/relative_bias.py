@@ -60,8 +60,8 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     Raises:
       ValueError: there are too few buckets, or all distances up to `max_distance` have a bucket each.
     """
-    own = count // 2 if bidirectional else count  # buckets of one direction
-    exact = own // 2  # distances with a bucket each
+    one_way = count // 2 if bidirectional else count  # buckets of one direction
+    exact = one_way // 2  # distances with a bucket each
     if not 0 < exact < max_distance:
         least = 4 if bidirectional else 2
         raise ValueError(
@@ -72,10 +72,10 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     # T5 computes in float32, which decides the bucket of distances such as 64, whose logarithm is almost an integer.
     quotient = (far / exact).astype(np.float32).astype(np.float64)
     ratio = np.log(quotient).astype(np.float32) / np.float32(math.log(max_distance / exact))
-    wide = np.minimum(exact + (ratio * np.float32(own - exact)).astype(int), own - 1)
+    wide = np.minimum(exact + (ratio * np.float32(one_way - exact)).astype(int), one_way - 1)
     bucket = np.concatenate([np.arange(exact), wide])  # of distances 0, 1, ..., max_distance
     intervals = []
-    for n in range(own):
+    for n in range(one_way):
         members = np.flatnonzero(bucket == n)
         low, high = (int(members[0]), int(members[-1])) if members.size else (1, 0)
         intervals.append((low, _FARTHEST if high == max_distance else high))
@@ -83,7 +83,7 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     if not bidirectional:
         return ((before[0][0], _FARTHEST), *before[1:])
     after = tuple((max(low, 1), high) for low, high in intervals)
-    return (*before, *after, *((1, 0),) * (count - 2 * own))
+    return (*before, *after, *((1, 0),) * (count - 2 * one_way))
 
 
 def distances(queries: jax.Array, keys: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxstack import kernels
 from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
-from jaxstack.config.distill import DistillConfig
+from jaxstack.config.training import DistillConfig
 from jaxstack.kernels.cross_entropy import log_sum_exp
 from jaxstack.models import decoder, family
 from jaxstack.models.context import Context

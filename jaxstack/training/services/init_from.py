@@ -54,7 +54,7 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
                 f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
                 f"Check the path."
             )
-        run = parse.parse_config([f"--config={path / 'config.yaml'}"], path)
+        run = parse.parse_config([f"--config={path / 'config.yaml'}"])
         if manifest.steps(run_dir.checkpoints(path)):
             return replace(run, run=replace(run.run, dir=str(path)))
         if (path / "quarantine").is_dir():
