@@ -80,7 +80,7 @@ def runs_of_step(faults: Any, fault: Any, counts: list[int]) -> float:
     """Returns how many runs of the step a search has taken, counted in layers."""
     import jax
 
-    from jaxstack.training.gradients import make_gradients
+    from jaxstack.training.assemble import make_gradients
 
     jax.effects_barrier()
     searched, counts[0] = counts[0], 0

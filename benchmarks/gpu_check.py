@@ -115,7 +115,7 @@ def step_rows(small: bool, dtype: str) -> Any:
     from jaxstack.families.context import make_context
     from jaxstack.models import params
     from jaxstack.models.context import Context
-    from jaxstack.training.gradients import make_gradients
+    from jaxstack.training.assemble import make_gradients
 
     sizes = {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 128, "vocab_size": 256}
     if not small:

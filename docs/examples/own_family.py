@@ -27,8 +27,8 @@ from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Params, Spec
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.assemble import jit_train_step
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -78,8 +78,8 @@ if __name__ == "__main__":
         mesh=MeshConfig(data=1, pipe=2, fsdp=2, tensor=2),
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
-    abstract = abstract_state(cfg, ctx)
-    state, train_step = make_state(cfg, ctx, abstract), jit_train_step(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state, train_step = make_state(Recipe.of(cfg), ctx, abstract), jit_train_step(cfg, ctx, abstract)
     rng = np.random.default_rng(0)
     for step in range(cfg.train.steps):
         state, metrics = train_step(state, jax.device_put(make_batch(rng, cfg), ctx.layout.sharding(ctx.layout.batch)))

@@ -208,7 +208,7 @@ def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, kee
     from jaxstack.checkpoint import store
     from jaxstack.compress import draw, prune
     from jaxstack.hf import safetensors
-    from jaxstack.training.state import abstract_state, make_state, start_from
+    from jaxstack.training.state import Recipe, abstract_state, make_state, start_from
 
     old, _ = load_run.read_run(source)
     model = replace(run.model, pad_vocab_to=old.model.pad_vocab_to)
@@ -220,8 +220,8 @@ def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, kee
         model=run.model,
         optim=replace(old.optim, keep_zeros=False),
     )
-    state = make_state(alone, run.context, abstract_state(alone, run.context))
-    state = start_from(alone, state, run.params)
+    state = make_state(Recipe.of(alone), run.context, abstract_state(Recipe.of(alone), run.context))
+    state = start_from(alone.model, state, run.params)
     metadata = {"config": asdict(alone), "versions": store.versions(), "next_batch": 0}
     metadata["data"] = data.load_for(alone).fingerprint
     with safetensors.new_folder(out) as made:

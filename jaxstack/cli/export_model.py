@@ -143,7 +143,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     from jaxstack.families.context import make_context
     from jaxstack.hf import safetensors
     from jaxstack.training.services import init_from
-    from jaxstack.training.state import abstract_state, make_state, start_from
+    from jaxstack.training.state import Recipe, abstract_state, make_state, start_from
 
     source = init_from.find_source(str(run), "RUN")
     if source.model.family != "branches" or not isinstance(source, Config):
@@ -163,7 +163,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     )
     mesh = sharding.make_mesh(MeshConfig(data=1), cfg.microbatch_size, sharding.find_devices()[:1])
     ctx = make_context(cfg, mesh)
-    state = start_from(cfg, make_state(cfg, ctx, abstract_state(cfg, ctx)), values)
+    state = start_from(cfg.model, make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)), values)
     metadata = store.metadata(saved, max(manifest.complete_steps(saved))) | {"config": asdict(cfg), "next_batch": 0}
     metadata.pop("position", None)  # of the data of the other run
     with safetensors.new_folder(folder) as made:

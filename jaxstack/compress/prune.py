@@ -17,7 +17,7 @@ from jaxstack.families import surgery
 from jaxstack.families.surgery import Kept
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, flat_spec
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.assemble import make_eval_step
 
 
 class Sizes(NamedTuple):
@@ -183,7 +183,7 @@ class LayerSearch:
         """Returns the program of models with this number of layers, which it receives by their indices."""
         if depth not in self._compiled:
             name, _ = families.only_stack(self.cfg.model)
-            step = make_eval_step(replace(self.cfg, model=replace(self.cfg.model, num_layers=depth)), self.ctx)
+            step = make_eval_step(replace(self.cfg.model, num_layers=depth), self.ctx, self.cfg.train.grad_accum)
 
             def work(params: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
                 stacked = jax.tree.map(lambda a: jnp.take(a, layers, axis=0), params[name])

@@ -29,10 +29,10 @@ from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
+from jaxstack.training.assemble import make_eval_step
 from jaxstack.training.features import qat
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.services import init_from
-from jaxstack.training.step import make_eval_step
 
 
 class Evaluation(NamedTuple):
@@ -113,7 +113,7 @@ class TrainedRun:
         if isinstance(source, hf.PretrainedFolder):
             with source:
                 values = source.read_params(ctx, cfg.model.pad_vocab_to)
-                return cls(cfg, qat.round_arrays(replace(cfg, model=cfg.model.base), values), tokenizer, ctx)
+                return cls(cfg, qat.round_arrays(cfg.model.base, cfg.train.rounding, values), tokenizer, ctx)
         # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
         model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
         cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir), model=model)
@@ -429,7 +429,7 @@ class TrainedRun:
 
     @cached_property
     def _eval_step(self) -> Callable[[Params, Batch], EvalSums]:
-        return jax.jit(make_eval_step(replace(self.config, model=self.model), self.context))
+        return jax.jit(make_eval_step(self.model, self.context, self.config.train.grad_accum))
 
     @cached_property
     def scorer(self) -> Scorer:

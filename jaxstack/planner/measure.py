@@ -28,8 +28,8 @@ from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations
 from jaxstack.planner.timing import seconds_per_call, seconds_per_run
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
-from jaxstack.training.state import TrainState, abstract_state, make_optimizer, make_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, TrainState, abstract_state, make_optimizer, make_state
 
 
 def this_chip(device: jax.Device, dtype: str) -> Chip:
@@ -237,11 +237,10 @@ def _layer(model: ModelConfig, ctx: Context, x: jax.Array) -> float:
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     """Measures a whole training step, and the optimizer alone."""
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
     batch = random_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
-    train_step = step.jit_train_step(cfg, ctx, abstract)
-    optimizer = make_optimizer(cfg)
+    train_step, optimizer = assemble.jit_train_step(cfg, ctx, abstract), make_optimizer(Recipe.of(cfg))
 
     def run_steps(count: int) -> TrainState:
         nonlocal state

@@ -25,7 +25,7 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import AXES
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 PIPELINE_KEYS = ("pipeline.schedule", "pipeline.chunks", "pipeline.microbatches")
 
@@ -245,7 +245,7 @@ class Search:
         key = tuple(job.cfg.mesh.sizes.values()), slots
         if key not in self._states:
             try:
-                self._states[key] = abstract_state(job.cfg, job.ctx)
+                self._states[key] = abstract_state(Recipe.of(job.cfg), job.ctx)
             except ConfigError:
                 self._states[key] = None
         return self._states[key]

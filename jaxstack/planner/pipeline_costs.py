@@ -46,7 +46,7 @@ from jaxstack.planner.pipeline_programs import (
 )
 from jaxstack.planner.timing import seconds_per_run
 from jaxstack.sharding import AXES, BATCH_AXES, make_mesh, transformer
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 WEIGHT_SCHEDULES = ("zb1", "zb_h1")
 """Schedules with weight units."""
@@ -214,8 +214,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     ctx = Context(Layout(on, transformer(cfg.mesh), gather=cfg.pipeline.gather))  # type: ignore[arg-type]
     one_group = len(cfg.model.windows) * mesh["pipe"]  # on each stage
     one = replace(cfg, model=replace(cfg.model, num_layers=one_group))
-    spec = families.spec(one.model)
-    state = abstract_state(one, ctx)
+    spec, state = families.spec(one.model), abstract_state(Recipe.of(one), ctx)
 
     def local_shapes(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), tree)

@@ -21,6 +21,8 @@ from jaxstack.planner.job import Job
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
+from jaxstack.training.assemble import objective_of
+from jaxstack.training.features import experts
 from jaxstack.training.features.pipelined import pipeline_fns, split_matrices
 
 PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
@@ -83,14 +85,15 @@ class _Stage:
         if job.model.dropout:
             batch = batch | {"rows": job.ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
         name, stack = families.only_stack(job.model)
-        counted = {name: float(rows * length)}, {name: float(rows)}
-        fns = pipeline_fns(job.cfg, job.ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, *counted))
+        counts = experts.Counts({name: float(rows * length)}, {name: float(rows)})
+        totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
+        fns = pipeline_fns(job.model, job.ctx, objective_of(job.model), job.pipeline.split or (), totals)
         shared, stacks = families.split_stacks(job.model, values)
         stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
         if job.pipeline.split:
-            split = [split_matrices(job.cfg, families.spec(job.model)[name])] * stack.period
+            split = [split_matrices(job.pipeline.split, families.spec(job.model)[name])] * stack.period
             i = jnp.int32(0)
             stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
         return stage

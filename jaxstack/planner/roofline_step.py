@@ -12,7 +12,7 @@ from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
 from jaxstack.planner.sizes import has_formulas, require_formulas
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
@@ -255,7 +255,7 @@ def _update(job: Job) -> list[Op]:
     if sums:
         summed = float(sum(math.prod(shards.summed_shape(spec[path], job.ctx)) for path in trained))
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
-    state = abstract_state(job.cfg, job.ctx)
+    state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
     found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))

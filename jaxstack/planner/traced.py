@@ -25,8 +25,8 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.trace import PARAMETERS, Array, Run, Trace
 from jaxstack.sharding import abstract_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state
 
 PLAIN = {
     "attention": {"cudnn": "chunked", "pallas_gpu": "chunked", "pallas_tpu": "chunked"},
@@ -69,7 +69,7 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     ctx = make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
     ctx = replace(ctx, layout=replace(ctx.layout, partitioner="manual"), ops=replace(ctx.ops, **plain))
-    state = abstract_state(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
     batch = families.of(cfg.model).batch_spec(cfg)
     arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
     key = jax.eval_shape(lambda: jax.random.key(0)) if cfg.model.dropout else None

@@ -30,8 +30,8 @@ from jaxstack.models import blocks, decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.assemble import jit_train_step
+from jaxstack.training.state import Recipe, abstract_state
 
 HERE = str(Path(__file__))
 
@@ -382,7 +382,7 @@ def test_train_debug_does_not_change_the_program():
         cfg = meshes.config("gpt2", {"data": 2})
         cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, debug=debug))
         ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
-        abstract = abstract_state(cfg, ctx)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
         batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
         return jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
 

@@ -23,7 +23,7 @@ from jaxstack.generate.engine import Engine
 from jaxstack.models import decoder
 from jaxstack.moe.placement import read_load
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 TEXTS = ["ab", "c", "defg", "ab", "hij"]
 FLAGS = ["--sample.temperature=0", "--sample.tokens=10"]
@@ -44,7 +44,7 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg = begin_run(path, replace(EXPERTS["mixtral"], num_layers=2))
     ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
-        state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+        state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
         checkpoints.save(1, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
     return path
 

@@ -25,8 +25,8 @@ from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
-from jaxstack.training import step
-from jaxstack.training.state import init_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, init_state
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [parity]")
@@ -168,8 +168,8 @@ def test_five_steps_of_adamw(kind, tmp_path, rng):
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
     data = DataConfig(seq_len=S, target_len=T, batch_size=4, denoisers=(DenoiserConfig(),))
     cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
-    state = dataclasses.replace(init_state(cfg), params=start)
-    train_step = jax.jit(step.make_train_step(cfg, CPU))
+    state = dataclasses.replace(init_state(Recipe.of(cfg)), params=start)
+    train_step = jax.jit(assemble.make_train_step(cfg, CPU))
     named = dict(theirs.named_parameters())
     decayed = {name for name, w in named.items() if w.ndim > 1 and "relative" not in name}
     groups = [

@@ -25,9 +25,10 @@ from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import make_mesh
 from jaxstack.sharding.collectives import varies_along, varying
 from jaxstack.training import losses
+from jaxstack.training.assemble import make_gradients, objective_of
+from jaxstack.training.features.experts import Counts
 from jaxstack.training.features.pipelined import pipeline_fns, with_frozen
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def config(name: str, mesh: dict[str, Any], dtype: str, quant: str, remat: str, linear: str) -> Config:
@@ -52,8 +53,9 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
     values = ctx.layout.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
     trained, frozen = params.partition(spec, values)
     rows, length = batch["tokens"].shape
-    counted = {"layers": float(rows * length)}, {"layers": float(rows)}
-    fns = pipeline_fns(cfg, ctx, losses.BatchTotals({"loss": 1.0}, *counted))
+    counts = Counts({"layers": float(rows * length)}, {"layers": float(rows)})
+    totals = losses.BatchTotals({"loss": 1.0}, counts)
+    fns = pipeline_fns(cfg.model, ctx, objective_of(cfg.model), cfg.pipeline.split or (), totals)
     layer = fns.layer
 
     def first(tree: Any) -> Any:  # the blocks of the first step
@@ -162,7 +164,8 @@ def test_without_taps_the_program_has_no_trace_of_them(name, monkeypatch):
     cfg = config(*CASES[name])
     count = math.prod(cfg.mesh.sizes.values())
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
-    values, batch = abstract_state(cfg, ctx).params, meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
+    values = abstract_state(Recipe.of(cfg), ctx).params
+    batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
 
     def text() -> str:
         return jax.jit(make_gradients(cfg, ctx)).lower(values, batch, jax.random.key(0)).as_text()

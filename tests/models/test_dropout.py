@@ -55,7 +55,9 @@ def masks_of_step(cfg, batch, monkeypatch) -> list[np.ndarray]:
 
     @jax.jit
     def hidden_states(values, micro):
-        return model.hidden_states(cfg.model, values, micro, Context(), dropout_key=dropout_key(cfg, 3))
+        return model.hidden_states(
+            cfg.model, values, micro, Context(), dropout_key=dropout_key(cfg.model, cfg.run.seed, 3)
+        )
 
     for rows in (np.arange(half), np.arange(half, 2 * half)):
         micro = {name: array[rows] for name, array in batch.items()} | {"rows": rows.astype(np.int32)}
@@ -135,6 +137,6 @@ def test_the_keys_of_dropout_are_not_those_of_initial_values():
     cfg = meshes.config("llama3", {}, dropout=0.5)
     root = jax.random.key(cfg.run.seed)
     path = next(iter(params.flat_spec(decoder.spec(cfg.model))))
-    ours = dropout_key(cfg, np.uint32(zlib.crc32(path.encode())))
+    ours = dropout_key(cfg.model, cfg.run.seed, np.uint32(zlib.crc32(path.encode())))
     assert (jax.random.key_data(ours) != jax.random.key_data(params.random_key(root, path))).any()
-    assert dropout_key(meshes.config("llama3", {}), 0) is None
+    assert dropout_key(meshes.config("llama3", {}).model, 0, 0) is None

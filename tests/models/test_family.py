@@ -23,9 +23,8 @@ from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.sharding import collectives, make_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import jit_train_step, make_eval_step
+from jaxstack.training.assemble import jit_train_step, make_eval_step, make_gradients
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 ROOT = Path(__file__).parents[2] / "jaxstack"
 SIZES = SMALL | {"vocab_size": 64}
@@ -97,8 +96,8 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     for model in (ModelConfig(**SIZES), tower):
         cfg = config(model, **mesh)
         ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
-        abstract = abstract_state(cfg, ctx)
-        state = make_state(cfg, ctx, abstract)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
+        state = make_state(Recipe.of(cfg), ctx, abstract)
         values = params.init(jax.random.key(0), decoder.spec(tower))
         values = renamed(values, "layers", "tower") if model is tower else values
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
@@ -109,7 +108,7 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
             state, metrics = train_step(state, placed)
         results.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         if not mesh:
-            found = jax.jit(make_eval_step(cfg, ctx))(state.params, placed)
+            found = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum))(state.params, placed)
             results[-1] += [float(found.losses["loss"]), float(found.weights["loss"])]
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 

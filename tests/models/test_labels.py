@@ -23,10 +23,9 @@ from jaxstack.models.context import Context
 from jaxstack.report import runs
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_eval_step, make_gradients
 from jaxstack.training.losses import count_right
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 MODEL = [
     "--model.family=encoder", "--model.tied_embeddings=true", "--model.norm_after=true", "--model.norm=layer",
@@ -60,9 +59,11 @@ def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
         own = dataclasses.replace(cfg, mesh=MeshConfig(**{"data": 1} | mesh), pipeline=PipelineConfig(microbatches=2))
         devices = jax.devices()[: 8 if mesh else 1]
         ctx = make_context(own, make_mesh(own.mesh, meshes.BATCH, devices))
-        state = make_state(own, ctx, abstract_state(own, ctx))
+        state = make_state(Recipe.of(own), ctx, abstract_state(Recipe.of(own), ctx))
         placed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), values, state.params)
-        sums = jax.jit(make_eval_step(own, ctx))(placed, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)))
+        sums = jax.jit(make_eval_step(own.model, ctx, own.train.grad_accum))(
+            placed, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+        )
         np.testing.assert_allclose(float(sums.right), expected)
         np.testing.assert_allclose(float(sums.weights["loss"]), batch["loss_weights"].sum(dtype=np.float64))
         assert 0 < expected < float(sums.weights["loss"])

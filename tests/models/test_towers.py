@@ -14,6 +14,7 @@ from families import CONTRASTIVE
 from test_diffusion import mlp, rms
 
 import jaxstack
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.config.reading.parse import parse_config
@@ -25,8 +26,8 @@ from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
 from jaxstack.training import losses
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.assemble import make_eval_step, objective_of
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 
 def norm(cfg, p, x):
@@ -131,12 +132,14 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(model, rng):
         wanted, gradient = jax.jit(jax.value_and_grad(lambda v: losses_by_hand(cfg, v, wide_batch)))(wide)
         gradient = jax.tree.map(np.asarray, gradient)
     size = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradient)))
-    totals = losses.batch_totals(cfg, batch, Context())
+    goal = objective_of(cfg)
+    totals = goal.totals(batch, Context())
     for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.06)):
         ctx = Context(dtype=jnp.dtype(dtype))
 
         def objective(values, ctx=ctx):
-            return losses.add_up(losses.shares(cfg, losses.loss_sums(cfg, values, batch, ctx)[0], totals))
+            hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, ctx)
+            return losses.add_up(goal.shares(goal.loss(cfg, values, hidden, batch, ctx), totals))
 
         found, grads = jax.jit(jax.value_and_grad(objective))(values)
         assert float(found) == pytest.approx(float(wanted), rel=bound)
@@ -184,8 +187,10 @@ def test_an_evaluation_compares_all_rows_of_a_batch(mesh, how, seed):
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
         ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         batch = meshes.random_batch(seed, False, cfg.model)
-        values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
-        sums = jax.jit(make_eval_step(cfg, ctx))(values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)))
+        values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
+        sums = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum))(
+            values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+        )
         found.append(jax.tree.map(float, sums))
     one, other = found
     assert other.right == pytest.approx(one.right, rel=1e-6)  # sums of the weights in another order

@@ -39,20 +39,12 @@ mistakes(
 mistakes(
     "contrastive", "training/features/comparison.py", MESH,
     ("dropout_key=key)", "dropout_key=None)"),
-    ("terms, grads = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), (sums, grads))",
-     "terms = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), sums)"),
-)  # fmt: skip
-
-mistakes(
-    "contrastive", "training/losses.py", MESH,
+    ("terms, grads = jax.tree.map(lambda a: objective.share(term, a, totals), (sums, grads))",
+     "terms = jax.tree.map(lambda a: objective.share(term, a, totals), sums)"),
     ("if \"feature_grads\" not in batch:", "if batch:"),
-    ("features = merge_microbatches(features)\n    if", "features = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)\n    if",
+    ("features = merge_microbatches(features)\n    right", "features = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)\n    right",
      TOWERS + " -k evaluation"),
-)  # fmt: skip
-
-mistakes(
-    "contrastive", "training/gradients.py", MESH,
-    ("terms | compared.terms, jax.tree.map(jnp.add, grads, compared.grads)", "terms | compared.terms, grads"),
+    ("grads=jax.tree.map(jnp.add, part.grads, grads)", "grads=part.grads"),
 )  # fmt: skip
 
 mistakes(

@@ -114,12 +114,12 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "losses", "training/losses.py", BY_HAND,
+    "losses", "training/features/experts.py", BY_HAND,
     ("(balance / sequences + z / tokens) / sum(depths.values())", "balance / sequences + z / tokens"),
-    ("count(stack.counts or terms[0].weights)", "count(terms[0].weights)", "moe/test_experts.py -k each_stack"),
-    ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
+    ("batch[stack.counts or cfg.objective.terms[0].weights]", "batch[cfg.objective.terms[0].weights]", "moe/test_experts.py -k each_stack"),
+    ('aux["balance_loss"].sum()', 'aux["balance_loss"].mean()'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
-    ("each = jnp.sum(batch[array] != 0, axis=1", "each = jnp.sum(batch[array] == batch[array], axis=1"),
+    ("jnp.sum(weights != 0, axis=1", "jnp.sum(weights == weights, axis=1"),
     ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
 )  # fmt: skip
 

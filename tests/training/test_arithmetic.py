@@ -33,8 +33,8 @@ from jaxstack.kernels.taps import Tapped
 from jaxstack.models import decoder, layers, lora, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state
-from jaxstack.training.step import make_train_step
+from jaxstack.training.assemble import make_train_step
+from jaxstack.training.state import Recipe, abstract_state
 
 PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 REDUCTIONS = {"reduce_sum", "reduce", "cumsum", "reduce_window_sum", "scatter-add", "add"}
@@ -244,7 +244,7 @@ def traced_step(cfg: Config) -> Any:
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
     ctx = make_context(cfg, mesh)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), precision.text_like(0, cfg))
-    return jax.make_jaxpr(make_train_step(cfg, ctx))(abstract_state(cfg, ctx), batch).jaxpr
+    return jax.make_jaxpr(make_train_step(cfg, ctx))(abstract_state(Recipe.of(cfg), ctx), batch).jaxpr
 
 
 @pytest.mark.parametrize(
