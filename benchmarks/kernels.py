@@ -515,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from jaxstack.common.hardware import CHIPS, chip_name
     from jaxstack.kernels import implementation as choice
-    from jaxstack.models.context import OPS
+    from jaxstack.models.ops import OPS
     from jaxstack.planner import measure
 
     device = jax.devices()[0]

@@ -42,7 +42,7 @@ from jaxstack.kernels.tiles import AttentionTile as A
 from jaxstack.kernels.tiles import GroupedTile as G
 from jaxstack.kernels.tiles import LossTile as L
 from jaxstack.kernels.tiles import Tile, Tiles
-from jaxstack.models.context import OPS
+from jaxstack.models.ops import OPS
 
 CANDIDATES: dict[str, dict[str, dict[str, list[Tile]]]] = {
     "gpu": {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from jaxstack.cli import generate
-from jaxstack.config import Config, ConfigError, DataConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
@@ -61,7 +61,7 @@ def main(args: Namespace) -> None:
     cfg = generate.with_arguments(cfg, args)
     if cfg.sample.beams > 1:
         raise ConfigError(f"sample.beams={cfg.sample.beams} cannot show tokens as they come. Use sample.beams=1.")
-    context = context_of(cfg, args.context)
+    context = context_of(cfg.model, args.context, cfg.data.seq_len)
     run = load_run.open_run(path, cfg, tokenizer, args.mesh, args.step, rows=1, placement=args.placement)
 
     from jaxstack.generate.conversation import Conversation
@@ -74,17 +74,18 @@ def main(args: Namespace) -> None:
     else:
         how = "each line is a message"
     note(f"{path}: {how}. The context has {context} tokens. /help lists commands.")
-    talk(History(cfg, tokenizer, template, args.system), conversation, stop)
+    talk(History(tokenizer, template, args.system), conversation, stop)
 
 
-def context_of(cfg: Config, given: int | None) -> int:
-    """Returns the maximum number of tokens of a text: what was given, or what the model was trained on.
+def context_of(cfg: ModelConfig, context: int | None, trained: int) -> int:
+    """Returns the maximum number of tokens of a text. `None` means the length that the model was trained on.
 
     Raises:
       ConfigError: it is out of range.
     """
-    context = cfg.data.seq_len if given is None else given
-    table = cfg.model.max_positions if cfg.model.positions == "learned" else None
+    if context is None:
+        context = trained
+    table = cfg.max_positions if cfg.positions == "learned" else None
     if context < 2 or (table is not None and context > table):
         raise ConfigError(f"--context={context} is out of range. Use a number from 2 to {table or 'any size'}.")
     return context
@@ -109,11 +110,8 @@ class History:
     text on the screen: the lines that were typed, with their line ends, and what the model added.
     """
 
-    def __init__(
-        self, cfg: Config, tokenizer: Tokenizer, template: chat.ChatTemplate | None, system: str | None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: chat.ChatTemplate | None, system: str | None) -> None:
         """Begins a conversation."""
-        self._cfg = cfg
         self._tokenizer = tokenizer
         self._template = template
         self._system = system

@@ -68,7 +68,7 @@ def main(args: Namespace) -> None:
             f"model.family={cfg.model.family} does not score texts from left to right. Use a run whose model is a "
             f"decoder."
         )
-    context = context_of(cfg, args.context)
+    context = context_of(cfg.model, args.context, cfg.data.seq_len)
     overlap = context // 2 if args.overlap is None else args.overlap
     check_flags(args, names, context)
     template = chat.template_for(tokenizer) if args.chat else None

@@ -117,7 +117,7 @@ def main(args: Namespace) -> None:
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
-    load = load_file(args, cfg, len(prompts))
+    load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
     check = partial(check_memory, longest)
     run = load_run.open_run(
         Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=rows, check=check, placement=args.placement
@@ -141,12 +141,13 @@ def main(args: Namespace) -> None:
         write_load(load, run.engine(cfg.sample.domain).counted["load"])
 
 
-def load_file(args: Namespace, cfg: Config, prompts: int) -> Path | None:
+def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int) -> Path | None:
     """Returns the file for the load of the experts, if one is asked for.
 
     Args:
       args: of the command.
-      cfg: the run.
+      experts: number of experts of the model.
+      sample: how tokens are chosen.
       prompts: number of prompts.
 
     Raises:
@@ -155,13 +156,13 @@ def load_file(args: Namespace, cfg: Config, prompts: int) -> Path | None:
     if args.expert_load is None:
         return None
     flag = f"--expert_load={args.expert_load}"
-    if not cfg.model.moe.num_experts:
+    if not experts:
         raise ConfigError(f"{flag} needs experts, but the run has model.moe.num_experts=0. Leave --expert_load away.")
     for name, wrong in (
-        (f"sample.rows={cfg.sample.rows}", cfg.sample.rows is not None and prompts > cfg.sample.rows),
-        (f"sample.beams={cfg.sample.beams}", cfg.sample.beams > 1),
+        (f"sample.rows={sample.rows}", sample.rows is not None and prompts > sample.rows),
+        (f"sample.beams={sample.beams}", sample.beams > 1),
         (f"--draft={args.draft}", args.draft is not None),
-        ("sample.tokens=0", not cfg.sample.tokens),
+        ("sample.tokens=0", not sample.tokens),
     ):
         if wrong:
             raise ConfigError(f"{flag} counts the tokens of one batch, unlike {name}. Leave one of them away.")

@@ -101,7 +101,7 @@ def main(args: Namespace) -> None:
         stop = (*stop, end)
     cfg = generate.with_arguments(cfg, args)
     check_sample(cfg.sample, args)
-    context = context_of(cfg, args.context)
+    context = context_of(cfg.model, args.context, cfg.data.seq_len)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
     check = partial(generate.check_memory, context)
     run = load_run.open_run(

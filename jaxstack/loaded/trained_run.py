@@ -109,12 +109,15 @@ class TrainedRun:
                     f"the run before JAX is used, or set JAX_NUM_CPU_DEVICES={needed} before Python starts."
                 )
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
+        if manifest.steps(run_dir.checkpoints(path)):
+            cfg = replace(cfg, run=replace(cfg.run, dir=str(path)))
+            return cls(cfg, init_from.restore_params(cfg, ctx, step), tokenizer, ctx, step)
+        # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
         source = init_from.find_source(str(path), "RUN")
         if isinstance(source, hf.PretrainedFolder):
             with source:
                 values = source.read_params(ctx, cfg.model.pad_vocab_to)
                 return cls(cfg, qat.round_arrays(cfg.model.base, cfg.train.rounding, values), tokenizer, ctx)
-        # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
         model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
         cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir), model=model)
         return cls(cfg, init_from.restore_params(cfg, ctx, step), tokenizer, ctx, step)
