@@ -189,7 +189,7 @@ def write_tensors(folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[s
     Args:
       folder: an existing, empty folder.
       sizes: bytes of each tensor, in the order of `tensors`.
-      tensors: names and values. At most those of one file are in memory.
+      tensors: names and values. At most the tensors of one file are in memory.
     """
     limit = max(FILE_BYTES, *sizes.values())
     groups: list[list[str]] = [[]]
