@@ -29,8 +29,8 @@ from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
 from jaxstack.sharding import make_mesh
-from jaxstack.training.assemble import jit_train_step
 from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.step import jit_train_step
 
 PERIOD = 4
 """Layers of one unit: three recurrences, and a block with attention. Units are equal, so that one loop runs them."""

@@ -14,7 +14,7 @@ import pytest
 
 from jaxstack import families
 from jaxstack.models import params
-from jaxstack.training.assemble import make_gradients
+from jaxstack.training.gradients import make_gradients
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 sys.path.insert(0, str(EXAMPLES))
