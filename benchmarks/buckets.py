@@ -52,9 +52,8 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     """Returns the milliseconds of a step of full windows and of each bucket, and both ratios."""
     import jax
 
-    from jaxstack import sharding
+    from jaxstack import families, sharding
     from jaxstack.families.context import make_context
-    from jaxstack.models import family
     from jaxstack.training.assemble import jit_train_step
     from jaxstack.training.services.compile_ahead import CompileAhead
     from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -75,7 +74,7 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         ahead = CompileAhead(
-            cfg.data, family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch)
+            cfg.data, families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch)
         ).__enter__()
         step = ahead.wrap(jit_train_step(cfg, ctx, abstract), abstract, cfg.data.lengths)
         steps[name] = (

@@ -48,7 +48,8 @@ def count_layers(patches: Any) -> list[int]:
     """Lets the layers of the decoder count how often they run; returns where the count is, of all devices."""
     import jax
 
-    from jaxstack.models import blocks, decoder, encoder_decoder
+    from jaxstack.families import encoder_decoder
+    from jaxstack.models import blocks, decoder
 
     counts = [0]
 

@@ -51,8 +51,8 @@ def ours(name: str) -> None:
     import numpy as np
 
     from jaxstack import sharding
+    from jaxstack.families import of as family_of
     from jaxstack.families.context import make_context
-    from jaxstack.models.family import of as family_of
     from jaxstack.training import assemble
     from jaxstack.training.state import Recipe, abstract_state, make_state
 

@@ -472,7 +472,7 @@ def measure(phase: str, name: str, job: Job, given: argparse.Namespace, known: l
 
 def figures(job: Job, first: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the medians of a side's turns."""
-    from jaxstack.models import flops
+    from jaxstack.families import flops
 
     model = config(job, first["batch"], "none", {}).model
     tokens = tokens_of(asdict(job), first["batch"]) if first.get("remat") else first["batch"] * job.seq_len

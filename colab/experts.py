@@ -56,8 +56,9 @@ import optax
 from IPython.display import HTML, display
 
 from jaxstack import sharding
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, flops, layers, moe_layer, params
+from jaxstack.models import blocks, decoder, layers, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, make_optimizer, make_state

@@ -124,9 +124,9 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
         cfg = open_mesh(cfg, searched)
     platform.configure(cfg.mesh, cfg.microbatch_size if searched is None else 0)
 
-    from jaxstack import sharding
+    from jaxstack import families, sharding
     from jaxstack.families.context import make_context
-    from jaxstack.models import family, params
+    from jaxstack.models import params
     from jaxstack.planner import auto_mesh
     from jaxstack.training.state import Recipe, abstract_state
 
@@ -134,7 +134,7 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
         cfg = auto_mesh.choose(cfg, searched, kept=None)
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
     state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
-    declared = params.flat_spec(family.spec(cfg.model))
+    declared = params.flat_spec(families.spec(cfg.model))
     leaves, specs = sharding.shardings_of(state.params)
     leaves = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
     print(sharding.summarize(leaves, specs, mesh))

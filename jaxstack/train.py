@@ -76,7 +76,8 @@ def log_step(run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | No
         from jaxstack.debug import replay
 
         with run.recompiles.expected():
-            for line in replay.explain_step(cfg, loop.step, Path(cfg.run.dir) / "debug" / f"step_{loop.step}"):
+            folder = Path(cfg.run.dir) / "debug" / f"step_{loop.step}"
+            for line in replay.explain_step(replay.Replay(cfg), loop.step, folder):
                 run.console.print(line)
     return spike
 

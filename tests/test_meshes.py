@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
+from jaxstack import families as models
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
     Config,
@@ -35,7 +36,6 @@ from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
-from jaxstack.models import family as models
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, make_state

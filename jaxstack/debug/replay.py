@@ -123,17 +123,16 @@ class Replay:
         return self._loader.describe_batch(index)
 
 
-def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
+def explain_step(again: Replay, step: int, out: Path) -> Iterator[str]:
     """Runs a step of a run again on its mesh, and yields the lines that say what was found.
 
-    Steps count from 1. `cfg` has the run's present folder in `run.dir`. The operation is saved to `out`, see `save`.
+    Steps count from 1. The operation is saved to `out`, see `save`.
     """
-    again = Replay(cfg)
     state, batch, start = again.before(step)
     origin = f"the checkpoint of step {start}" if start else "the beginning"
     kind = again.mesh.devices.flat[0].device_kind
     count = again.mesh.size
-    yield f"step     {step} of {cfg.run.dir}, from {origin}, on {count} x {kind}"
+    yield f"step     {step} of {again.cfg.run.dir}, from {origin}, on {count} x {kind}"
     if lines := bad_inputs(state.params, batch):
         yield from (f"before   not finite already: {line}" for line in lines)
         return

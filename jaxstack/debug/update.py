@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import optax
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, OptimConfig
 from jaxstack.debug import rules, search
 from jaxstack.debug.describe import code_lines
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
@@ -31,7 +32,7 @@ def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -
     optimizer = make_optimizer(Recipe.of(cfg), ctx)
     gradients = make_gradients(cfg, ctx)
     _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg.model, cfg.run.seed, state.step))
-    trained, _ = params.partition(family.spec(cfg.model), state.params)
+    trained, _ = params.partition(families.spec(cfg.model), state.params)
     flat, tree = jax.tree.flatten((trained, state.opt_state, grads))
 
     def program(*flat: jax.Array) -> Any:

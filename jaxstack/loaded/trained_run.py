@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxstack import data, hf, sharding
+from jaxstack import data, families, hf, sharding
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
@@ -25,7 +25,7 @@ from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
@@ -82,7 +82,7 @@ class TrainedRun:
 
     def __repr__(self) -> str:
         devices = 1 if self.context.layout.mesh is None else self.context.layout.mesh.size
-        count = params.count(family.spec(self.model))
+        count = params.count(families.spec(self.model))
         return f"TrainedRun({self.config.run.dir}: {count:,} parameters on {devices} x {jax.devices()[0].device_kind})"
 
     @classmethod

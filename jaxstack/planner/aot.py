@@ -150,9 +150,13 @@ def obstacle(target: str) -> str:
     chip, _ = parse_target(target)
     if chip not in TARGETS:
         return f"programs can be compiled ahead of time for {', '.join(TARGETS)} only."
-    module, extra, compiler = ("libtpu", "tpu", "TPU")
+    module = "libtpu"
+    extra = "tpu"
+    compiler = "TPU"
     if CHIPS[chip].platform == "gpu":
-        module, extra, compiler = ("jax_cuda13_plugin", "cuda13", "CUDA")
+        module = "jax_cuda13_plugin"
+        extra = "cuda13"
+        compiler = "CUDA"
     if find_spec(module) is None:
         return (
             f"the {compiler} compiler is not installed. Install it in an environment of its own: "

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, get_args, get_type_hints
 
+from jaxstack import families
 from jaxstack.config import Config, ConfigError, DataConfig, PipelineConfig, resolve, with_values
-from jaxstack.models import family
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
@@ -213,7 +213,7 @@ class Space:
 def _divides(job: Job) -> bool:
     """Returns whether the mesh divides every parameter."""
     try:
-        job.ctx.layout.parameters(family.spec(job.model))
+        job.ctx.layout.parameters(families.spec(job.model))
     except ConfigError:
         return False
     return True
@@ -276,8 +276,8 @@ class Search:
     def can_fit(self, sizes: Flags) -> bool:
         """Returns whether any candidate of a mesh may fit: one of those that need the least memory does.
 
-        The least memory is that of the most recomputation and microbatches. For a model with few activations it is
-        that of no accumulation, whose sums of gradients are arrays of their own.
+        The most recomputation and microbatches need the least memory. A model with few activations needs less without
+        accumulation, because accumulated gradients are arrays of their own.
         """
         accums = self.space.accums
         for ordered in (accums, accums[::-1]):

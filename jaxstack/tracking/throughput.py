@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 
 from jaxstack.config import DataConfig, ModelConfig
-from jaxstack.models import flops as plan
+from jaxstack.families import flops as plan
 
 
 class ThroughputMeter:

@@ -9,9 +9,10 @@ from dataclasses import replace
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ModelConfig, TrainConfig
-from jaxstack.models import family, shape_errors
+from jaxstack.models import shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.models.partitioned import within_step
@@ -33,8 +34,8 @@ def extras_of(model: ModelConfig) -> Extras:
 
 def objective_of(model: ModelConfig) -> Objective:
     """Returns what a model is trained for, unless you give `make_gradients` an objective of your own."""
-    rows = family.comparing(model)
-    loss = family.of(model).loss if rows is None else comparison.compared_loss(rows)
+    rows = comparison.comparing(model)
+    loss = families.of(model).loss if rows is None else comparison.compared_loss(rows)
     return Objective(loss, model.objective.terms, extras_of(model))
 
 
@@ -46,7 +47,7 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     """
     model = cfg.model
     train = cfg.train
-    spec = family.spec(model)
+    spec = families.spec(model)
     ctx = within_step(ctx)
     objective = objective or objective_of(model)
 
@@ -60,7 +61,7 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
         share = noise_scale.measured(share, ctx, objective, spec)
     if in_parts(train, ctx):
         share = accumulated(share, train.grad_accum)
-        if family.comparing(model):
+        if comparison.comparing(model):
             share = comparison.with_all_rows(share, model, ctx, objective, train.grad_accum)
         share = summed_once(share, ctx, spec)
     if train.noise_scale:
@@ -121,7 +122,7 @@ def jit_train_step(
 def make_eval_step(model: ModelConfig, ctx: Context, microbatches: int = 1) -> step.EvalStep:
     """Builds `eval_step(params, batch) -> sums`, without dropout."""
     ctx = within_step(ctx)
-    evaluate = losses.evaluate if family.comparing(model) is None else comparison.evaluate
+    evaluate = losses.evaluate if comparison.comparing(model) is None else comparison.evaluate
 
     @shape_errors.explained()
     def work(params: Params, batch: Batch) -> EvalSums:
@@ -131,4 +132,4 @@ def make_eval_step(model: ModelConfig, ctx: Context, microbatches: int = 1) -> s
 
     if ctx.layout.mesh is None:
         return work
-    return ctx.layout.local(work, (ctx.layout.parameters(family.spec(model)), ctx.layout.batch), PartitionSpec())
+    return ctx.layout.local(work, (ctx.layout.parameters(families.spec(model)), ctx.layout.batch), PartitionSpec())

@@ -11,10 +11,11 @@ from typing import NamedTuple, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import family, shape_errors
 from jaxstack.models import params as parameters
+from jaxstack.models import shape_errors
 from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -52,8 +53,8 @@ Share: TypeAlias = Callable[[Params, Batch, Key, BatchTotals], Part]
 
 def plain(model: ModelConfig, ctx: Context, objective: Objective) -> Share:
     """Returns the gradients by automatic differentiation. Nothing is computed for frozen parameters."""
-    spec = family.spec(model)
-    forward = family.of(model).hidden_states
+    spec = families.spec(model)
+    forward = families.of(model).hidden_states
 
     def share(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
         def loss(trained: Params, frozen: Params) -> tuple[jax.Array, tuple[Sums, Aux]]:

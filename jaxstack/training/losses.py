@@ -9,10 +9,11 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.config.objective import Term
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -125,7 +126,7 @@ def loss_sums(
       ctx: execution context.
       dropout_key: `None` disables dropout.
     """
-    model = family.of(cfg)
+    model = families.of(cfg)
     hidden, aux = model.hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
     return model.loss(cfg, params, hidden, batch, ctx), aux
 
@@ -145,7 +146,7 @@ def sequence_log_probs(cfg: ModelConfig, params: Params, batch: Batch, ctx: Cont
     """
 
     def work(params: Params, batch: Batch) -> jax.Array:
-        hidden, _ = decoder.hidden_states(cfg, params, batch, ctx)
+        hidden, _ = decoder.FAMILY.hidden_states(cfg, params, batch, ctx)
         return decoder.log_probs(cfg, params, hidden, batch["targets"], ctx)[0]
 
     return jax.checkpoint(work, policy=jax.checkpoint_policies.nothing_saveable)(params, batch)
@@ -179,13 +180,13 @@ def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, micro
       microbatches: parts of the batch that run one after the other, since all of it at once may need more memory than
         the training step.
     """
-    model = family.of(cfg)
+    model = families.of(cfg)
 
     def work(micro: Batch) -> tuple[Sums, jax.Array | None]:
         hidden, _ = model.hidden_states(cfg, params, micro, ctx)
         right = None
         if cfg.objective.accuracy:
-            right = getattr(model, "count_right", count_right)(cfg, params, hidden, micro, ctx)
+            right = (model.count_right or count_right)(cfg, params, hidden, micro, ctx)
         return model.loss(cfg, params, hidden, micro, ctx), right
 
     if microbatches == 1:
@@ -220,7 +221,7 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
 
         def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             x, target, weight = row
-            logits = family.of(cfg).logits(cfg, params, x[None], ctx)[0]  # [S, V/n]
+            logits = families.of(cfg).logits(cfg, params, x[None], ctx)[0]  # [S, V/n]
             ids = collectives.index(axes) * logits.shape[1] + jnp.arange(logits.shape[1])
             own = collectives.all_reduce(jnp.where(ids == target[:, None], logits, 0.0).sum(1), axes)[:, None]
             better = (logits > own) | ((logits == own) & (ids < target[:, None]))
@@ -230,4 +231,4 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
 
     rows = ("batch", "sequence")
     arguments = (params, hidden, batch["targets"], batch["loss_weights"])
-    return ctx.region(work, arguments, (family.spec(cfg), rows, rows, rows), ())[1]
+    return ctx.region(work, arguments, (families.spec(cfg), rows, rows, rows), ())[1]

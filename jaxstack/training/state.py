@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, path_of
 from jaxstack.config import Config, ModelConfig, OptimConfig, TrainConfig
-from jaxstack.models import family
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, Spec
@@ -66,7 +66,7 @@ class TrainState:
 
 def make_optimizer(recipe: Recipe, ctx: Context | None = None) -> optax.GradientTransformation:
     """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state."""
-    spec = family.spec(recipe.model)
+    spec = families.spec(recipe.model)
     trained, _ = parameters.partition(spec, spec)
     shardings = None
     if ctx is not None and ctx.layout.mesh is not None:
@@ -80,7 +80,7 @@ def init_state(recipe: Recipe, ctx: Context | None = None) -> TrainState:
     Only the order in which the stages of a pipeline store their layers is read from the context.
     """
     ctx = ctx or Context()
-    spec = parameters.pad_to_slots(family.spec(recipe.model), ctx.layout.stages)
+    spec = parameters.pad_to_slots(families.spec(recipe.model), ctx.layout.stages)
     params = parameters.init(jax.random.key(recipe.seed), spec, ctx.layout.stages)
     return _first_state(spec, params, make_optimizer(recipe), recipe.train.spike.window)
 
@@ -99,7 +99,7 @@ def _state_shapes(
 
     With `stages`, stacked arrays have slots for the stages of a pipeline, with padding.
     """
-    plain = family.spec(model)
+    plain = families.spec(model)
     trained, _ = parameters.partition(plain, plain)
     spec = parameters.pad_to_slots(plain, stages)
     transform = optim.optimizer(optimizer, steps, trained)
@@ -110,7 +110,7 @@ def averaged_params(model: ModelConfig, state: TrainState) -> Params:
     """Returns with `optim.ema` the averages of the parameters, else the parameters of the step."""
     if not isinstance(state.opt_state, AverageState):
         return state.params
-    _, frozen = parameters.partition(family.spec(model), state.params)
+    _, frozen = parameters.partition(families.spec(model), state.params)
     return parameters.combine(state.opt_state.average, frozen)
 
 
@@ -123,7 +123,7 @@ def only_averaged_params(model: ModelConfig, abstract: TrainState) -> TrainState
     opt_state = abstract.opt_state
     if not isinstance(opt_state, AverageState):
         return replace(abstract, opt_state=unread(opt_state))
-    trained, frozen = parameters.partition(family.spec(model), abstract.params)
+    trained, frozen = parameters.partition(families.spec(model), abstract.params)
     return replace(
         abstract,
         params=parameters.combine(unread(trained), frozen),
@@ -135,7 +135,7 @@ def start_from(model: ModelConfig, state: TrainState, params: Params) -> TrainSt
     """Returns an initial state with other parameters, where their averages begin, too."""
     opt_state = state.opt_state
     if isinstance(opt_state, AverageState):
-        trained, _ = parameters.partition(family.spec(model), params)
+        trained, _ = parameters.partition(families.spec(model), params)
         opt_state = opt_state._replace(average=jax.tree.map(jnp.copy, trained))
     return replace(state, params=params, opt_state=opt_state)
 
@@ -155,7 +155,7 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     The optimizer's arrays for a parameter are sharded like it. Means over the inputs or outputs of its matrices are
     sharded like it in the remaining dimensions.
     """
-    spec = parameters.pad_to_slots(family.spec(recipe.model), ctx.layout.stages)
+    spec = parameters.pad_to_slots(families.spec(recipe.model), ctx.layout.stages)
     by_shape = {}
     for (path, p), where in zip(
         parameters.flat_spec(spec).items(), jax.tree.leaves(ctx.layout.parameters(spec)), strict=True

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig, SpikeConfig
-from jaxstack.models import family
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -114,7 +114,7 @@ def one_step(
     `skipped_in_a_row`, `spike` (0 or 1), with several losses also `Objective.metrics`. `extras` and `probes` add more.
     """
     train = recipe.train
-    spec = family.spec(recipe.model)
+    spec = families.spec(recipe.model)
     schedule = optim.schedule(recipe.optim, train.steps)
     is_bounded = optim.updates_are_bounded(recipe.optim, train.steps)
 

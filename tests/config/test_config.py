@@ -9,12 +9,13 @@ import jax
 import pytest
 import yaml
 
+from jaxstack import families
 from jaxstack.cli import parser
 from jaxstack.common import errors
 from jaxstack.config import Config, ConfigError, flat, resolve
 from jaxstack.config.reading import key_help, parse, suggestions
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, family, params
+from jaxstack.models import decoder, params
 from jaxstack.models.batches import abstract_batch
 from jaxstack.runtime import platform
 from jaxstack.sharding import make_mesh
@@ -55,7 +56,7 @@ def test_every_config_builds_abstractly(path):
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
     ctx = make_context(cfg, mesh)
     state = abstract_state(Recipe.of(cfg), ctx)
-    batch = abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    batch = abstract_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
     new, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == ()

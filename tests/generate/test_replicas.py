@@ -124,7 +124,7 @@ def test_the_load_counts_what_the_uncached_forward_counts(name, mesh, tokens):
     batch = {"tokens": tokens, "loss_weights": read}
     if options["gate"] is not None:
         batch["gate_ids"] = np.full_like(tokens, options["gate"])
-    forward = jax.jit(lambda values: decoder.hidden_states(decode.dropless(cfg), values, batch)[1]["load"])
+    forward = jax.jit(lambda values: decoder.FAMILY.hidden_states(decode.dropless(cfg), values, batch)[1]["load"])
     expected = jax.device_get(forward(jax.device_get(alone)))
     np.testing.assert_array_equal(engine.counted["load"], expected)
 

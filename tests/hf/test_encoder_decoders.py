@@ -17,10 +17,11 @@ from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, Sample
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.families import encoder_decoder
 from jaxstack.generate.translate import make_translate
 from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import encoder_decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
@@ -111,7 +112,7 @@ def their_loss(theirs, batch):
 
 
 def our_logits(cfg, values, batch):
-    hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
+    hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, CPU)
     return encoder_decoder.logits(cfg, values, hidden, CPU)
 
 
@@ -134,7 +135,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
     wanted = to_ours(cfg, with_gradients(theirs))
 
     def work(values):
-        hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
+        hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, CPU)
         total = encoder_decoder.loss(cfg, values, hidden, batch, CPU)["loss"]
         return total / batch["loss_weights"].sum(), encoder_decoder.logits(cfg, values, hidden, CPU)
 

@@ -16,8 +16,8 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import encoder
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import encoder
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
@@ -179,7 +179,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
     wanted = to_ours(family, cfg, ((name, weight.grad) for name, weight in theirs.named_parameters()))
 
     def work(values):
-        hidden, _ = encoder.hidden_states(cfg, values, batch, CPU)
+        hidden, _ = encoder.FAMILY.hidden_states(cfg, values, batch, CPU)
         sums = encoder.loss(cfg, values, hidden, batch, CPU)
         total = sum(sums[term.name] / batch[term.weights].sum() for term in cfg.objective.terms)
         return total, encoder.logits(cfg, values, hidden, CPU)

@@ -12,11 +12,12 @@ import pytest
 import test_meshes as meshes
 from jax import lax
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.kernels import taps
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
 from jaxstack.pipeline.operations import index_leading
@@ -46,7 +47,7 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
     The part "one VJP" and "both halves" compute all gradients. "dx" computes the first half, "dw" the second half of
     pairs of zeros.
     """
-    (name, stack), spec = family.only_stack(cfg.model), family.spec(cfg.model)
+    (name, stack), spec = families.only_stack(cfg.model), families.spec(cfg.model)
     values, batch = ctx.layout.defer_grad_sync(spec, values), ctx.layout.shard_sequence(batch)
     batch |= {"rows": ctx.layout.row_indices(len(batch["tokens"])), "key": jax.random.key_data(jax.random.key(1))}
     values = ctx.layout.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
@@ -88,7 +89,7 @@ def on_devices(cfg: Config, seed: int, part: str) -> tuple[Any, Any, dict[str, A
     """Returns the compiled program of a part of the gradients, its arguments, and the weights that can have taps."""
     count = math.prod(cfg.mesh.sizes.values())
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
-    spec, axes = family.spec(cfg.model), tuple(ctx.layout.mesh.axis_names)
+    spec, axes = families.spec(cfg.model), tuple(ctx.layout.mesh.axis_names)
     rng = np.random.default_rng(seed)
     values = params.map_spec(lambda p: rng.normal(0, 0.3, p.shape).astype(np.float32), spec)
     batch = meshes.random_batch(seed, False, cfg.model, cfg.data.batch_size)

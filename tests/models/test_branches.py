@@ -19,7 +19,8 @@ from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.loader import window_sizes
 from jaxstack.data.mixture import MixtureReader
 from jaxstack.data.tokens import Tokens
-from jaxstack.models import branches, decoder, encoder, params
+from jaxstack.families import branches, encoder
+from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 

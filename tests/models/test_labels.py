@@ -15,9 +15,10 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, MeshConfig, PipelineConfig
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import encoder
 from jaxstack.families.context import make_context
 from jaxstack.kernels import context_order
-from jaxstack.models import encoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.report import runs
 from jaxstack.sharding import make_mesh
@@ -48,7 +49,7 @@ def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
     cfg = meshes.config(family, {})
     batch = meshes.random_batch(seed, False, cfg.model)
     values = moved(params.init(jax.random.key(seed), encoder.spec(cfg.model)), rng)
-    hidden, _ = encoder.hidden_states(cfg.model, values, batch, Context())
+    hidden, _ = encoder.FAMILY.hidden_states(cfg.model, values, batch, Context())
     scores = np.asarray(encoder.logits(cfg.model, values, hidden))[..., : cfg.model.classes]
     likely = scores.argmax(-1)
     batch["targets"] = np.where(rng.random(likely.shape) < 0.4, likely, batch["targets"]).astype(np.int32)
@@ -89,7 +90,7 @@ def test_the_mean_of_a_text_is_that_of_its_tokens_beside_others_and_on_other_dev
 
     def logits(values, batch, ctx):
         batch = ctx.layout.shard_sequence(batch)
-        return encoder.logits(cfg, values, encoder.hidden_states(cfg, values, batch, ctx)[0], ctx)
+        return encoder.logits(cfg, values, encoder.FAMILY.hidden_states(cfg, values, batch, ctx)[0], ctx)
 
     run = meshes.config("modernbert_labels", {"context": 2, "tensor": 2, **meshes.GATHER})
     ctx = make_context(run, make_mesh(run.mesh, 1, jax.devices()[:4]))

@@ -21,9 +21,10 @@ from jaxstack.checkpoint import store
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig
 from jaxstack.config.reading import parse
+from jaxstack.families import encoder_decoder
+from jaxstack.families import flops as plan
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, encoder_decoder, lora, params
-from jaxstack.models import flops as plan
+from jaxstack.models import decoder, lora, params
 from jaxstack.models.context import Context
 from jaxstack.training import assemble, losses
 from jaxstack.training.assemble import make_gradients

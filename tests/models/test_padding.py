@@ -11,9 +11,10 @@ from families import FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig, PipelineConfig, SampleConfig, TrainConfig
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode
-from jaxstack.models import decoder, flops, params
+from jaxstack.models import decoder, params
 from jaxstack.models.params import Param
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble, optimizer

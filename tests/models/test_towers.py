@@ -14,12 +14,14 @@ from families import CONTRASTIVE
 from test_diffusion import mlp, rms
 
 import jaxstack
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import contrastive
 from jaxstack.families.context import make_context
 from jaxstack.generate import features
-from jaxstack.models import contrastive, family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
@@ -136,7 +138,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(model, rng):
         ctx = Context(dtype=jnp.dtype(dtype))
 
         def objective(values, ctx=ctx):
-            hidden, _ = family.of(cfg).hidden_states(cfg, values, batch, ctx)
+            hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, ctx)
             return losses.add_up(goal.shares(goal.loss(cfg, values, hidden, batch, ctx), totals))
 
         found, grads = jax.jit(jax.value_and_grad(objective))(values)
@@ -153,7 +155,7 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     cfg, values = model
     batch = meshes.random_captions(rng, cfg, 6)
     ctx = Context()
-    hidden, _ = contrastive.hidden_states(cfg, values, batch, ctx)
+    hidden, _ = contrastive.FAMILY.hidden_states(cfg, values, batch, ctx)
     image, text = rows = contrastive.features(cfg, values, hidden, batch, ctx)
     weights, ids = batch["pair_weights"].sum(1), batch["pair_ids"][:, 0]
     s = np.where(weights != 0, np.asarray(image @ text.T), -2)
@@ -162,7 +164,7 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     np.testing.assert_allclose(np.square(image).sum(1), 1, rtol=1e-5)
     other = batch | {"patches": batch["patches"][::-1]}
     again, swapped = contrastive.features(
-        cfg, values, contrastive.hidden_states(cfg, values, other, ctx)[0], batch, ctx
+        cfg, values, contrastive.FAMILY.hidden_states(cfg, values, other, ctx)[0], batch, ctx
     )
     np.testing.assert_allclose(swapped, text, atol=1e-5)
     np.testing.assert_allclose(again, image[::-1], atol=1e-5)

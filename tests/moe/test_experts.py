@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.models import decoder, encoder_decoder, family, flops, moe_layer, params, surgery
+from jaxstack.families import encoder_decoder, flops, surgery
+from jaxstack.models import decoder, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.training import assemble, losses
@@ -202,7 +204,7 @@ def test_each_stack_counts_its_own_tokens(every, rng):
     of their layers have experts."""
     moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3, every=every)
     model = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=moe)
-    values = params.init(jax.random.key(0), family.spec(model))
+    values = params.init(jax.random.key(0), families.spec(model))
     for name in ("encoder", "decoder"):
         (values[name] if every == 1 else values[name]["layer_1"])["moe"]["router"] *= 0
     lengths = {"encoder": np.array([9, 3, 0, 1]), "decoder": np.array([2, 8, 1, 0])}
@@ -334,23 +336,25 @@ def test_an_up_cycled_model_starts_as_the_dense_one(rng):
 def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
     """Up-cycled, it computes what the dense model does. One expert of the result has the dense weights, in order."""
     cfg = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3)
-    values = params.init(jax.random.key(0), family.spec(cfg))
+    values = params.init(jax.random.key(0), families.spec(cfg))
     positions = np.broadcast_to(np.arange(7, dtype=np.int32), (2, 7))
     batch = {f"{side}{name}": np.ones((2, 7), np.int32) for side in ("", "encoder_") for name in ("segment_ids",)}
     batch |= {f"{side}positions": positions for side in ("", "encoder_")}
     batch |= {f"{side}tokens": rng.integers(0, cfg.vocab, (2, 7)) for side in ("", "encoder_")}
     moe = MoEConfig(num_experts=4, top_k=2, every=every)
     grown, grown_values = surgery.upcycle(cfg, values, moe, jax.random.key(1))
-    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(lambda p: p.shape, params.abstract(family.spec(grown)))
-    dense, _ = encoder_decoder.hidden_states(cfg, values, batch)
-    sparse, _ = encoder_decoder.hidden_states(grown, grown_values, batch)
+    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
+        lambda p: p.shape, params.abstract(families.spec(grown))
+    )
+    dense, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch)
+    sparse, _ = encoder_decoder.FAMILY.hidden_states(grown, grown_values, batch)
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
     gates = dataclasses.replace(grown, moe=MoEConfig(num_experts=4, router="domain", every=every))
-    routed = params.init(jax.random.key(2), family.spec(gates))
+    routed = params.init(jax.random.key(2), families.spec(gates))
     batch |= {f"{side}gate_ids": np.full((2, 7), 3) for side in ("", "encoder_")}
-    whole, _ = encoder_decoder.hidden_states(gates, routed, batch)
-    alone, _ = encoder_decoder.hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
+    whole, _ = encoder_decoder.FAMILY.hidden_states(gates, routed, batch)
+    alone, _ = encoder_decoder.FAMILY.hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
     np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 
 

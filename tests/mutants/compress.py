@@ -28,7 +28,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "models", "models/surgery.py", PRUNE,
+    "models", "families/surgery.py", PRUNE,
     ("factor = (cfg.d_model / len(kept.channels)) ** 0.5", "factor = cfg.d_model / len(kept.channels)"),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "contrastive", "models/contrastive.py", TOWERS,
+    "contrastive", "families/contrastive.py", TOWERS,
     ("init=math.log(10.0)", "init=10.0"),
     ("init=-10.0", "init=10.0"),
     ("\"full\" if name == \"image\" else \"causal\"", "\"causal\" if name == \"image\" else \"causal\""),
@@ -48,7 +48,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "contrastive", "models/flops.py", "planner/test_aot.py -k matmuls",
+    "contrastive", "families/flops.py", "planner/test_aot.py -k matmuls",
     ("6.0 * rows * (own.features or cfg.d_model)", "6.0 * (own.features or cfg.d_model)"),
     ("deep = cfg.num_layers + own.caption_layers", "deep = cfg.num_layers"),
     ("2.0 * own.patch_values * cfg.d_model * patches", "0.0 * own.patch_values * cfg.d_model * patches"),

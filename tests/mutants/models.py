@@ -108,7 +108,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "model", "models/encoder.py", "models/test_labels.py -k mean",
+    "model", "families/encoder.py", "models/test_labels.py -k mean",
     ("axes = ctx.layout.axes(\"residual\")\n        texts", "axes = ctx.layout.axes(\"sequence\")\n        texts"),
     ("sums[:, :-1] / sums[:, -1:]", "sums[:, :-1] / texts"),
 )  # fmt: skip
@@ -152,12 +152,12 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "model", "models/encoder_decoder.py", DROPOUT,
+    "model", "families/encoder_decoder.py", DROPOUT,
     ('decoder.with_stream_key(ours, "decoder")', 'decoder.with_stream_key(ours, "encoder")'),
 )  # fmt: skip
 
 mistakes(
-    "model", "models/contrastive.py", DROPOUT,
+    "model", "families/contrastive.py", DROPOUT,
     ('"tokens": batch["tokens"], **shared}, "text")', '"tokens": batch["tokens"], **shared}, "image")'),
 )  # fmt: skip
 
@@ -179,7 +179,7 @@ mistakes(
 
 mistakes(
     "model",
-    "models/encoder.py",
+    "families/encoder.py",
     ARITHMETIC + " -k logits",
     (
         "head(cfg, params, ctx), preferred_element_type=jnp.float32)",
@@ -189,7 +189,7 @@ mistakes(
 
 mistakes(
     "model",
-    "models/encoder_decoder.py",
+    "families/encoder_decoder.py",
     ARITHMETIC + " -k 'step and t5'",
     ("x = kernels.multiply_in_float32(x, cfg.head_scale)", "x = (x * cfg.head_scale).astype(x.dtype)"),
 )

@@ -26,12 +26,11 @@ import pytest
 import test_meshes as meshes
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels.taps import find_weights
-from jaxstack.models import family as families
 from jaxstack.models.context import Context
 from jaxstack.pipeline import (
     Program,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
+from jaxstack import families as models
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.families import encoder, flops
 from jaxstack.families.context import make_context
-from jaxstack.models import encoder, flops
-from jaxstack.models import family as models
 from jaxstack.models.batches import abstract_batch
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate

@@ -137,7 +137,7 @@ def test_a_gpu_has_what_the_runtime_reserves(monkeypatch):
     assert (found.bytes, found.sharing, found.larger) == (59 * GIB, 1, 0.92 * 80 * GIB)
     assert memory.room_of([Device(76 * GIB)]).larger == 0
     assert memory.room_of([Device(None)]).bytes == 80 * GIB  # without statistics, the data sheet counts
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in memory.advice(config(), 1, "gpu", found)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in memory.Savings(config(), 1, "gpu", found).advice()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_gpu_has_what_the_runtime_reserves(monkeypatch):
 )
 def test_advice_is_valid_and_says_what_the_formula_says(cfg, devices, expected):
     before = memory.need(cfg, devices, "gpu")
-    found = memory.savings(cfg, devices, "gpu", room(1e-6))
+    found = memory.Savings(cfg, devices, "gpu", room(1e-6)).find()
     assert {key for flags, _ in found for key in flags} >= set(expected)
     for flags, after in found:
         assert after.formula < 0.98 * before.formula
@@ -162,11 +162,11 @@ def test_advice_is_valid_and_says_what_the_formula_says(cfg, devices, expected):
         given = parser.read_arguments(["plan", *_words(cfg), *words]).cfg  # as a user would give them
         assert memory.need(given, devices, "gpu").formula == after.formula
     assert not any({"data.batch_size", "train.grad_accum"} <= set(flags) for flags, _ in found)  # they save the same
-    text = memory.advice(cfg, devices, "gpu", room(1e-6))
+    text = memory.Savings(cfg, devices, "gpu", room(1e-6)).advice()
     assert all(f"{after.formula / before.formula - 1:+.0%}" in text for _, after in found)
     assert "fits" not in text
     assert text.endswith("None is enough. Use more devices with mesh.fsdp, or a smaller model.")
-    fits = memory.advice(cfg, devices, "gpu", room(1e6))
+    fits = memory.Savings(cfg, devices, "gpu", room(1e6)).advice()
     assert " fits)" in fits
     assert "None is enough" not in fits
 

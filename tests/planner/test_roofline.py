@@ -27,7 +27,7 @@ from jaxstack.config import (
     RunConfig,
     TrainConfig,
 )
-from jaxstack.models import flops as plan
+from jaxstack.families import flops as plan
 from jaxstack.planner import aot, estimate, roofline
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits

@@ -14,8 +14,8 @@ from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, PipelineConfig, TrainConfig
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, figures, hlo, memory, roofline, trace, traced
 from jaxstack.planner.job import Job

@@ -22,15 +22,15 @@ import test_precision as precision
 from families import CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 from jax.extend.core import Literal
 
-from jaxstack import kernels, moe
+from jaxstack import families, kernels, moe
 from jaxstack.config import Config, KernelsConfig, LoraConfig, SampleConfig
+from jaxstack.families import diffusion
 from jaxstack.families.context import make_context
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import sample_tokens
 from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.taps import Tapped
-from jaxstack.models import decoder, diffusion, layers, lora, params
-from jaxstack.models import family as families
+from jaxstack.models import decoder, layers, lora, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_train_step

@@ -15,6 +15,7 @@ import test_meshes as meshes
 import test_train
 from lines import lines, values
 
+from jaxstack import families
 from jaxstack.checkpoint import manifest
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.data.buckets import BucketReader
@@ -22,7 +23,6 @@ from jaxstack.data.loader import bucket_sizes
 from jaxstack.data.pairs import PairTokens
 from jaxstack.data.tokens import Tokens
 from jaxstack.families.context import make_context
-from jaxstack.models import family as families
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.planner import memory, mesh_search

@@ -165,5 +165,5 @@ def test_a_process_that_is_lost_meanwhile_is_an_error_of_one_line(monkeypatch):
 def test_a_checkpoint_has_at_least_the_trained_parameters():
     cfg = Config()
     vocabulary = dataclasses.replace(cfg.model, vocab_size=256)
-    count = health.params.count(health.family.spec(vocabulary))
+    count = health.params.count(health.families.spec(vocabulary))
     assert health.least_bytes(vocabulary) == 4 * count > 0

@@ -12,11 +12,10 @@ import test_by_hand as definition
 import test_meshes as meshes
 from jax.sharding import PartitionSpec
 
-from jaxstack import start
+from jaxstack import families, start
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, DebugConfig, MeshConfig, OptimConfig, PipelineConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import family
 from jaxstack.models import watch as taps
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
@@ -175,7 +174,7 @@ def test_activations_are_those_of_the_definition(name, rng):
     cfg = dataclasses.replace(definition.MODELS[name], activation="silu")
     values, batch = definition.drawn(cfg, rng)
     ctx = Context(watch=frozenset(taps.TAPS))
-    _, aux = jax.jit(lambda values, batch: family.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
+    _, aux = jax.jit(lambda values, batch: families.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
     found = watched.statistics(["*"], jax.device_get(taps.only(aux)))
     expected = by_hand(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values), batch)
     # A dozen float32 operations in a row: some 1e-6, ten times that.

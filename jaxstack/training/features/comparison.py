@@ -13,24 +13,44 @@ The price is the first forward pass, and on each device the features of its rows
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import family
 from jaxstack.models import params as parameters
 from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
-from jaxstack.models.family import ComparingFamily
+from jaxstack.models.family import Comparison, Family
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 from jaxstack.training.gradients import Key, Part, Share
 from jaxstack.training.losses import BatchTotals, EvalSums, Loss, Objective, Sums, term_weights
 
 
-def compared_loss(model: ComparingFamily) -> Loss:
+class Comparing(NamedTuple):
+    """A family whose loss compares rows, and its functions that other families do not have, see `Family`."""
+
+    family: Family
+    features: Callable[[ModelConfig, Params, PyTree, Batch, Context], PyTree]
+    compare: Comparison
+    count_right: Callable[[ModelConfig, Params, PyTree, Batch, Context], jax.Array]
+
+
+def comparing(cfg: ModelConfig) -> Comparing | None:
+    """Returns the family of a model if its loss compares rows, else `None`."""
+    family = families.of(cfg)
+    if family.features is None or family.compare is None:
+        return None
+    assert family.count_right is not None, "only the family knows which rows are matched with the right ones"
+    return Comparing(family, family.features, family.compare, family.count_right)
+
+
+def compared_loss(model: Comparing) -> Loss:
     """Returns the loss of a family with the term that compares rows.
 
     A batch with `feature_grads` is one of several microbatches whose rows were compared before, see `with_all_rows`.
@@ -38,7 +58,7 @@ def compared_loss(model: ComparingFamily) -> Loss:
     """
 
     def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:
-        sums = model.loss(cfg, params, hidden, batch, ctx)
+        sums = model.family.loss(cfg, params, hidden, batch, ctx)
         features = model.features(cfg, params, hidden, batch, ctx)
         if "feature_grads" not in batch:
             return sums | model.compare(cfg, params, features, batch, ctx)
@@ -54,19 +74,19 @@ def compared_loss(model: ComparingFamily) -> Loss:
 
 def with_all_rows(share: Share, cfg: ModelConfig, ctx: Context, objective: Objective, microbatches: int) -> Share:
     """Returns a share in which the rows of all microbatches are compared with each other."""
-    model = family.comparing(cfg)
+    model = comparing(cfg)
     assert model is not None
 
     def compared(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
         def features(micro: Batch) -> PyTree:
-            hidden, _ = model.hidden_states(cfg, params, micro, ctx, dropout_key=key)
+            hidden, _ = model.family.hidden_states(cfg, params, micro, ctx, dropout_key=key)
             return model.features(cfg, params, hidden, micro, ctx)
 
         def compare(trained: Params, rows: PyTree) -> Sums:
             return model.compare(cfg, parameters.combine(trained, frozen), rows, batch, ctx)
 
         rows = merge_microbatches(jax.lax.map(features, split_microbatches(batch, microbatches)))
-        trained, frozen = parameters.partition(family.spec(cfg), params)
+        trained, frozen = parameters.partition(families.spec(cfg), params)
         sums, pull = jax.vjp(compare, trained, rows)
         ((name, total),) = sums.items()
         one = collectives.varying(jnp.ones_like(total), collectives.varies_along(total))
@@ -81,13 +101,13 @@ def with_all_rows(share: Share, cfg: ModelConfig, ctx: Context, objective: Objec
 
 def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, microbatches: int = 1) -> EvalSums:
     """Returns what `losses.evaluate` does, for a family that compares rows: all rows of the batch are compared."""
-    model = family.comparing(cfg)
+    model = comparing(cfg)
     assert model is not None
 
     def work(micro: Batch) -> tuple[Sums, PyTree]:
-        hidden, _ = model.hidden_states(cfg, params, micro, ctx)
+        hidden, _ = model.family.hidden_states(cfg, params, micro, ctx)
         features = model.features(cfg, params, hidden, micro, ctx)
-        return model.loss(cfg, params, hidden, micro, ctx), features
+        return model.family.loss(cfg, params, hidden, micro, ctx), features
 
     if microbatches == 1:
         sums, features = work(batch)

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack import moe
+from jaxstack import families, moe
 from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import flat_spec
@@ -39,7 +38,7 @@ def extras(cfg: ModelConfig) -> Extras:
         loss=lambda aux, counts, stack: router_loss(cfg, aux, counts, stack),
         totals=lambda counts: routing_totals(cfg, counts),
         metrics=routing_metrics,
-        after_update=lambda params, sums, ctx: family.of(cfg).update_router_bias(cfg, params, sums, ctx),
+        after_update=lambda params, sums, ctx: families.of(cfg).after_update(cfg, params, sums, ctx),
     )
 
 
@@ -47,7 +46,7 @@ def count(cfg: ModelConfig, batch: Batch, ctx: Context) -> Counts:
     """Returns the totals over all devices, from this device's tokens."""
     tokens: dict[str, jax.Array | float] = {}
     sequences: dict[str, jax.Array | float] = {}
-    for name, stack in family.of(cfg).stacks(cfg).items():
+    for name, stack in families.of(cfg).stacks(cfg).items():
         weights = batch[stack.counts or cfg.objective.terms[0].weights]  # [B, S]
         tokens_of_row = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
         tokens_of_sequence = collectives.all_reduce(tokens_of_row, ctx.layout.axes("sequence"))
@@ -89,9 +88,9 @@ def router_loss(cfg: ModelConfig, aux: Aux, counts: Counts, stack: str | None = 
 
 def _depths(cfg: ModelConfig) -> dict[str, int]:
     """Returns the number of layers of each stack that has experts."""
-    spec = family.spec(cfg)
+    spec = families.spec(cfg)
     routed = {name for name in spec if any("moe" in path.split("/") for path in flat_spec(spec[name]))}
-    return {name: stack.depth for name, stack in family.of(cfg).stacks(cfg).items() if name in routed}
+    return {name: stack.depth for name, stack in families.of(cfg).stacks(cfg).items() if name in routed}
 
 
 def _by_stack(depths: dict[str, int], aux: Aux) -> dict[str, Aux]:

@@ -8,10 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.models import family
 from jaxstack.models import params as parameters
 from jaxstack.models.blocks import Stack, group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
@@ -36,9 +35,9 @@ def pipeline_fns(
       split: see `PipelineConfig.split`.
       totals: of the global batch.
     """
-    model = family.of(cfg)
+    model = families.of(cfg)
     stacks = model.stacks(cfg)
-    spec = family.spec(cfg)
+    spec = families.spec(cfg)
     ctx = ctx.within_stage
     trained, _ = parameters.partition(spec, spec)
 
@@ -127,14 +126,14 @@ def pipelined(cfg: ModelConfig, ctx: Context, objective: Objective, split: Seque
     """
     program = ctx.layout.pipeline
     assert program is not None
-    stacks = family.of(cfg).stacks(cfg)
-    spec = family.spec(cfg)
+    stacks = families.of(cfg).stacks(cfg)
+    spec = families.spec(cfg)
     trained_spec, frozen_spec = parameters.partition(spec, spec)
 
     def gather(spec: Spec, params: Params) -> tuple[Params, PyTree]:
         if ctx.layout.gather == "once":
             params = ctx.layout.gather_params(spec, params)
-        shared, layers = family.split_stacks(cfg, params)
+        shared, layers = families.split_stacks(cfg, params)
         groups = tuple(group_layers(stack.period, layers.get(name, {})) for name, stack in stacks.items())
         return shared, groups if len(groups) > 1 else groups[0]
 

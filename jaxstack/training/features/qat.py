@@ -9,11 +9,11 @@ from functools import partial
 
 import jax
 
+from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.kernels.rounding import round_matrix
-from jaxstack.models import family
 from jaxstack.models.params import Param, Params, is_compressed, map_spec
 from jaxstack.training.gradients import Gradients, Key
 from jaxstack.training.losses import Metrics
@@ -51,9 +51,9 @@ def round_params(model: ModelConfig, scheme: Scheme, params: Params) -> Params:
     def one(p: Param, value: jax.Array) -> jax.Array:
         return round_matrix(value, p.batch_axes, p.in_axes, scheme) if is_compressed(p) else value
 
-    name, _ = family.only_stack(model)
+    name, _ = families.only_stack(model)
     with jax.named_scope("round"):
-        return {**params, name: map_spec(one, family.spec(model)[name], params[name])}
+        return {**params, name: map_spec(one, families.spec(model)[name], params[name])}
 
 
 _round_compiled = partial(jax.jit, static_argnums=(0, 1))(round_params)

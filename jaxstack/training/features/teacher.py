@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack import kernels
+from jaxstack import families, kernels
 from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
 from jaxstack.config.training import DistillConfig
 from jaxstack.kernels.cross_entropy import log_sum_exp
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, cast_matrices
 from jaxstack.sharding import collectives
@@ -44,7 +44,7 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
       ctx: its execution context, for whole sequences.
     """
     count = min(distill.top_tokens, model.vocab)
-    spec = family.spec(model)
+    spec = families.spec(model)
 
     def likeliest(values: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns ids and log-probabilities [B, C, K] after hidden states [B, C, D]."""
@@ -59,7 +59,7 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
         return jnp.take_along_axis(ids, at, axis=-1), lse.log_probs(found)
 
     def work(values: Params, batch: Batch) -> dict[str, jax.Array]:
-        hidden, _ = decoder.hidden_states(model, values, batch, ctx)
+        hidden, _ = decoder.FAMILY.hidden_states(model, values, batch, ctx)
         B, S, D = hidden.shape
         size = max(1, min(S, ctx.ops.loss_chunk // B))
         padded = jnp.pad(hidden, ((0, 0), (0, -S % size), (0, 0))).reshape(B, -1, size, D).swapaxes(0, 1)

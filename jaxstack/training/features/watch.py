@@ -14,9 +14,9 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import Config, ConfigError, ModelConfig
-from jaxstack.models import family
 from jaxstack.models import params as parameters
 from jaxstack.models import watch as taps
 from jaxstack.models.batches import BatchSpec
@@ -99,7 +99,7 @@ class WatchProbe(Probe):
 
 def trained(model: ModelConfig) -> dict[str, Param]:
     """Returns the declarations of the trained parameters by path."""
-    spec = family.spec(model)
+    spec = families.spec(model)
     trained_spec, _ = parameters.partition(spec, spec)
     return parameters.flat_spec(trained_spec)
 
@@ -127,9 +127,9 @@ def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]
       dtype: of activations.
     """
     ctx = Context(dtype=jnp.dtype(dtype), watch=frozenset(taps.TAPS))
-    model = family.of(cfg)
+    model = families.of(cfg)
     batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
-    params = parameters.abstract(family.spec(cfg))
+    params = parameters.abstract(families.spec(cfg))
     _, aux = jax.eval_shape(lambda params, batch: model.hidden_states(cfg, params, batch, ctx), params, batch)
     depths = {name: jax.tree.leaves(measured)[0].shape[0] for name, measured in taps.only(aux).items()}
     for path, p in trained(cfg).items():
@@ -155,7 +155,7 @@ def watched_of(cfg: Config) -> Watched | None:
     """
     if not cfg.debug.patterns:
         return None
-    names = all_names(cfg.model, family.of(cfg.model).batch_spec(cfg), cfg.train.dtype)
+    names = all_names(cfg.model, families.of(cfg.model).batch_spec(cfg), cfg.train.dtype)
     found: set[str] = set()
     for pattern in cfg.debug.patterns:
         matches = fnmatch.filter(names, pattern)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import path_of
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.pipeline import Stages
 from jaxstack.pipeline.operations import to_slots
@@ -48,7 +49,7 @@ def checkpoint_layout(recipe: Recipe, ctx: Context, abstract: TrainState) -> Lay
     sizes = ctx.layout.mesh.shape
     if stages is None and not is_padded:
         return Layout(abstract, lambda state: state, lambda state: state)
-    stacked = [path for path, p in params.flat_spec(family.spec(model)).items() if p.stacked]
+    stacked = [path for path, p in params.flat_spec(families.spec(model)).items() if p.stacked]
     small = padded = _leaves(abstract)
     if is_padded:
         bare = recipe._replace(model=replace(model, pad_vocab_to=None))

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxstack import families
 from jaxstack.checkpoint import store
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError, MeshConfig, ModelConfig
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.runtime import distributed
 from jaxstack.runtime.watchdog import ending_of
 from jaxstack.sharding import mesh as meshes
@@ -148,7 +149,7 @@ def measure(directory: str) -> Machine:
 
 def least_bytes(model: ModelConfig) -> int:
     """Returns the bytes that every checkpoint has at least: the trained parameters in float32."""
-    spec = family.spec(model)
+    spec = families.spec(model)
     return 4 * params.count(params.partition(spec, spec)[0])
 
 

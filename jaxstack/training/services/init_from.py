@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
 from jaxstack.common.tree import flatten
@@ -14,10 +14,11 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Pipeli
 from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
+from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
-from jaxstack.models import encoder, family, lora, surgery
+from jaxstack.models import lora
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -96,13 +97,13 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     params = evaluated_params(recipe, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
         return params
-    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(run.model.base)))
+    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(run.model.base)))
 
     def merge(adapters: Params, base: Params) -> Params:
         return lora.merge_adapters(run.model.lora, parameters.combine(adapters, base))
 
     return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(
-        *parameters.partition(family.spec(run.model), params)
+        *parameters.partition(families.spec(run.model), params)
     )
 
 
@@ -189,7 +190,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         params = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(here)))
+        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(here)))
         grow = jax.jit(lambda params: surgery.upcycle(there, params, cfg.model.moe, key)[1], out_shardings=shardings)
         params = grow(params)
     if cfg.optim.keep_zeros and not has_zeros(here, ctx, params):
@@ -202,7 +203,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
         params = encoder.with_other_head(source.model, params, cfg.model, state.params)
     adapters: Params = {}
     if cfg.model.lora.rank:
-        adapters, _ = parameters.partition(family.spec(cfg.model), state.params)
+        adapters, _ = parameters.partition(families.spec(cfg.model), state.params)
     if cfg.run.init_adapter is not None:
         adapters = _read_adapters(str(cfg.run.init_adapter), cfg.model, source, ctx)
     return start_from(cfg.model, state, parameters.combine(adapters, params))
@@ -213,7 +214,7 @@ def has_zeros(model: ModelConfig, ctx: Context, params: Params) -> bool:
 
     The model and its parameters have no adapters.
     """
-    spec = parameters.flat_spec(family.spec(model))
+    spec = parameters.flat_spec(families.spec(model))
 
     def zeros(path: str, array: jax.Array) -> jax.Array:
         p = spec[path]
@@ -236,7 +237,7 @@ def _read_adapters(adapter: str, model: ModelConfig, source: Config | Pretrained
             f"`jaxstack export`, and name the folder."
         )
     saved = peft.read_adapters(Path(adapter), source.family, source.model)
-    spec = family.spec(model)
+    spec = families.spec(model)
     declared = parameters.flat_spec(parameters.partition(spec, spec)[0])
     sizes = (model.lora.rank, model.lora.alpha)
     if saved.values.keys() != declared.keys() or (saved.lora.rank, saved.lora.alpha) != sizes:

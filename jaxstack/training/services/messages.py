@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 
+from jaxstack import families
 from jaxstack.common import files
 from jaxstack.data.loader import DataLoader
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.runtime import xla_options
 from jaxstack.tracking.console import Console
 from jaxstack.training.optimizer import schedule_warning
@@ -48,7 +49,7 @@ def _model_lines(setup: Setup) -> Iterator[str]:
     devices = list(setup.mesh.devices.flat)
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     yield f"device   {len(devices)} x {devices[0].device_kind}{processes}"
-    spec = family.spec(cfg.model)
+    spec = families.spec(cfg.model)
     yield f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layers"
     if cfg.model.lora.rank:
         trained = params.count(params.partition(spec, spec)[0])

@@ -13,13 +13,12 @@ from typing import NoReturn, TypeVar
 
 import jax
 
-from jaxstack import sharding
+from jaxstack import families, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.data.loader import DataLoader
-from jaxstack.models import family
 from jaxstack.runtime import compile_cache, distributed, preemption
 from jaxstack.runtime.host_reads import HostReads
 from jaxstack.runtime.watchdog import Watchdog
@@ -100,7 +99,7 @@ class Run:
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(
             cfg.data,
-            family.of(cfg.model).batch_spec(cfg),
+            families.of(cfg.model).batch_spec(cfg),
             ctx.layout.sharding(ctx.layout.batch),
             active=not cfg.debug.eager,
         )
