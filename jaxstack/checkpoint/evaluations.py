@@ -55,7 +55,8 @@ def read(run: Path) -> tuple[list[Record], list[str]]:
     Args:
       run: run directory.
     """
-    found, gaps = [], []
+    found = []
+    gaps = []
     for path in sorted(folder(run).glob("step_*.json")):
         try:
             if not path.is_file():

@@ -200,7 +200,8 @@ def share(wanted: Mapping[str, tuple[int, str]], process: int, count: int) -> Di
 
     Every file is in exactly one share, and all shares have about the same number of bytes.
     """
-    bytes_of, mine = [0] * count, {}
+    bytes_of = [0] * count
+    mine = {}
     for name in sorted(wanted, key=lambda name: (-wanted[name][0], name)):
         least = bytes_of.index(min(bytes_of))
         bytes_of[least] += wanted[name][0]

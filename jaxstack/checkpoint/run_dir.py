@@ -131,7 +131,8 @@ def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None
     Raises:
       ConfigError: the files have changed, but not their names.
     """
-    data, before = cfg.data, metadata["config"]["data"]
+    data = cfg.data
+    before = metadata["config"]["data"]
     before = asdict(DataConfig()) | before  # an older version has saved fewer keys
     if metadata["data"] != fingerprint and json.loads(json.dumps(before)) == json.loads(json.dumps(asdict(data))):
         what = "data.mixture" if data.mixture else f"data.source={data.source}, data.path={data.path}"

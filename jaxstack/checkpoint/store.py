@@ -67,7 +67,8 @@ def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
     """
     path = directory.absolute() / str(step)
     # Orbax would silently cast a wrong dtype, so compare first.
-    saved, wanted = _shapes_and_dtypes(ocp.metadata(path).metadata), _shapes_and_dtypes(abstract_state)
+    saved = _shapes_and_dtypes(ocp.metadata(path).metadata)
+    wanted = _shapes_and_dtypes(abstract_state)
     differ = [name for name in sorted(saved.keys() | wanted.keys()) if wanted.get(name) not in (..., saved.get(name))]
     differ.sort(key=lambda name: not name.startswith("params/"))
     if differ:
@@ -87,7 +88,9 @@ def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
 
 def _read_groups(sizes: Sequence[int]) -> list[range]:
     """Groups consecutive arrays to read together: at most the size of the largest array, or `_AT_A_TIME`."""
-    limit, parts, total = max([_AT_A_TIME, *sizes]), [range(0)], 0
+    limit = max([_AT_A_TIME, *sizes])
+    parts = [range(0)]
+    total = 0
     for i, size in enumerate(sizes):
         total += size
         if total > limit:
@@ -115,7 +118,8 @@ class Checkpoints:
 
     def __init__(self, cfg: CheckpointConfig, directory: Path) -> None:
         """Prepares to save; `directory` is created by the first save."""
-        self._cfg, self._directory = cfg, directory
+        self._cfg = cfg
+        self._directory = directory
         self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxstack-checkpoint")
         self._pending: Future[None] | None = None
         self._step: int | None = None
@@ -180,7 +184,8 @@ class Checkpoints:
           RunError: the save failed.
         """
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            pending = self._pending
+            self._pending = None
             try:
                 while not wait([pending], timeout=_PROBE_S).done:
                     self._probe()  # after a disk failure, orbax's threads may wait for each other
@@ -192,7 +197,8 @@ class Checkpoints:
 
     def _finish(self, step: int, save: int, response: Any) -> None:
         response.result()  # every process has written, and process 0 has committed
-        path, index = self._directory / str(step), jax.process_index()
+        path = self._directory / str(step)
+        index = jax.process_index()
         local = manifest.hash_files(path, manifest.written_by(path, index))
         gathered = distributed.gather_to_process_0(f"digests/{save}", json.dumps(local), _TIMEOUT_S)
         if index == 0:

@@ -83,7 +83,8 @@ def scan(directory: Path, abstract_state: PyTree = None) -> CheckpointScan:
         skipped[step] = why
 
 
-_NONE, _LOST = -1, -2
+_NONE = -1
+_LOST = -2
 
 
 def _newest_candidate(directory: Path, skipped: dict[int, str]) -> int:
@@ -122,7 +123,8 @@ def corruption(directory: Path, step: int, abstract_state: PyTree = None) -> str
 def _content_corruption(checkpoint: Path, abstract_state: PyTree) -> str | None:
     """Returns why files to be loaded differ from the manifest, or `None`; the same on all processes."""
     try:
-        wanted, unread = manifest.read(checkpoint), _unread(checkpoint, abstract_state)
+        wanted = manifest.read(checkpoint)
+        unread = _unread(checkpoint, abstract_state)
         wanted = {name: digest for name, digest in wanted.items() if name not in unread}
         share = manifest.share(wanted, jax.process_index(), jax.process_count())
         why = manifest.content_corruption(checkpoint, share)
@@ -155,7 +157,8 @@ def _stored(store: Path) -> set[tuple[str, str]]:
     """
     base = tensorstore.KvStore.open({"driver": "file", "path": f"{store.absolute()}/"}).result()
     index = tensorstore.ocdbt.dump(base).result()
-    nodes, stored = [(index["versions"][-1]["root"]["location"], b"")], set()
+    nodes = [(index["versions"][-1]["root"]["location"], b"")]
+    stored = set()
     while nodes:
         location, prefix = nodes.pop()
         stored.add(("", _file(location)))

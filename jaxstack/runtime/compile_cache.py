@@ -161,7 +161,9 @@ def estimate(config: str) -> float | None:
 
 def remember(config: str, seconds: float) -> None:
     """Writes down how many seconds the compilation of a first step took, see `estimate`."""
-    path, known, key = _estimates_file(), _read_estimates(), _key(config)
+    path = _estimates_file()
+    known = _read_estimates()
+    key = _key(config)
     if path is None or not path.parent.is_dir():
         return
     first = known[key][0] if key in known else seconds

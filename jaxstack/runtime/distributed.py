@@ -185,7 +185,8 @@ def leave(code: int, reason: str) -> None:
         return
     global_state = private_module("distributed").global_state
 
-    index, count = int(global_state.process_id), int(global_state.num_processes)
+    index = int(global_state.process_id)
+    count = int(global_state.num_processes)
     announce_end(index, code, reason)
     deadline = time.monotonic() + SHUTDOWN_S
     while index == 0 and time.monotonic() < deadline:
@@ -273,7 +274,8 @@ def gather_to_process_0(key: str, text: str, timeout_s: float) -> list[str]:
     """
     import jax
 
-    index, count = jax.process_index(), jax.process_count()
+    index = jax.process_index()
+    count = jax.process_count()
     if index:
         _coordinator().key_value_set(f"jaxstack/{key}/{index}", text)
         return []

@@ -70,7 +70,8 @@ def _jax(env: Mapping[str, str]) -> Processes | None:
         return None
     if missing := [name for name in names if name not in env]:
         raise ConfigError(_incomplete(missing, " and ".join(given)))
-    count, index = _number(env, "JAX_NUM_PROCESSES"), _number(env, "JAX_PROCESS_ID")
+    count = _number(env, "JAX_NUM_PROCESSES")
+    index = _number(env, "JAX_PROCESS_ID")
     if index >= count:
         raise ConfigError(
             f"JAX_PROCESS_ID={index} must be below JAX_NUM_PROCESSES={count}. Number the processes from 0."
@@ -82,7 +83,8 @@ def _slurm(env: Mapping[str, str]) -> Processes | None:
     """Reads a Slurm step (`srun`) of several tasks. A batch script outside `srun`, or one task, is a single process."""
     if "SLURM_PROCID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", 1)) < 2:
         return None
-    tasks, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_STEP_NUM_NODES")
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS")
+    nodes = _number(env, "SLURM_STEP_NUM_NODES")
     first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,]*))?", env["SLURM_STEP_NODELIST"])
     assert first
     # The port depends on the job, as in JAX, so that jobs on one node do not collide.
@@ -102,7 +104,8 @@ def _open_mpi(env: Mapping[str, str]) -> Processes | None:
         if host is None:
             raise ConfigError(_incomplete(["JAX_COORDINATOR_ADDRESS"], "OMPI_COMM_WORLD_SIZE"))  # Open MPI 5
         address = f"{host[1] or host[2]}:{61440 + int(uri.split('.')[0]) // 4096 % 4096}"
-    count, index = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
+    count = _number(env, "OMPI_COMM_WORLD_SIZE")
+    index = _number(env, "OMPI_COMM_WORLD_RANK")
     local = None if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1" else _one_gpu(env, "OMPI_COMM_WORLD_LOCAL_RANK")
     return Processes("Open MPI", address, count, index, local)
 
@@ -153,11 +156,13 @@ def _sagemaker(env: Mapping[str, str]) -> Processes | None:
     source = "SM_HOSTS"
     try:
         if source in env:
-            hosts, this = json.loads(env[source]), env.get("SM_CURRENT_HOST")
+            hosts = json.loads(env[source])
+            this = env.get("SM_CURRENT_HOST")
         elif "TRAINING_JOB_NAME" in env and SAGEMAKER_HOSTS.is_file():
             source = str(SAGEMAKER_HOSTS)
             job = json.loads(SAGEMAKER_HOSTS.read_text(encoding="utf-8"))
-            hosts, this = job["hosts"], job["current_host"]
+            hosts = job["hosts"]
+            this = job["current_host"]
         else:
             return None
         hosts = sorted(hosts)  # so that all of them agree on the first one

@@ -36,7 +36,8 @@ def catch_stop_signals(forward: Callable[[], None] | None = None) -> Iterator[St
       forward: passes the request on to the other processes of a run. The first SIGINT calls it instead of setting the
         request, and SIGTERM is left to JAX. `None` is for a single process.
     """
-    request, interrupts = StopRequest(), 0
+    request = StopRequest()
+    interrupts = 0
 
     def stop(number: int) -> None:
         nonlocal interrupts

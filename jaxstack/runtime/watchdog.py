@@ -44,7 +44,8 @@ class EndListener:
         if distributed.has_others():
             global_state = private_module("distributed").global_state
 
-            self._index, self._count = int(global_state.process_id), int(global_state.num_processes)
+            self._index = int(global_state.process_id)
+            self._count = int(global_state.num_processes)
             catch_abort(self._index, self._count, str(global_state.coordinator_address))
             threading.Thread(target=self._listen, daemon=True, name="jaxstack-ends").start()
         return self
@@ -132,10 +133,13 @@ class Watchdog:
         """
         import jax
 
-        self._index, self._count = jax.process_index(), jax.process_count()
+        self._index = jax.process_index()
+        self._count = jax.process_count()
         self._client: Any = private_module("distributed").global_state.client if self._count > 1 else None
-        self._lost_s, self._stalled_s = lost_s, stalled_s
-        self._over, self._failed = threading.Event(), threading.Event()
+        self._lost_s = lost_s
+        self._stalled_s = stalled_s
+        self._over = threading.Event()
+        self._failed = threading.Event()
         self._progress = time.monotonic()
         self._heard = dict.fromkeys(set(range(self._count)) - {self._index}, self._progress)
         self._beats: dict[int, str] = {}
@@ -197,7 +201,8 @@ class Watchdog:
             for key, value in entries:
                 index = int(key.rsplit("/", 1)[1])
                 if index != self._index and self._beats.get(index) != value:
-                    self._beats[index], self._heard[index] = value, now
+                    self._beats[index] = value
+                    self._heard[index] = now
 
     def _check_loop(self) -> None:
         """Ends this process if it makes no progress, or if another process is lost. `EndListener` hears of errors."""

@@ -41,7 +41,8 @@ class Console:
         """
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not shown)
         self._live = self._rich.is_interactive and shown and live  # a dumb terminal cannot erase a line
-        self._steps, self._every = steps, max(steps // 10, 1)
+        self._steps = steps
+        self._every = max(steps // 10, 1)
         self._speed = ""
         self._spinner = self._live_line(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"))
         self._bar = self._live_line(

@@ -20,13 +20,15 @@ class GoodputRecorder:
         self._seconds = dict.fromkeys(self.KINDS, 0.0)
         # The age of the process comes from the wall clock, which may have been adjusted; the rest is monotonic.
         self._seconds["start"] = max(platform.seconds_since_start(), 0.0)
-        self._kind, self._since = "start", time.perf_counter()
+        self._kind = "start"
+        self._since = time.perf_counter()
 
     def enter(self, kind: str) -> None:
         """Counts the time from now on as `kind`."""
         now = time.perf_counter()
         self._seconds[self._kind] += now - self._since
-        self._kind, self._since = kind, now
+        self._kind = kind
+        self._since = now
 
     @contextmanager
     def during(self, kind: str) -> Iterator[None]:

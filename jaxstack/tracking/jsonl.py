@@ -4,15 +4,23 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from jaxstack.common import files
 
-if TYPE_CHECKING:  # sinks.py imports this file
-    from jaxstack.tracking.sinks import Sinks
-
 Record: TypeAlias = dict[str, Any]
 """One line of metrics.jsonl. Every record has a `step`; events also have an `event`."""
+
+
+class Reader(Protocol):
+    """Gets the records that are written, such as `sinks.Sinks`."""
+
+    def write(self, record: Record) -> None:
+        """Takes one record."""
+
+    def rewind(self, after: int) -> None:
+        """Prepares for steps later than `after` to be run again."""
+
 
 _START = '{"step"'
 """What every record begins with."""
@@ -37,7 +45,7 @@ class JsonLines:
       damage: what is wrong with lines of the file, see `read_log`.
     """
 
-    def __init__(self, path: Path | None, sinks: "Sinks | None" = None) -> None:
+    def __init__(self, path: Path | None, sinks: Reader | None = None) -> None:
         """Reads the file, if there is one. `rewind` writes it without its damaged lines.
 
         Args:

@@ -40,6 +40,7 @@ class NoiseScale:
         Args:
           tokens: sum of the loss weights of a step.
         """
-        signal, noise = self._means["grad_signal"], self._means["grad_noise"]
+        signal = self._means["grad_signal"]
+        noise = self._means["grad_noise"]
         scale = noise / signal if signal > 0 and noise > 0 else math.nan
         return {**self._means, "noise_scale_tokens": scale, "noise_scale_sequences": scale * self._batch_size / tokens}

@@ -36,7 +36,10 @@ class Profiler:
           goodput: counts the profiler's own seconds as `profile`.
           throughput: is paused for these seconds, so that no step includes them.
         """
-        self._span, self._report, self._goodput, self._throughput = cfg.span, report, goodput, throughput
+        self._span = cfg.span
+        self._report = report
+        self._goodput = goodput
+        self._throughput = throughput
         several = jax.process_count() > 1
         self._directory = run / "profile" / (f"process_{jax.process_index()}" if several else "")
         self._first: int | None = None
@@ -63,7 +66,8 @@ class Profiler:
             jax.block_until_ready(state)  # earlier steps must not appear in the trace
             with self._goodput.during("profile"), self._throughput.paused():
                 jax.profiler.start_trace(str(self._directory))
-            self._first, self._running = number, True
+            self._first = number
+            self._running = True
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             state, metrics = train_step(state, batch)
         self._newest = number

@@ -74,7 +74,8 @@ class Recompiles:
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Ignores what is compiled within."""
-        before, self._expected = self._expected, True
+        before = self._expected
+        self._expected = True
         try:
             yield
         finally:
@@ -82,7 +83,8 @@ class Recompiles:
 
     def take(self) -> list[Recompile]:
         """Returns what was found since the last call."""
-        found, self._found = self._found, []
+        found = self._found
+        self._found = []
         return found
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
@@ -91,7 +93,8 @@ class Recompiles:
         if (call := _call()) is None:
             return
         function, arguments = call
-        signature, known = signature_of(function, *arguments), self._known.setdefault(function, [])
+        signature = signature_of(function, *arguments)
+        known = self._known.setdefault(function, [])
         if known:
             reasons = min((changes(old, signature) for old in known), key=len)
             self._found.append(Recompile(_name(function), reasons, duration_secs))
@@ -148,7 +151,8 @@ def changes(old: Signature, new: Signature) -> list[str]:
     """Returns what differs between the arguments of two calls, a line for each of them."""
     lines = []
     for path in dict.fromkeys([*new, *old]):
-        before, after = old.get(path), new.get(path)
+        before = old.get(path)
+        after = new.get(path)
         if before == after:
             continue
         if before is None or after is None:

@@ -60,7 +60,7 @@ class Sink(Protocol):
     def rewind(self, after: int) -> None:
         """Prepares for steps later than `after` to be run again."""
 
-    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+    def write_again(self, records: Sequence[Record]) -> None:
         """Writes its files in the run directory again, given all records so far."""
 
     def close(self, failed: bool) -> None:
@@ -70,10 +70,10 @@ class Sink(Protocol):
 class TensorBoard:
     """Writes event files to `tensorboard/` in the run directory. Steps that are run again replace the earlier ones."""
 
-    def __init__(self, cfg: Config, start: int) -> None:
+    def __init__(self, directory: Path, settings: dict[str, Any], start: int) -> None:
         """Opens an event file for steps later than `start`."""
         self._open = importlib.import_module(PACKAGES["tensorboard"]).SummaryWriter
-        self._directory = Path(cfg.run.dir, "tensorboard")
+        self._directory = directory / "tensorboard"
         self._writer: Any = None
         self.rewind(start)
 
@@ -92,7 +92,7 @@ class TensorBoard:
         if words := text(record):
             self._writer.add_text("event", words, record["step"])
 
-    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+    def write_again(self, records: Sequence[Record]) -> None:
         """Starts a new event file with all records so far."""
         self.rewind(0)
         for record in records:
@@ -110,14 +110,15 @@ class WeightsAndBiases:
     to `wandb/` in the run directory.
     """
 
-    def __init__(self, cfg: Config, start: int) -> None:
-        """Begins or resumes the run there.
+    def __init__(self, directory: Path, settings: dict[str, Any], start: int) -> None:
+        """Begins or resumes the run there, with the settings of its configuration.
 
         Raises:
           ConfigError: the service cannot be used.
         """
         wandb = importlib.import_module(PACKAGES["wandb"])
-        known = Path(cfg.run.dir, "wandb_id")
+        known = directory / "wandb_id"
+        self._known = known
         if not known.is_file():
             files.write_atomic(known, os.urandom(4).hex())
         identity = known.read_bytes()[:100].strip()
@@ -126,11 +127,11 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "jaxstack"),
-                name=Path(cfg.run.dir).resolve().name,
+                name=directory.resolve().name,
                 id=identity.decode(),
                 resume="allow",
-                dir=cfg.run.dir,
-                config=asdict(cfg),
+                dir=str(directory),
+                config=settings,
                 settings=wandb.Settings(console="off", silent=True),  # the progress bar needs the terminal
             )
         except (wandb.Error, ValueError) as error:  # a value of the environment that it refuses, such as WANDB_MODE=
@@ -151,9 +152,9 @@ class WeightsAndBiases:
             numbers = {name if name == "step" else f"event/{name}": value for name, value in numbers.items()}
         self._run.log(numbers | ({"event": words} if (words := text(record)) else {}))
 
-    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
+    def write_again(self, records: Sequence[Record]) -> None:
         """Writes the id again. The service has the records; with `WANDB_MODE=offline` they are lost up to here."""
-        files.write_atomic(Path(cfg.run.dir, "wandb_id"), self._run.id)
+        files.write_atomic(self._known, self._run.id)
 
     def close(self, failed: bool) -> None:
         """Ends the run there with an exit code."""
@@ -179,17 +180,12 @@ class Sinks:
     def open(self, cfg: Config, start: int) -> None:
         """Opens the sinks that `run.sinks` names, for records of steps later than `start`."""
         for name in cfg.run.sinks:
-            self._sinks.append(_KINDS[name](cfg, start))
+            self._sinks.append(_KINDS[name](Path(cfg.run.dir), asdict(cfg), start))
 
-    def write_again(self, cfg: Config, records: Sequence[Record]) -> None:
-        """Writes the files of every sink again, after somebody has deleted the run directory.
-
-        Args:
-          cfg: of the run.
-          records: all records so far.
-        """
+    def write_again(self, records: Sequence[Record]) -> None:
+        """Writes the files of every sink again, with all records so far, after the run directory was deleted."""
         for sink in self._sinks:
-            sink.write_again(cfg, records)
+            sink.write_again(records)
 
     def write(self, record: Record) -> None:
         """Sends one record to every sink."""

@@ -93,8 +93,13 @@ class StepLogger:
         recorder: GoodputRecorder,
     ) -> None:
         """Connects the logger to what it writes to, and to the clocks that it reads."""
-        self._cfg, self._loader, self._log, self._console = cfg, loader, log, console
-        self._throughput, self._watchdog, self._goodput = throughput, watchdog, recorder
+        self._cfg = cfg
+        self._loader = loader
+        self._log = log
+        self._console = console
+        self._throughput = throughput
+        self._watchdog = watchdog
+        self._goodput = recorder
         self._parameters = params.count(families.spec(cfg.model))
         self._noise_scale = NoiseScale(cfg.data.batch_size, log.records) if cfg.train.noise_scale else None
         self._bad: Record = {}
@@ -208,7 +213,8 @@ class StepLogger:
           sums: for each batch of each source, by the sources' names. They are waited for one at a time: if independent
             programs run at the same time, their collectives can block each other.
         """
-        objective, progress = self._cfg.model.objective, self._watchdog.report_progress
+        objective = self._cfg.model.objective
+        progress = self._watchdog.report_progress
         means = {name: mean_losses(objective.terms, batches, progress) for name, batches in sums.items()}
         losses = {name: mean.loss for name, mean in means.items()}
         loss = self._loader.mean_loss(losses)
@@ -253,7 +259,9 @@ class Means(NamedTuple):
 
 def mean_losses(terms: Sequence[Term], sums: Iterable[Sums], after_batch: Callable[[], None]) -> Means:
     """Returns the means over all batches, given the sums of each, which are waited for one at a time."""
-    loss, weight, right = np.zeros(len(terms)), np.zeros(len(terms)), 0.0
+    loss = np.zeros(len(terms))
+    weight = np.zeros(len(terms))
+    right = 0.0
     for batch in sums:
         losses, weights, found = jax.device_get(batch)
         loss += [float(losses[term.name]) for term in terms]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack import families
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import Config, ModelConfig, TrainConfig
 from jaxstack.models import shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -59,7 +59,7 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     if train.noise_scale:
         noise_scale.require_small_batches(ctx, train.grad_accum)
         share = noise_scale.measured(share, ctx, objective, spec)
-    if in_parts(cfg, ctx):
+    if in_parts(train, ctx):
         share = accumulated(share, train.grad_accum)
         if comparison.comparing(model):
             share = comparison.with_all_rows(share, model, ctx, objective, train.grad_accum)
@@ -73,9 +73,9 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     return gradients
 
 
-def in_parts(cfg: Config, ctx: Context) -> bool:
+def in_parts(train: TrainConfig, ctx: Context) -> bool:
     """Returns whether gradients are sums over microbatches, or are read before they are summed over devices."""
-    return cfg.train.grad_accum > 1 or ctx.layout.pipeline is not None or cfg.train.noise_scale
+    return train.grad_accum > 1 or ctx.layout.pipeline is not None or train.noise_scale
 
 
 def make_train_step(

@@ -54,7 +54,9 @@ def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
       cfg: peak and shape.
       steps: number of updates of the run.
     """
-    peak, final, warmup = cfg.lr, cfg.final_lr_fraction, cfg.warmup_steps
+    peak = cfg.lr
+    final = cfg.final_lr_fraction
+    warmup = cfg.warmup_steps
     last_peak = _last_peak_step(cfg, steps)
     decay = max(steps - last_peak, 1)
 
@@ -194,7 +196,8 @@ def _muon(cfg: OptimConfig, spec: Spec, shardings: PyTree) -> optax.GradientTran
     of_optax = scale_by_muon(beta=cfg.b1)
 
     def update(grads: Any, state: MuonState, values: Any = None) -> tuple[Any, MuonState]:
-        count, b = state.count + 1, cfg.b1
+        count = state.count + 1
+        b = cfg.b1
         momentum = optax.tree.update_moment(grads, state.mu, b, 1)
         ahead = jax.tree.map(
             lambda m, g: b * m + (1 - b) * g,
@@ -233,7 +236,8 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
     version would clip all layers together. Vectors, and matrices with fewer than 128 inputs or outputs, are not
     factored.
     """
-    epsilon, threshold = 1e-30, 1.0
+    epsilon = 1e-30
+    threshold = 1.0
     none = optax.MaskedNode()
 
     def outputs(p: Param) -> int:
@@ -269,7 +273,8 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
 
         def one(p: Param, g: jax.Array, row: Any, column: Any, element: Any) -> tuple[jax.Array, Any, Any, Any]:
             g = g.astype(jnp.float32)
-            ins, outs = range(p.batch_axes, outputs(p)), range(outputs(p), g.ndim)
+            ins = range(p.batch_axes, outputs(p))
+            outs = range(outputs(p), g.ndim)
             if factored(p):
                 row = mean(row, (g**2).mean(tuple(outs)) * unpadded(p, outs))
                 correction = unpadded(p, ins)

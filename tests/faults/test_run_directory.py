@@ -150,7 +150,7 @@ def test_the_id_of_a_sink_is_not_read_from_a_link(run, target, monkeypatch):
     monkeypatch.setattr(sinks.importlib, "import_module", lambda _: None)
     (run / "wandb_id").symlink_to(target)
     with pytest.raises(ConfigError, match="wandb_id is not an id"):
-        sinks.WeightsAndBiases(Config(run=RunConfig(dir=str(run))), 0)
+        sinks.WeightsAndBiases(run, {}, 0)
 
 
 def logged(run: Path) -> Path:

@@ -16,7 +16,7 @@ mistakes(
     "goodput",
     "tracking/goodput.py",
     "tracking/test_metrics.py",
-    ("self._kind, self._since = kind, now", "self._kind = kind"),
+    ("self._kind = kind\n        self._since = now", "self._kind = kind"),
     ("            self.enter(before)", "            self.enter(kind)"),
     ('round(sum(sums.values()) - sums["down"], 4)', "round(sum(sums.values()), 4)"),
     ('began - before[-1]["time"]', 'began - before[0]["time"]'),

@@ -161,7 +161,8 @@ def faults(machines: Sequence[Machine], devices: int | None, needed: int) -> lis
       devices: number of devices that the mesh needs; None if it takes what is there.
       needed: bytes of a checkpoint.
     """
-    names, found = _names(machines), []
+    names = _names(machines)
+    found = []
     most = max(machine.devices for machine in machines)
     complete = sum(machine.devices for machine in machines) == devices
     kind = _most_common([machine.kind for machine in machines])
@@ -201,7 +202,8 @@ def slow(machines: Sequence[Machine], bandwidth: float, expected: float) -> list
       bandwidth: bytes/s of an all-reduce among all devices; 0 for one device.
       expected: bytes/s of the data sheet for it; 0 if there is none.
     """
-    found, usual = [], statistics.median_low(machine.clock for machine in machines)
+    found = []
+    usual = statistics.median_low(machine.clock for machine in machines)
     for name, machine in zip(_names(machines), machines, strict=True):
         if abs(late := usual - machine.clock) > SKEW_S:
             direction = "behind" if late > 0 else "ahead of"

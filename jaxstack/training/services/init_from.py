@@ -65,7 +65,8 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
             )
         if run.run.init_from is None:
             raise ConfigError(f"{key}={path} has no checkpoint. Train that run until it has saved one.")
-        name, adapter = run.run.init_from, run.run.init_adapter
+        name = run.run.init_from
+        adapter = run.run.init_adapter
 
 
 def restore_params(run: Config, ctx: Context, number: int | None = None, merge_adapters: bool = True) -> Params:
@@ -136,7 +137,8 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
         made = f"data.path={cfg.path} was made with the tokenizer {tokenizer.name}"
         advice = f"Build the file again with `jaxstack data build {flag}`"
     else:
-        made, advice = f"data.tokenizer={cfg.tokenizer}", f"Use {flag}"
+        made = f"data.tokenizer={cfg.tokenizer}"
+        advice = f"Use {flag}"
     if saved["kind"] == "chars":
         advice = f"Use text with exactly the {len(saved['alphabet'])} characters of {path}"
     raise ConfigError(f"{made}, but {name} has another tokenizer, with other token ids. {advice}.")

@@ -243,7 +243,7 @@ class Run:
         self._lock.take_again()
         run_dir.write(self._cfg, self._dataset.tokenizer.to_json())
         self._log.write_all()
-        self._sinks.write_again(self._cfg, self._log.records)
+        self._sinks.write_again(self._log.records)
         self._log.write({"step": step, "event": "directory written again"})
         left = manifest.complete_steps(self._saved)
         checkpoints = f"Its newest checkpoint is of step {left[0]}." if left else "Its checkpoints are lost."
