@@ -95,7 +95,7 @@ assert needs["full"] < A100.hbm_bytes < needs["none"]  # without recomputation i
 # makes 430 ZFLOPs, or 16,000 days of one A100 at its peak.
 
 # %%
-flops = cfg.train.steps * megatron.hardware_flops(cfg)
+flops = cfg.train.steps * megatron.hardware_flops(Job(cfg, CONTEXT))
 days = flops / A100.flops["bfloat16"] / 86400
 print(f"{flops / 1e21:.1f} ZFLOPs, {days:,.0f} A100-days at the peak")
 assert abs(flops / 430e21 - 1) < 0.01

@@ -1,7 +1,7 @@
 """Prints the memory of a device and the bytes moved per mesh axis, for chips that are not here.
 
 Where the target's compiler is installed, the step is compiled, and the formula is shown beside it. Elsewhere both are
-estimates by formula. The configuration is that of `jaxstack train`.
+estimates by formula. It takes the configuration of `jaxstack train`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Compiles the training step for a chip that is not here, and prints the bytes and FLOPs of each part of the program.
 
-The program is read after the compiler has optimised it. The configuration is that of `jaxstack train`.
+The program is read after the compiler has optimised it. It takes the configuration of `jaxstack train`.
 """
 
 import json

@@ -74,7 +74,8 @@ def point(run: runs.LoggedRun) -> tuple[float, float, float]:
     """
     steps, losses = run.series("eval_loss")
     counts = run.series("parameters")[1]
-    batch, length = run.config.get("data.batch_size"), run.config.get("data.seq_len")
+    batch = run.config.get("data.batch_size")
+    length = run.config.get("data.seq_len")
     if not losses.size or not counts.size or not batch or not length:
         raise ConfigError(
             f"{run.path} has no held-out loss or no config.yaml. Train it with train.eval_every, and name it again."
@@ -85,7 +86,7 @@ def point(run: runs.LoggedRun) -> tuple[float, float, float]:
 
 
 def constants(fitted: scaling_law.Fit) -> Table:
-    """Returns the table of constants, with those of Besiroglu et al. beside them."""
+    """Returns the table of constants, beside the constants of Besiroglu et al."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("L = E + A / N^alpha + B / D^beta", "fitted", "95% interval", "Besiroglu et al. 2024"):
         table.add_column(heading, justify="left" if heading.startswith("L") else "right")

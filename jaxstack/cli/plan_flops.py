@@ -1,6 +1,6 @@
 """Prints the FLOPs of a training step by every convention, with recomputation, and the days at the chips' peak.
 
-The configuration is that of `jaxstack train`.
+It takes the configuration of `jaxstack train`.
 """
 
 from typing import Literal
@@ -34,8 +34,9 @@ def main(args: Namespace) -> None:
     from jaxstack.planner.figures import flops_figures
     from jaxstack.planner.step_time import step_time
 
-    time, budget = step_time(plan.job, plan.limits), budget_of(plan.job.cfg, args.tokens)
-    *found, days = flops_figures(plan.job.cfg, time, budget, args.style == "megatron-fp16")
+    time = step_time(plan.job, plan.limits)
+    budget = budget_of(plan.job.cfg, args.tokens)
+    *found, days = flops_figures(plan.job, time, budget, args.style == "megatron-fp16")
     plan.table(f"FLOPs of a step of {time.tokens:,} tokens", found, "TFLOP", 1e12)
     print(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")
     whole = f"{days.value * plan.devices:,.6g} device-days"

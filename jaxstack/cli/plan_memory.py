@@ -1,6 +1,6 @@
 """Prints the memory of a training step on one device by part, for every policy of recomputation, and of generation.
 
-Nothing is compiled; `jaxstack plan` compiles the step. The configuration is that of `jaxstack train`.
+Nothing is compiled; `jaxstack plan` compiles the step. It takes the configuration of `jaxstack train`.
 """
 
 from typing import Literal

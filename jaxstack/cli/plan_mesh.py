@@ -53,7 +53,8 @@ def main(args: Namespace) -> None:
 
     from jaxstack.planner import aot, mesh_plan
 
-    devices, begin = mesh_plan.of_target(args.target, args.memory), time.perf_counter()
+    devices = mesh_plan.of_target(args.target, args.memory)
+    begin = time.perf_counter()
     given = given_keys(args.words, SEARCHED_KEYS)
     found = mesh_plan.search(cfg, devices, given, max(args.top, args.compile))
     print(

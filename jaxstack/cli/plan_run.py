@@ -140,7 +140,9 @@ def sizes_table(law: Fit, found: "RunPlan") -> Table:
     for i, name in enumerate((f"{found.flops:.3g} FLOPs", "this plan", "Besiroglu 2024", "95% interval",
                               "Hoffmann 2022")):  # fmt: skip
         table.add_column(name, justify="right" if i else "left")
-    c, n, d = found.flops, found.parameters, found.tokens
+    c = found.flops
+    n = found.parameters
+    d = found.tokens
     rows = {
         "parameters": (n, lambda one: one.optimum(c)[0]),
         "tokens": (d, lambda one: one.optimum(c)[1]),
@@ -157,7 +159,9 @@ def sizes_table(law: Fit, found: "RunPlan") -> Table:
 
 def figures(found: "RunPlan") -> dict[str, str]:
     """Returns the lines of the plan's table."""
-    m, optim, machine = found.cfg.model, found.cfg.optim, found.machine
+    m = found.cfg.model
+    optim = found.cfg.optim
+    machine = found.machine
     heads = f"{m.num_heads} heads" + (f" ({m.kv_heads} of keys)" if m.kv_heads != m.num_heads else "")
     mlp = f"MLP {m.ff_width}"
     if m.moe.num_experts:
@@ -173,7 +177,8 @@ def figures(found: "RunPlan") -> dict[str, str]:
     if machine is None or found.seconds is None or found.need is None:
         return lines
     sizes = ", ".join(f"{axis} {n}" for axis, n in found.cfg.mesh.sizes.items() if n > 1) or "one device"
-    hours, each = found.seconds / 3600, found.seconds / found.cfg.train.steps
+    hours = found.seconds / 3600
+    each = found.seconds / found.cfg.train.steps
     whole = f"{hours / 24:.3g} days" if hours >= 48 else f"{hours:.3g} hours"
     train = found.cfg.train
     lines["mesh"] = f"{sizes}; grad_accum {train.grad_accum}, remat {train.remat} on {machine.name}"
@@ -195,7 +200,7 @@ def energy(found: "RunPlan") -> float | None:
 
 
 def cost(found: "RunPlan") -> float | None:
-    """Returns the price of the run, if that of a device for an hour is known."""
+    """Returns the price of the run, if the price of a device for an hour is known."""
     if found.machine is None or found.machine.price is None or found.seconds is None:
         return None
     return found.seconds / 3600 * found.machine.devices * found.machine.price
@@ -210,7 +215,7 @@ def plan_table(found: "RunPlan") -> Table:
 
 
 def served_line(found: "RunPlan", served: float) -> str:
-    """Returns how the FLOPs of training and use compare with those of a model that is best for training alone."""
+    """Returns how the FLOPs of training and use compare with the FLOPs of a model that is best for training alone."""
     total = found.flops + 2 * found.parameters * served
     n, d = BESIROGLU.optimum(BESIROGLU.training_flops(BESIROGLU.loss(found.parameters, found.tokens)))
     plain = 6 * n * d + 2 * n * served
@@ -243,7 +248,9 @@ def as_yaml(found: "RunPlan", out: Path, args: Namespace) -> str:
 
 def as_json(law: Fit, found: "RunPlan") -> dict[str, object]:
     """Returns all figures of the plan."""
-    n, d, c = found.parameters, found.tokens, found.flops
+    n = found.parameters
+    d = found.tokens
+    c = found.flops
     machine = found.machine
     return {
         "flops": c,

@@ -1,7 +1,7 @@
 """Predicts the time of a training step by part: operations, recomputation, exposed communication, pipeline bubble.
 
-By default programs reach the fractions of the data sheet that Megatron-LM reached on A100s. The configuration is that
-of `jaxstack train`.
+By default programs reach the fractions of the data sheet that Megatron-LM reached on A100s. It takes the
+configuration of `jaxstack train`.
 """
 
 from jsonargparse import Namespace
@@ -40,16 +40,16 @@ def main(args: Namespace) -> None:
     given = (args.matmul_efficiency, args.bandwidth_efficiency, args.link_efficiency)
     reached = [value or default for value, default in zip(given, CALIBRATED, strict=True)]
     plan = Plan(args, reached)
-    time, budget = step_time(plan.job, plan.limits), budget_of(plan.job.cfg, args.tokens)
-    parts, sent = (
-        time_figures(plan.job, plan.limits, time),
-        traffic_figures(plan.job, plan.limits),
-    )
+    time = step_time(plan.job, plan.limits)
+    budget = budget_of(plan.job.cfg, args.tokens)
+    parts = time_figures(plan.job, plan.limits, time)
+    sent = traffic_figures(plan.job, plan.limits)
     plan.table(f"time of a step on {plan.devices} {plan.chip}", parts, "ms", 1e-3, total=True)
     if sent:
         plan.table("sent by a device in a step", sent, "MB", 1e6)
     days = budget / time.tokens_per_s / 86400
-    mfu, peak = time.mfu, f"({time.total:.6g} s x {time.peak:.6g} FLOP/s)"
+    mfu = time.mfu
+    peak = f"({time.total:.6g} s x {time.peak:.6g} FLOP/s)"
     print(f"{time.tokens_per_s:,.0f} tokens/s; {days:,.4g} days for {budget:.4g} tokens")
     print(f"MFU {mfu.full:.1%} (full attention), {mfu.causal:.1%} (causal); with recomputation {time.hfu:.1%}")
     if plan.explain:

@@ -1,6 +1,6 @@
 """Measures what one microbatch of a run costs on the devices of this machine, for `--pipeline.partition=FILE`.
 
-The configuration is that of `jaxstack train`. If the run has more devices than this machine, give
+It takes the configuration of `jaxstack train`. If the run has more devices than this machine, give
 all sizes of its mesh.
 """
 
@@ -29,7 +29,8 @@ def main(args: Namespace) -> None:
         raise ConfigError("--out is missing. Name the file to write, such as --out costs.json.")
     from jaxstack import data  # here: help need not wait for it
 
-    cfg, out = args.cfg, Path(args.out)
+    cfg = args.cfg
+    out = Path(args.out)
     if out.exists():
         raise ConfigError(f"--out={out} exists. Remove it, or name another file.")
     if not out.parent.is_dir():

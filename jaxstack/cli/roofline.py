@@ -1,6 +1,6 @@
 """Computes the least time of each part of a layer and of a step on a chip: FLOPs, bytes, and what limits it.
 
-Parts are measured too if the chip is that of this machine. The configuration is that of `jaxstack train`.
+Parts are measured too if this machine has the chip. It takes the configuration of `jaxstack train`.
 """
 
 import json
@@ -93,7 +93,7 @@ def main(args: Namespace) -> None:
 
 
 def _chip_name(name: str | None, device: "jax.Device") -> str:
-    """Returns the name of the chip: the given one, or that of this machine's device.
+    """Returns the name of the chip: the argument, or the chip of this machine's device.
 
     Raises:
       ConfigError: no name is given, and this machine's device is not in `CHIPS`.

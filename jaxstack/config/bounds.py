@@ -126,7 +126,8 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
     Raises:
       ConfigError: the value is outside its interval, not finite, too large, or not text.
     """
-    interval, optional = interval_of(hint), type(None) in get_args(hint)
+    interval = interval_of(hint)
+    optional = type(None) in get_args(hint)
     usual = f"the default is {'null' if default is None else default}"
     if interval is not None and value not in interval and not (value is None and optional):
         null = ", or null" if optional else ""

@@ -79,7 +79,7 @@ class DataConfig:
     skip: bool = False
     """Skip files of folders that are not UTF-8 text, such as pictures, and say how many. Otherwise they are errors."""
     format: FormatName = "jaxstack"
-    """Format of a token file. `jaxstack`: that of `jaxstack data build`. The others contain no tokenizer. `nanogpt`: a
+    """Format of a token file. `jaxstack`: files of `jaxstack data build`. The others contain no tokenizer. `nanogpt`: a
     file of uint16 ids, or a folder with train.bin and val.bin. `megatron`: a pair of .bin and .idx. `llmc`: a file of
     llm.c."""
     mixture: tuple[SourceConfig, ...] = ()
@@ -117,7 +117,7 @@ class DataConfig:
     mask_words: bool = False
     """With `model.family=encoder` or `branches`: hide whole words, and not one token at a time."""
     mask_id: Annotated[int, Interval(0)] | None = None
-    """With `model.family=encoder` or `branches`: id that hides a token. Null means one after those of the tokenizer."""
+    """With `model.family=encoder` or `branches`: id that hides a token. Null means one after the tokenizer's ids."""
     denoisers: tuple[DenoiserConfig, ...] = ()
     """With `model.family=encoder_decoder`: how spans of a text are hidden, which the decoder generates. Each row draws
     one by their weights. T5: `[{rate: 0.15, span: 3}]`. `seq_len` counts inputs."""
@@ -181,7 +181,7 @@ class DataConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of rows, ascending: those of the buckets, or one. `auto` counts as its longest."""
+        """The lengths of rows, ascending: all buckets, or one. `auto` counts as its longest."""
         return (self.seq_len,) if self.buckets in ("auto", ()) else tuple(map(int, self.buckets))
 
     def with_length(self, length: int) -> "DataConfig":
@@ -300,7 +300,8 @@ def _check_denoisers(data: DataConfig) -> None:
       ConfigError: they do not fit each other.
     """
     names = [one.source for one in data.mixture or (data,)]
-    shown, texts_only = list(data.denoisers), not {"pairs", *PICTURES} & {*names}
+    shown = list(data.denoisers)
+    texts_only = not {"pairs", *PICTURES} & {*names}
     require(
         not texts_only or not data.languages,
         f"data.languages={list(data.languages)} is for translations and for names of pictures, but data.source="

@@ -1,6 +1,6 @@
 """Rules that hide spans of a text, and the lengths that follow from them: span corruption and mixtures of denoisers.
 
-Lengths are those of T5 (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4): a row of 512 inputs is made of 568 tokens
+Lengths follow T5 (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4): a row of 512 inputs is made of 568 tokens
 of text, and has 114 targets.
 """
 

@@ -92,7 +92,8 @@ class MoEConfig:
         )
 
     def _check_timesteps(self) -> None:
-        starts, bounds = self.timestep_starts, (0, *self.timestep_starts, self.max_timestep)
+        starts = self.timestep_starts
+        bounds = (0, *self.timestep_starts, self.max_timestep)
         require(
             not starts or (self.router == "timestep" and len(starts) == self.num_experts - 1),
             f"model.moe.timestep_starts={list(starts)} divides time among {len(starts) + 1} experts, but "

@@ -43,7 +43,7 @@ class Groups:
 
     @property
     def text_length(self) -> int:
-        """Number of positions of a table of learned ones: texts beside pictures have those of targets."""
+        """Number of rows of a table of learned positions. A text beside a picture has as many as it has targets."""
         return self.data.target_length if self.model.reads_captions else self.data.seq_len
 
     @property

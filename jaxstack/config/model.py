@@ -114,8 +114,8 @@ class ModelConfig:
     token_types: NonNegativeInt = 0
     """With family `encoder`: rows of a table of token types that is added to the embedding (BERT has 2)."""
     labels: tuple[str, ...] = ()
-    """With family `encoder`: names of the labels that a classifier tells apart, in place of hidden tokens. Their order
-    is that of the classifier's outputs. An empty list means masked language modelling."""
+    """With family `encoder`: names of the labels that a classifier tells apart, in place of hidden tokens. The
+    classifier's outputs have the same order. An empty list means masked language modelling."""
     label_each: Literal["sequence", "token"] = "sequence"
     """With `labels`: what has a label. `sequence`: each text, classified by its first token. `token`: each word,
     classified by its first token."""
@@ -293,7 +293,7 @@ class ModelConfig:
 
     @property
     def width_ratio(self) -> float:
-        """Returns the width divided by that of the base model, or 1 without one."""
+        """Returns the width divided by the width of the base model, or 1 without one."""
         return self.d_model / (self.base_width or self.d_model)
 
     @property

@@ -43,7 +43,8 @@ OBJECTIVES = {
 
 def contrastive_objective(captions: bool, weight: float = 1.0, caption_weight: float = 1.0) -> Objective:
     """Returns the objective of a contrastive model, with factors of its losses, by whether it learns captions."""
-    pairs, words = Term("contrastive", "pair_weights", weight), Term("caption", "loss_weights", caption_weight)
+    pairs = Term("contrastive", "pair_weights", weight)
+    words = Term("caption", "loss_weights", caption_weight)
     terms, unit = ((pairs, words), "nats") if captions else ((pairs,), "nats per pair")
     return Objective("held-out loss", unit, "recall@1 among the texts of a batch", terms)
 

@@ -96,7 +96,7 @@ class PipelineConfig:
     begins. Otherwise the path of a file of costs from `jaxstack profile`."""
     gather: Literal["once", "layer"] = "once"
     """When a stage gathers the weights that `mesh.fsdp` shards. `once`: all of them, before its first unit. `layer`:
-    those of one layer at a time, in every unit, so that its memory never holds a complete stage."""
+    the weights of one layer at a time, in every unit, so that its memory never holds a complete stage."""
     split: tuple[str, ...] | None = None
     """Matrices of a layer whose gradients `zb1` and `zb_h1` compute later, as regular expressions for full names, such
     as `mlp/.*`. Null means as many as a tenth more memory allows."""

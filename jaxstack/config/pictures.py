@@ -15,7 +15,7 @@ class PictureConfig:
     family = ""  # not a key, so it has no type
 
     image: tuple[int, ...] = ()
-    """Height, width and channels of a picture. An empty list means those of the data."""
+    """Height, width and channels of a picture. An empty list means the size of the data's pictures."""
     patch_size: PositiveInt = 2
     """Height and width of the squares of a picture that are the tokens of a sequence."""
 

@@ -34,7 +34,7 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
-      image: height, width and channels of the pictures of the data. Empty: those of the model, which are then set.
+      image: height, width and channels of the pictures of the data. Empty means the size that the model names.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
@@ -42,14 +42,18 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
     """
     if config.model.pictures is not None:
         config = _with_image(config, config.model.pictures, image)
-    model, mesh, source = config.model, config.mesh, config.run.init_from
-    masks, mask_id = model.masks_tokens, config.data.mask_id
+    model = config.model
+    mesh = config.mesh
+    source = config.run.init_from
+    masks = model.masks_tokens
+    mask_id = config.data.mask_id
     own_row = masks and mask_id is None  # the token that hides others is not one of the tokenizer's
     if vocab_size is None:
         assert model.vocab_size is not None
         vocab_size = model.vocab_size - own_row
     if own_row:
-        mask_id, vocab_size = vocab_size, vocab_size + 1
+        mask_id = vocab_size
+        vocab_size = vocab_size + 1
     advice = "Raise it, or leave it null" if source is None else f"Use the tokenizer of run.init_from={source}"
     if own_row:
         advice += ", or set data.mask_id to the id of a mask that it has"
@@ -57,7 +61,8 @@ def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ())
         model.vocab_size is None or model.vocab_size >= vocab_size,
         f"model.vocab_size={model.vocab_size} is less than the tokenizer's {vocab_size}. {advice}.",
     )
-    vocabulary, sizes = model.vocab_size or vocab_size, mesh.known_sizes
+    vocabulary = model.vocab_size or vocab_size
+    sizes = mesh.known_sizes
     model = replace(model, vocab_size=vocabulary)
     shards = sizes["pipe"] * sizes["tensor"] if model.family != "diffusion" else 1  # a table of classes is not split
     product = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in ("pipe", "tensor") if sizes[axis] > 1)
@@ -108,11 +113,12 @@ def _with_image(cfg: Config, size: PictureConfig, image: tuple[int, ...]) -> Con
 
     Args:
       cfg: the configuration as the user gave it.
-      size: that of its model's pictures.
-      image: height, width and channels. Empty: those of the model.
+      size: the size of its model's pictures.
+      image: height, width and channels. Empty means the size that the model names.
 
     Raises:
-      ConfigError: the size is not known or not that of the model, or `data.seq_len` is not the number of patches.
+      ConfigError: the size is unknown or differs from the model's size, or `data.seq_len` is not the number of
+        patches.
     """
     group = f"model.{size.family}"
     require(

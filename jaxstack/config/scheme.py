@@ -26,7 +26,7 @@ class Scheme:
       group: inputs that share a scale. Where it does not divide the inputs, or is `None`, all inputs of an output
         share one.
       kind: `int` for signed integers, `float` for e4m3 numbers of 8 bits, or `normal` for the 16 numbers of nf4, which
-        are as dense as those of a normal distribution.
+        are as dense as a normal distribution.
       inputs: `int8` where the matrices are multiplied with inputs that are rounded to 8 bits too, with a scale for each
         token. `none` means that inputs are not rounded.
 

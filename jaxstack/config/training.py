@@ -54,7 +54,7 @@ class SpikeConfig:
 
     action: Literal["report", "skip", "rollback"] = "report"
     """What to do at a spike. `report`: log it and continue. `skip`: leave parameters and optimizer state unchanged.
-    `rollback`: return to the newest checkpoint and skip all batches up to and including that of the spike (PaLM,
+    `rollback`: return to the newest checkpoint and skip all batches up to and including the batch of the spike (PaLM,
     arXiv:2204.02311, section 5.1)."""
     window: Annotated[int, Interval(2)] = 64
     """Number of good steps that a loss is compared with. Spikes are not detected before there are this many."""

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import in_turn, sampling
@@ -31,7 +32,6 @@ from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.pair_cache import CachedModel
 from jaxstack.generate.prompts import Rows
 from jaxstack.generate.sampling import Logprobs, RowSample
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.pipeline import Visit
@@ -413,7 +413,7 @@ class Engine:
         """How the parameters and the rows of a batch are sharded."""
         if self.ctx.layout.mesh is None:
             return Specs(PartitionSpec(), PartitionSpec())
-        return Specs(self.ctx.layout.parameters(family.spec(self.cfg)), self.ctx.layout.batch)
+        return Specs(self.ctx.layout.parameters(families.spec(self.cfg)), self.ctx.layout.batch)
 
     def decoder(
         self, params: Params, copies: PyTree, first: jax.Array, num_slots: int, spare: int = 0
@@ -725,7 +725,7 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
     options = select_decode_options(ctx.ops.platform or jax.default_backend())
     if ctx.layout.mesh is None:
         return jax.jit(work, compiler_options=options)
-    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
+    where = (ctx.layout.parameters(families.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
     shardings = ctx.layout.sharding(PartitionSpec())
     return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
 

@@ -24,7 +24,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training import assemble
 from jaxstack.training.state import TrainState
 
 TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
@@ -150,9 +150,13 @@ def obstacle(target: str) -> str:
     chip, _ = parse_target(target)
     if chip not in TARGETS:
         return f"programs can be compiled ahead of time for {', '.join(TARGETS)} only."
-    module, extra, compiler = ("libtpu", "tpu", "TPU")
+    module = "libtpu"
+    extra = "tpu"
+    compiler = "TPU"
     if CHIPS[chip].platform == "gpu":
-        module, extra, compiler = ("jax_cuda13_plugin", "cuda13", "CUDA")
+        module = "jax_cuda13_plugin"
+        extra = "cuda13"
+        compiler = "CUDA"
     if find_spec(module) is None:
         return (
             f"the {compiler} compiler is not installed. Install it in an environment of its own: "
@@ -176,7 +180,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.layout.mesh is not None
     job, _ = estimate.resolve_split(Job(cfg, ctx))
-    jitted: Any = step.jit_train_step(job.cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(job.cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     return CompiledStep(

@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
-from jaxstack.models import batches, family
+from jaxstack.models import batches
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
@@ -28,7 +29,7 @@ from jaxstack.planner.sizes import (
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 GROUPS = 16
 """Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
@@ -43,13 +44,13 @@ MUON_WORK = "work of Muon's update"
 
 def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
-    return abstract_state(job.cfg, job.ctx), abstract_batch(job)
+    return abstract_state(Recipe.of(job.cfg), job.ctx), abstract_batch(job)
 
 
 def abstract_batch(job: Job) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
     return batches.abstract_batch(
-        family.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
+        families.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
     )
 
 
@@ -83,7 +84,8 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     parts = _parts_without_pairs(job, state, batch, counter)
     if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.weight is None:
         return parts
-    units, layers = job.ctx.layout.pipeline.pair_slots, job.ctx.layout.pipeline.stages.max_layers
+    units = job.ctx.layout.pipeline.pair_slots
+    layers = job.ctx.layout.pipeline.stages.max_layers
     pairs = (
         counter.shaped(f"pairs of {', '.join(one.weights)}", (one.tokens, one.width), ("tokens", "widths"))
         for one in split_of(job, parts).split
@@ -130,7 +132,8 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
     """Returns what `memory` does, without what waits for weight units."""
     t = job.train
     e = itemsize(job.train)
-    weights, acts = count_weights(job.model, job.ctx, counter), count_activations(job, counter)
+    weights = count_weights(job.model, job.ctx, counter)
+    acts = count_activations(job, counter)
     gradients = _gradient_bytes(job.train, job.ctx, weights)
     saved = _saved_bytes(job, acts, t.remat) + _copied_bytes(job, acts)
     layers = counter.named("layers", job.model.num_layers)
@@ -140,7 +143,8 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
         waiting = 0 if job.ctx.layout.pipeline.loss_follows_forward else job.ctx.layout.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
-    in_head, in_layer = _head_bytes(job, weights, acts), _layer_bytes(job, weights, acts)
+    in_head = _head_bytes(job, weights, acts)
+    in_layer = _layer_bytes(job, weights, acts)
     if _pipelines_collectives(job.ctx):
         in_head, in_layer = _peeled_bytes(job, weights, acts)
     elif job.ctx.ops.platform == "tpu":
@@ -190,7 +194,7 @@ def _traced_parts(job: Job) -> dict[str, float]:
 
 
 def _gradient_bytes(train: TrainConfig, ctx: Context, weights: Weights) -> float:
-    """Returns the bytes of gradients; accumulated ones are float32 sums beside those of one microbatch.
+    """Returns the bytes of gradients; accumulated ones are float32 sums beside the gradients of one microbatch.
 
     A pipeline sums the gradients of the weights that its units read in float32.
     """
@@ -215,7 +219,9 @@ def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
     With `none` and `dots` XLA decides which intermediate values of attention and norms become arrays, so these two are
     estimates.
     """
-    e, stream, between = itemsize(job.train), acts.stream, acts.between
+    e = itemsize(job.train)
+    stream = acts.stream
+    between = acts.between
     if remat == "full":
         return e * stream // between
     in_mlp = (2 if job.model.gated else 1) * acts.saved_hidden + acts.saved_sent
@@ -257,7 +263,7 @@ def _copied_bytes(job: Job, acts: Activations) -> float:
 
 
 def kept_bytes(job: Job) -> float:
-    """Returns the bytes of recomputed arrays that several GPUs keep beside those of `memory`, if they have room.
+    """Returns the bytes of recomputed arrays that several GPUs keep beside the arrays of `memory`, if they have room.
 
     This is where no loop runs the layers and `train.remat` is `full`. The scheduler computes the gradients of the MLP's
     weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
@@ -277,7 +283,8 @@ def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float,
     They include the float32 gradients of head and token table, which are scattered over devices after all layers. The
     zeros that gradients start from are made before the head.
     """
-    e, T = itemsize(job.train), shards.mesh_sizes(job.ctx)["tensor"]
+    e = itemsize(job.train)
+    T = shards.mesh_sizes(job.ctx)["tensor"]
     remat = "selective" if job.train.remat == "full" else job.train.remat
     sums = 4 * (weights.head + weights.table)
     if shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"]):
@@ -302,7 +309,9 @@ def _attention_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     gradient (`kernels.attention.chunked`). XLA:TPU makes these slices before the first group runs, so that all groups'
     slices are alive: on average half of the queries.
     """
-    e, m, T = itemsize(job.train), job.model, shards.mesh_sizes(job.ctx)["tensor"]
+    e = itemsize(job.train)
+    m = job.model
+    T = shards.mesh_sizes(job.ctx)["tensor"]
     slices = 0.0
     if job.ctx.ops.attention == "chunked":
         length = job.data.seq_len // shards.mesh_sizes(job.ctx)["context"]
@@ -349,7 +358,9 @@ def _layer_bytes(job: Job, weights: Weights, acts: Activations) -> float:
 
 def _logits(job: Job, acts: Activations) -> int:
     """Counts the logits that are stored at once."""
-    e, vocab, rows = itemsize(job.train), acts.vocab, shards.microbatch_rows(job)
+    e = itemsize(job.train)
+    vocab = acts.vocab
+    rows = shards.microbatch_rows(job)
     if job.ctx.ops.cross_entropy == "chunked":
         return min(acts.tokens, rows * max(1, job.ctx.ops.loss_chunk // rows)) * vocab
     if job.ctx.ops.cross_entropy.startswith("pallas_"):
@@ -360,10 +371,11 @@ def _logits(job: Job, acts: Activations) -> int:
 def _head_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays of the head and the loss.
 
-    These are the logits that are stored at once, and either the float32 gradient of the head or that of the residual
+    These are the logits that are stored at once, and either the float32 gradient of the head or of the residual
     stream.
     """
-    e, gradient = itemsize(job.train), 0
+    e = itemsize(job.train)
+    gradient = 0
     if job.ctx.ops.cross_entropy == "chunked":
         gradient = 4 * weights.head // shards.mesh_sizes(job.ctx)["pipe"]
     elif job.ctx.ops.cross_entropy.startswith("pallas_"):

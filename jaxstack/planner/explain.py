@@ -51,7 +51,9 @@ class Recorded(float):
     def __new__(cls, value: float, text: str, level: int = ATOM, where: Mapping[str, str] | None = None) -> "Recorded":
         """Makes a number with its formula."""
         made = super().__new__(cls, value)
-        made.text, made.level, made.where = text, level, where or {}
+        made.text = text
+        made.level = level
+        made.where = where or {}
         return made
 
     def __add__(self, other: float) -> "Recorded":
@@ -82,7 +84,8 @@ class Recorded(float):
 
 def _joined(left: float, right: float, sign: str, level: int, value: float) -> Recorded:
     """Returns the result of an operation. Sums leave out zeros; products and quotients leave out plain ones."""
-    a, b = recorded(left), recorded(right)
+    a = recorded(left)
+    b = recorded(right)
     if level == SUM and not b:
         return a
     if sign == "+" and not a:
@@ -118,7 +121,7 @@ class Recorder(Counter):
     """Counts elements in `Recorded` numbers, which are used as if they were integers."""
 
     def named(self, name: str, value: int) -> int:
-        """Returns a recorded number. If the value is recorded, its formula becomes that of the name."""
+        """Returns a recorded number. If the value is recorded, the name becomes its formula."""
         if not value:
             return value
         where = dict(value.where) | {name: value.text} if isinstance(value, Recorded) else None

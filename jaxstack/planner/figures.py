@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate, generation_memory, megatron, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
@@ -42,7 +42,8 @@ def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | Non
     """
     name, topology = aot.parse_target(target)
     chip = CHIPS[name]
-    count, host = math.prod(topology) * chip.devices, chip.linked_devices
+    count = math.prod(topology) * chip.devices
+    host = chip.linked_devices
     if chip.platform == "tpu" and count > host:
         raise ConfigError(
             f"target={target} has {count // chip.devices} chips, but a slice of {name} has at most "
@@ -71,7 +72,8 @@ def memory_figures(job: Job) -> list[Figure]:
     exact = dict(
         zip(estimate.EXACT, (4 * elements, _state_bytes(replace(state, params=())), _batch_bytes(batch)), strict=True)
     )
-    found, arrays = [], {} if has_formulas(job.model) else traced.memory(job)
+    found = []
+    arrays = {} if has_formulas(job.model) else traced.memory(job)
     for name, size in parts.items():
         formula = _traced_bytes(arrays[name]) if name in arrays else recorded(exact.get(name, size))
         if name.startswith("saved by") and job.ctx.layout.pipeline is not None:
@@ -161,7 +163,8 @@ def generation_figures(job: Job) -> list[Figure]:
     A prompt with its continuation has `data.seq_len` tokens. Each layer of an encoder-decoder's decoder has keys of the
     encoder's tokens and of its own. Other families have no cache, and an empty result.
     """
-    m, tokens = job.model.base, job.data.seq_len
+    m = job.model.base
+    tokens = job.data.seq_len
     if m.family == "encoder_decoder":
         tokens += job.data.target_length
     if m.family not in (*FORMULAS, "encoder_decoder"):
@@ -178,7 +181,7 @@ def generation_figures(job: Job) -> list[Figure]:
     ]
 
 
-def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = False) -> list[Figure]:
+def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False) -> list[Figure]:
     """Returns the FLOPs of a step by every convention, and the days for a budget of tokens at the chips' peak.
 
     Args:
@@ -190,9 +193,10 @@ def flops_figures(cfg: Config, time: StepTime, budget: float, classic: bool = Fa
       ConfigError: `classic` with a family that Megatron-LM's count does not know.
     """
     if classic:
-        require_formulas(cfg.model, "--style=megatron-fp16")
-    per_step, tokens = time.model_flops, time.tokens
-    again = megatron.hardware_flops(cfg) - per_step.full if classic else time.recomputed_flops
+        require_formulas(job.model, "--style=megatron-fp16")
+    per_step = time.model_flops
+    tokens = time.tokens
+    again = megatron.hardware_flops(job) - per_step.full if classic else time.recomputed_flops
     hardware = per_step.full + again
     per_token = "{each:.8g} FLOPs a token x {tokens} tokens"
     days = Figure(
@@ -242,7 +246,9 @@ def _work(name: str, ops: Iterable[Op], limits: ChipLimits) -> Figure:
         else:
             moved += op.times * op.bytes
     rate = limits.chip.hbm_bandwidth * limits.bandwidth_efficiency
-    seconds, parts, terms = moved / rate, ["{moved:.6g} bytes / {rate:.6g} bytes/s"], {"moved": moved, "rate": rate}
+    seconds = moved / rate
+    parts = ["{moved:.6g} bytes / {rate:.6g} bytes/s"]
+    terms = {"moved": moved, "rate": rate}
     for k, (peak, count) in enumerate(flops.items()):
         seconds += count / (peak * limits.matmul_efficiency)
         terms |= {f"flops{k}": count, f"peak{k}": peak, "reached": limits.matmul_efficiency}
@@ -270,7 +276,8 @@ VALIDATED = "a100; dense models of 22e9 to 1e12 parameters on 8 to 512 devices i
 
 def outside_validation(model: ModelConfig, ctx: Context, chip: str) -> str:
     """Returns a line with what differs from the runs that step times were compared with, or "" if nothing does."""
-    sizes, count = shards.mesh_sizes(ctx), shards.device_count(ctx)
+    sizes = shards.mesh_sizes(ctx)
+    count = shards.device_count(ctx)
     parameters = sum(p.size for p in shards.flat_params(model, ctx).values())
     differs = {
         f"chip {chip}": chip != "a100",

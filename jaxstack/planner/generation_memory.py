@@ -20,7 +20,8 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
     Args:
       slots: tokens of the longest prompt with its continuation.
     """
-    m, sizes = job.model.base, shards.mesh_sizes(job.ctx)
+    m = job.model.base
+    sizes = shards.mesh_sizes(job.ctx)
     params = 0.0
     for path, p in shards.flat_params(replace(job.cfg, model=m).model, job.ctx).items():
         _, group, name = ("", "", *path.split("/"))[-3:]
@@ -35,7 +36,7 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
 
 
 def check_generation(cfg: Config, slots: int, placement: Placement | None = None) -> None:
-    """Compares the least memory of generation with that of the devices, before anything is read.
+    """Compares the least memory of generation with the memory of the devices, before anything is read.
 
     Args:
       slots: tokens of the longest prompt with its continuation.
@@ -67,7 +68,8 @@ def generation_error(cfg: Config, slots: int, placement: Placement | None = None
 
 def _generation(cfg: Config, slots: int, placement: Placement | None) -> tuple[tuple[float, float], Room]:
     """Returns what generation needs on all devices that share a memory, and that memory."""
-    devices, closed = find_devices(), cfg.mesh.open_axis is None
+    devices = find_devices()
+    closed = cfg.mesh.open_axis is None
     devices = devices[: math.prod(cfg.mesh.sizes.values())] if closed else devices
     room = room_of([d for d in devices if d.process_index == jax.process_index()])
     ctx = replace(context(cfg, len(devices), platform_of(devices[0])), placement=placement)

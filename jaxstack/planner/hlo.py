@@ -128,7 +128,8 @@ def format_traffic(found: Iterable[Collective] | None, expected: Iterable[Collec
         rows = sorted(sent(expected).items())
         lines = [f"{'axes':<22} {'collective':<18} {'MiB by formula':>16}"]
         return "\n".join([*lines, *(f"{axes:<22} {kind:<18} {size / 2**20:>16.3f}" for (axes, kind), size in rows)])
-    measured, predicted = sent(found), sent(expected)
+    measured = sent(found)
+    predicted = sent(expected)
     lines = [f"{'axes':<22} {'collective':<18} {'MiB sent':>12} {'formula':>12}"]
     for axes, kind in sorted({*measured, *predicted}):
         values = (measured[axes, kind] / 2**20, predicted[axes, kind] / 2**20)

@@ -91,7 +91,8 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> float:
 def computations_of(text: str) -> tuple[Computations, str]:
     """Returns the computations of a module by name, and the name of the one where it begins."""
     computations: Computations = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     for line in text.splitlines():
         if head := _HEAD.match(line):
             current = computations.setdefault(head.group(2), [])

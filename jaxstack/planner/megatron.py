@@ -10,8 +10,7 @@ devices, p pipeline stages, v model chunks of a stage.
 
 import math
 
-from jaxstack.config import Config
-from jaxstack.models import flops
+from jaxstack.families import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.explain import Figure
@@ -48,11 +47,16 @@ def activations(job: Job) -> Figure:
     the last term, and `full` saves the input of a layer. `dots` is counted as `selective`. Grouped keys and gated MLPs
     are counted by the same rules.
     """
-    m, sizes = job.model, shards.mesh_sizes(job.ctx)
-    s, b, h = job.data.seq_len // sizes["context"], shards.microbatch_rows(job), m.d_model
-    t, p = sizes["tensor"], sizes["pipe"]
+    m = job.model
+    sizes = shards.mesh_sizes(job.ctx)
+    s = job.data.seq_len // sizes["context"]
+    b = shards.microbatch_rows(job)
+    h = m.d_model
+    t = sizes["tensor"]
+    p = sizes["pipe"]
     between = t if job.ctx.layout.sequence_parallel_axes else 1
-    queries, keys = m.num_heads * m.head_width, m.kv_heads * m.head_width
+    queries = m.num_heads * m.head_width
+    keys = m.kv_heads * m.head_width
     hidden = m.expert_width * m.moe.choices + m.expert_width * m.moe.shared_experts if m.moe.num_experts else m.ff_width
     # Inputs of matmuls and of two norms, and the masks of two dropouts, which tensor parallelism does not split.
     whole = 10 * h
@@ -65,7 +69,8 @@ def activations(job: Job) -> Figure:
     }
     remat = "selective" if job.train.remat == "dots" else job.train.remat
     per_layer, formula = terms[remat]
-    layers, held = m.num_layers / p, _held(job.ctx)
+    layers = m.num_layers / p
+    held = _held(job.ctx)
     values: dict[str, float] = {
         "s": s,
         "b": b,
@@ -86,19 +91,22 @@ def _held(ctx: Context) -> float:
     if ctx.layout.pipeline is None:
         return 1.0
     schedule = ctx.layout.pipeline.schedule
-    p, v, count = schedule.stages, schedule.chunks, schedule.microbatches
+    p = schedule.stages
+    v = schedule.chunks
+    count = schedule.microbatches
     if schedule.name == "gpipe":
         return float(count)
     return float(min(count, p * (1 + (p - 1) / (p * v)) if v > 1 else p))
 
 
-def hardware_flops(cfg: Config) -> float:
+def hardware_flops(job: Job) -> float:
     """Returns the FLOPs of a step with full recomputation of the layers, by the convention of full attention.
 
     For a classic GPT it is 96 B s L h^2 (1 + s / 6h + V / 16 L h) with B sequences a step (Narayanan et al. 2021,
     section 5.1). The last matmul of each layer counts as repeated, which `train.remat=full` leaves out.
     """
-    m, tokens = cfg.model, cfg.data.batch_size * cfg.data.seq_len
+    m = job.model
+    tokens = job.data.batch_size * job.data.seq_len
     head = m.d_model * m.vocab
-    layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * cfg.data.seq_len * m.num_layers
-    return tokens * (flops.flops_per_token(m, cfg.data.seq_len, cfg.data.target_length).full + layers)
+    layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * job.data.seq_len * m.num_layers
+    return tokens * (flops.flops_per_token(m, job.data.seq_len, job.data.target_length).full + layers)

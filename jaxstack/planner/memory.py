@@ -23,14 +23,14 @@ from jaxstack.planner import aot, estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 GIB = 2**30
 
 RATIOS = {"cpu": (0.8, 2.1), "gpu": (0.75, 1.2), "tpu": (0.8, 1.25)}
 """Least and largest ratio of what a compiled step needs beside its arguments to the formula, by platform. The CPU's are
-from benchmarks/results/step_memory_cpu.json, and those of GPU and TPU from predicted_memory.json and train_gpu_aot.json
-there, with room for the cases that `estimate.memory` describes as inexact."""
+from benchmarks/results/step_memory_cpu.json, and the ratios of GPU and TPU from predicted_memory.json and
+train_gpu_aot.json there, with room for the cases that `estimate.memory` describes as inexact."""
 
 TRACED_RATIOS = {"cpu": (0.8, 1.7), "gpu": (0.7, 2.2), "tpu": (0.7, 2.2)}
 """The same for families without formulas, whose memory follows from their trace (`traced`). The CPU's are from the
@@ -127,7 +127,7 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
       ShardingError: if they do not divide a parameter.
     """
     ctx = context(cfg, devices, platform)
-    return need_of(Job(cfg, ctx), abstract_state(cfg, ctx), platform)
+    return need_of(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx), platform)
 
 
 def need_of(job: Job, state: TrainState, platform: str) -> Need:
@@ -150,8 +150,10 @@ def plan(cfg: Config, target: str) -> str:
       ConfigError: the target is unknown, or the configuration does not fit it.
     """
     name, topology = aot.parse_target(target)
-    chip, count = CHIPS[name], math.prod(topology) * CHIPS[name].devices
-    found, ctx = need(cfg, count, chip.platform), context(cfg, count, chip.platform)
+    chip = CHIPS[name]
+    count = math.prod(topology) * CHIPS[name].devices
+    found = need(cfg, count, chip.platform)
+    ctx = context(cfg, count, chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -162,12 +164,13 @@ def plan(cfg: Config, target: str) -> str:
         f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",
     ]
     if chip.platform == "gpu":
-        size, more = 0.75 * chip.hbm_bytes / GIB, "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
+        size = 0.75 * chip.hbm_bytes / GIB
+        more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
         lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
     if cfg.train.dtype not in chip.flops and cfg.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
-        lines += ["", advice(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes))]
+        lines += ["", Savings(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
     if traffic := list(estimate.traffic(Job(cfg, ctx))):
         lines += ["", hlo.format_traffic(None, traffic)]
     return "\n".join(lines)
@@ -196,7 +199,7 @@ def check(job: Job, state: TrainState) -> str | None:
         subject = _subject(job.cfg, found, room)
         reason = f"{subject} needs at least {gib(low)} of memory, and {room.name} has {gib(room.bytes)}."
         reason = f"{reason} {_largest_part(found, room)}"
-        raise ConfigError(reason, advice(job.cfg, len(devices), found.platform, room))
+        raise ConfigError(reason, Savings(job.cfg, len(devices), found.platform, room).advice())
     if high <= room.free:
         return None
     return (
@@ -226,19 +229,22 @@ def explained(describe: Callable[[], ConfigError]) -> Iterator[None]:
 def step_error(cfg: Config) -> ConfigError:
     """Returns an error: what the step of a configuration needs on this machine's devices, and what would need less."""
     devices = jax.devices()
-    room, platform = room_of(jax.local_devices()), platform_of(devices[0])
+    room = room_of(jax.local_devices())
+    platform = platform_of(devices[0])
     found = need(cfg, len(devices), platform)
     low, high = (bound * room.sharing for bound in found.bounds)
     reason = (
         f"out of memory: {_subject(cfg, found, room)} needs {gib(low)} to {gib(high)} by formula, and {room.name} "
         f"has {gib(room.free)} free. {_largest_part(found, room)}"
     )
-    return ConfigError(reason, advice(cfg, len(devices), platform, room))
+    return ConfigError(reason, Savings(cfg, len(devices), platform, room).advice())
 
 
 def _subject(cfg: Config, found: Need, room: Room) -> str:
     """Returns the keys with the largest part in the memory."""
-    model, data, train = cfg.model, cfg.data, cfg.train
+    model = cfg.model
+    data = cfg.data
+    train = cfg.train
     if found.state * room.sharing > room.bytes:
         return f"the state of model.num_layers={model.num_layers}, model.d_model={model.d_model} alone"
     if max(found.parts, key=lambda part: found.parts[part]) == estimate.MUON_WORK:
@@ -255,80 +261,101 @@ def _largest_part(found: Need, room: Room) -> str:
     return f"The largest part by formula is {purpose}: {gib(size * room.sharing)}."
 
 
-def advice(cfg: Config, devices: int, platform: str, room: Room) -> str:
-    """Returns a line with the flags that would need less memory, and how much less by the planner's formula.
+@dataclass(frozen=True)
+class Savings:
+    """What would lower the memory of a step.
 
-    Args:
+    Attributes:
       cfg: the resolved configuration.
       devices: number of devices.
       platform: `cpu`, `gpu` or `tpu`.
       room: their memory.
     """
-    before = need(cfg, devices, platform).formula * room.sharing
-    parts = []
-    for flags, after in savings(cfg, devices, platform, room):
-        words = " ".join(f"--{key}={value}" for key, value in flags.items())
-        low, size, high = (value * room.sharing for value in (after.bounds[0], after.formula, after.bounds[1]))
-        fits = "fits" if high <= room.bytes else "may fit" if low <= room.bytes else "still too much"
-        parts.append(f"{words} {gib(size)} ({size / before - 1:+.0%}, {fits})")
-    if room.larger * 0.99 > room.bytes:
-        parts.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives JAX {gib(room.larger)} in place of {gib(room.bytes)}")
-    larger = "Use more devices with mesh.fsdp, or a smaller model."
-    if not parts:
-        return larger
-    end = f" None is enough. {larger}" if all(part.endswith("still too much)") for part in parts) else ""
-    return f"What would help, by the same formula (now {gib(before)}): {'; '.join(parts)}.{end}"
 
+    cfg: Config
+    devices: int
+    platform: str
+    room: Room
 
-def savings(cfg: Config, devices: int, platform: str, room: Room) -> list[tuple[Flags, Need]]:
-    """Returns the changes that lower the memory, each with what is then needed; the last one combines the others.
+    def advice(self) -> str:
+        """Returns a line with the flags that would need less memory, and how much less by the planner's formula."""
+        room = self.room
+        before = self._need({}).formula * room.sharing
+        parts = []
+        for flags, after in self.find():
+            words = " ".join(f"--{key}={value}" for key, value in flags.items())
+            low, high = (bound * room.sharing for bound in after.bounds)
+            size = after.formula * room.sharing
+            fits = "still too much"
+            if low <= room.bytes:
+                fits = "fits" if high <= room.bytes else "may fit"
+            parts.append(f"{words} {gib(size)} ({size / before - 1:+.0%}, {fits})")
+        if room.larger * 0.99 > room.bytes:
+            share = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"
+            parts.append(f"{share} gives JAX {gib(room.larger)} in place of {gib(room.bytes)}")
+        larger = "Use more devices with mesh.fsdp, or a smaller model."
+        if not parts:
+            return larger
+        end = f" None is enough. {larger}" if all(part.endswith("still too much)") for part in parts) else ""
+        return f"What would help, by the same formula (now {gib(before)}): {'; '.join(parts)}.{end}"
 
-    Of each key the mildest value that fits is taken, or the strongest that is valid. Only what passes all checks of a
-    configuration counts.
-    """
-    before, found = need(cfg, devices, platform), []
-    for options in _options(cfg, devices, platform):
-        best: tuple[Flags, Need] | None = None
-        for flags in options:
-            after = _need_with(cfg, flags, devices, platform)
-            if after is None or after.formula > 0.98 * (best[1] if best else before).formula:
-                continue
-            best = flags, after
-            if after.bounds[1] * room.sharing <= room.bytes:
-                break
-        found += [best] if best else []
-    if len(found) > 1 and all(after.bounds[1] * room.sharing > room.bytes for _, after in found):
-        # A smaller batch and more microbatches save the same arrays.
-        flags = {key: value for each, _ in found for key, value in each.items() if key != "data.batch_size"}
-        if (after := _need_with(cfg, flags, devices, platform)) and after.formula < min(n.formula for _, n in found):
-            found.append((flags, after))
-    return found
+    def find(self) -> list[tuple[Flags, Need]]:
+        """Returns the changes that lower the memory, with what is then needed; the last one combines the others.
 
+        Of each key the mildest value that fits is taken, or the strongest that is valid. Only what passes all checks
+        of a configuration counts.
+        """
+        before = self._need({})
+        found = []
+        for options in self._options():
+            best: tuple[Flags, Need] | None = None
+            for flags in options:
+                after = self._need_with(flags)
+                if after is None or after.formula > 0.98 * (best[1] if best else before).formula:
+                    continue
+                best = flags, after
+                if self._fits(after):
+                    break
+            found += [best] if best else []
+        if len(found) > 1 and not any(self._fits(after) for _, after in found):
+            # A smaller batch and more microbatches save the same arrays.
+            flags = {key: value for each, _ in found for key, value in each.items() if key != "data.batch_size"}
+            if (after := self._need_with(flags)) and after.formula < min(need.formula for _, need in found):
+                found.append((flags, after))
+        return found
 
-def _options(cfg: Config, devices: int, platform: str) -> list[list[Flags]]:
-    """Returns for each key that may help its other values, mildest first."""
-    sizes = cfg.mesh.resolved_sizes(devices)
-    batch, accum, shards = cfg.data.batch_size, cfg.train.grad_accum, sizes["data"] * sizes["fsdp"]
-    remat = {"none": ("selective", "full"), "selective": ("full",), "dots": ("full",)}.get(cfg.train.remat, ())
-    splits = [n for n in estimate.divisors(batch) if n > accum]
-    smaller = [n for n in reversed(estimate.divisors(batch)) if n < batch and n % accum == 0]
-    fsdp = [n for n in range(sizes["fsdp"] + 1, shards + 1) if shards % n == 0]
-    return [
-        [{"train.remat": value} for value in remat],
-        [{"train.grad_accum": value} for value in splits],
-        [{"mesh.fsdp": value, "mesh.data": shards // value} for value in fsdp],
-        [{"data.batch_size": value} for value in smaller],
-        [{"kernels.attention": "auto"}],
-        [{"kernels.cross_entropy": "auto"}],
-    ]
+    def _fits(self, after: Need) -> bool:
+        return after.bounds[1] * self.room.sharing <= self.room.bytes
 
+    def _options(self) -> list[list[Flags]]:
+        """Returns for each key that may help its other values, mildest first."""
+        cfg = self.cfg
+        sizes = cfg.mesh.resolved_sizes(self.devices)
+        batch = cfg.data.batch_size
+        accum = cfg.train.grad_accum
+        shards = sizes["data"] * sizes["fsdp"]
+        remat = {"none": ("selective", "full"), "selective": ("full",), "dots": ("full",)}.get(cfg.train.remat, ())
+        splits = [n for n in estimate.divisors(batch) if n > accum]
+        smaller = [n for n in reversed(estimate.divisors(batch)) if n < batch and n % accum == 0]
+        fsdp = [n for n in range(sizes["fsdp"] + 1, shards + 1) if shards % n == 0]
+        return [
+            [{"train.remat": value} for value in remat],
+            [{"train.grad_accum": value} for value in splits],
+            [{"mesh.fsdp": value, "mesh.data": shards // value} for value in fsdp],
+            [{"data.batch_size": value} for value in smaller],
+            [{"kernels.attention": "auto"}],
+            [{"kernels.cross_entropy": "auto"}],
+        ]
 
-def _need_with(cfg: Config, flags: Flags, devices: int, platform: str) -> Need | None:
-    """Returns what a configuration with other values needs, or None if it is not valid."""
-    try:
-        return need(with_values(cfg, flags), devices, platform)
-    except (ConfigError, ShardingError):
-        return None
+    def _need(self, flags: Flags) -> Need:
+        return need(with_values(self.cfg, flags), self.devices, self.platform)
+
+    def _need_with(self, flags: Flags) -> Need | None:
+        """Returns what a configuration with other values needs, or None if it is not valid."""
+        try:
+            return self._need(flags)
+        except (ConfigError, ShardingError):
+            return None
 
 
 def gib(size: float) -> str:

@@ -54,7 +54,7 @@ def of_target(target: str, gigabytes: float | None = None) -> Devices:
 
     Args:
       target: chip and topology.
-      gigabytes: GiB of memory of a device to use; None means those of the chip, or what JAX reserves of a GPU's.
+      gigabytes: GiB of memory of a device to use; None means all of the chip, or what JAX reserves of a GPU's.
 
     Raises:
       ConfigError: the target is unknown.
@@ -71,7 +71,8 @@ def at_hand(devices: Sequence[jax.Device], local: Sequence[jax.Device]) -> Devic
     Raises:
       ConfigError: the device has no data sheet in `common.hardware`.
     """
-    kind, room = devices[0].device_kind, room_of(local)
+    kind = devices[0].device_kind
+    room = room_of(local)
     if devices[0].platform == "cpu":
         return Devices("CPU devices", len(devices), "cpu", room, CpuClock(platform.physical_cores()))
     name = chip_name(kind)
@@ -113,7 +114,8 @@ def padding_note(cfg: Config, devices: Devices, given: Collection[str], meshes: 
       given: keys whose values in `cfg` are kept.
       meshes: number of meshes that are possible without padding.
     """
-    vocabulary, multiple = cfg.model.padded_vocab, math.lcm(128, devices.count)
+    vocabulary = cfg.model.padded_vocab
+    multiple = math.lcm(128, devices.count)
     if any(vocabulary % n == 0 for n in divisors(devices.count)[1:]) or devices.count == 1:
         return ""
     size = -(-vocabulary // multiple) * multiple
@@ -180,7 +182,8 @@ def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
 
 def flags(cfg: Config, base: Config) -> list[str]:
     """Returns the flags that turn `base` into a candidate, with every axis that splits something."""
-    values, before = flat(cfg), flat(base)
+    values = flat(cfg)
+    before = flat(base)
     shown = []
     for key in SEARCHED_KEYS:
         if key in PIPELINE_KEYS and cfg.mesh.pipe == 1:

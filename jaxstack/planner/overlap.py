@@ -2,8 +2,8 @@
 
 XLA splits a collective into a start and a done, and its schedule decides which operations run between them. The work
 between them hides the collective; the rest of its time is exposed. Both times follow from the chip's data sheet: an
-operation takes the time of its FLOPs or of its bytes, whichever is longer, and a collective that of the bytes a device
-sends. Real rates are lower on both sides. Collectives run one after another, beside the operations.
+operation takes the time of its FLOPs or of its bytes, whichever is longer, and a collective the time of the bytes that
+a device sends. Real rates are lower on both sides. Collectives run one after another, beside the operations.
 """
 
 import math
@@ -120,15 +120,20 @@ class _Timeline:
         chip: Chip,
         trip_counts: Mapping[str, float],
     ) -> None:
-        self.computations, self.work, self.mesh = computations, work, mesh
-        self.chip, self.trip_counts = chip, trip_counts
+        self.computations = computations
+        self.work = work
+        self.mesh = mesh
+        self.chip = chip
+        self.trip_counts = trip_counts
         self.windows: list[tuple[str, Window]] = []
 
     def run(self, name: str, in_loop: bool = False) -> tuple[_Work, float]:
         """Returns the work of a computation, and the seconds that it waits for collectives; adds its windows."""
         instructions = self.computations[name]
         later = _results(instructions) if in_loop else set()
-        done, waited, free = _NONE, 0.0, 0.0
+        done = _NONE
+        waited = 0.0
+        free = 0.0
         started: dict[str, tuple[list[Collective], _Work, float]] = {}  # with the work before it, and its end
         for i in instructions:
             if found := collectives_of(i, instructions, self.mesh):
@@ -136,7 +141,8 @@ class _Timeline:
                 started[i.name] = found, done, free
             elif i.op in ("while", "call", "conditional"):
                 inner, inner_wait = self._called(i)
-                done, waited = done.plus(inner), waited + inner_wait
+                done = done.plus(inner)
+                waited = waited + inner_wait
             else:
                 done = done.plus(self.work.get(i.name, _NONE))
             # A collective that XLA does not split is its own done.

@@ -6,7 +6,7 @@ adds gradients to float32 sums. Embedding and head are measured with the whole v
 its share. Parameters are initial values and tokens are random, which a router distributes more evenly than after
 training.
 
-One replica of one stage is measured: the mesh axes `context`, `tensor` and `expert` are those of the run; `pipe`,
+One replica of one stage is measured: the mesh axes `context`, `tensor` and `expert` have the sizes of the run; `pipe`,
 `data` and `fsdp` are 1. More replicas take no more time, and a pipeline gathers FSDP's shards before it starts. With
 `pipeline.gather=layer` it gathers in every unit, which is not measured.
 """
@@ -23,11 +23,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxstack import families
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.tree import Batch, PyTree, flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.pipeline.costs import Costs
@@ -45,13 +46,14 @@ from jaxstack.planner.pipeline_programs import (
 )
 from jaxstack.planner.timing import seconds_per_run
 from jaxstack.sharding import AXES, BATCH_AXES, make_mesh, transformer
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 WEIGHT_SCHEDULES = ("zb1", "zb_h1")
 """Schedules with weight units."""
 TRANSFER_BYTES = 2**24
 """Bytes that are sent to measure a link."""
-BANDWIDTH, LATENCY = 25e9, 1e-5
+BANDWIDTH = 25e9
+LATENCY = 1e-5
 """Assumed bytes/s and seconds of a link when there is one device and nothing to measure: 200 Gbit/s."""
 
 
@@ -111,11 +113,14 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     on = make_mesh(small.mesh, small.data.batch_size, devices[:replica])
     ctx = make_context(small, on)
     ctx = replace(ctx, layout=ctx.layout.with_gathered_params)
-    values, batch = initial_values(small.model, ctx), random_batch(Job(small, ctx))
+    values = initial_values(small.model, ctx)
+    batch = random_batch(Job(small, ctx))
     boundary_bytes, stash_bytes, pair_bytes = activation_bytes(Job(small, ctx), values, batch)
     seconds = _part_seconds(Job(small, ctx), values, batch)
     state_bytes, shared_bytes = _state_bytes(cfg, mesh)
-    bandwidth, latency, link = BANDWIDTH, LATENCY, "link assumed"
+    bandwidth = BANDWIDTH
+    latency = LATENCY
+    link = "link assumed"
     if len(devices) > 1:
         stage = math.prod(mesh.values()) // mesh["pipe"]
         bandwidth, latency = _link(devices[0], devices[min(stage, len(devices) - 1)])
@@ -209,7 +214,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     ctx = Context(Layout(on, transformer(cfg.mesh), gather=cfg.pipeline.gather))  # type: ignore[arg-type]
     one_group = len(cfg.model.windows) * mesh["pipe"]  # on each stage
     one = replace(cfg, model=replace(cfg.model, num_layers=one_group))
-    spec, state = family.spec(one.model), abstract_state(one, ctx)
+    spec, state = families.spec(one.model), abstract_state(Recipe.of(one), ctx)
 
     def local_shapes(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), tree)
@@ -223,7 +228,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     stored = local_shapes(state.params)
     copied = jax.tree.map(lambda a, b: None if (a.shape, a.dtype) == (b.shape, b.dtype) else a, read, stored)
     leaves = flatten({"params": stored, "optimizer": local_shapes(state.opt_state), "grads": gathered, "read": copied})
-    name, _ = family.only_stack(one.model)
+    name, _ = families.only_stack(one.model)
     layers = [leaf for path, leaf in leaves.items() if f"/{name}/" in path]
     shared = [leaf for path, leaf in leaves.items() if f"/{name}/" not in path]
     return bytes_of_arrays(layers), bytes_of_arrays(shared)
@@ -231,7 +236,8 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
 
 def _link(here: jax.Device, there: jax.Device) -> tuple[float, float]:
     """Measures bytes/s and the latency in seconds between two devices that send to each other at once."""
-    mesh, spec = Mesh(np.array([here, there]), ("stage",)), PartitionSpec("stage")
+    mesh = Mesh(np.array([here, there]), ("stage",))
+    spec = PartitionSpec("stage")
 
     def local(x: jax.Array, turns: jax.Array) -> jax.Array:
         return lax.fori_loop(0, turns, lambda i, x: lax.ppermute(x, "stage", [(0, 1), (1, 0)]), x)
@@ -242,5 +248,6 @@ def _link(here: jax.Device, there: jax.Device) -> tuple[float, float]:
         x = jax.device_put(np.zeros(2 * elements, np.float32), jax.NamedSharding(mesh, spec))
         return seconds_per_run(lambda turns: run(x, turns))
 
-    latency, transfer = seconds(1), seconds(TRANSFER_BYTES // 4)
+    latency = seconds(1)
+    transfer = seconds(TRANSFER_BYTES // 4)
     return TRANSFER_BYTES / max(transfer - latency, transfer / 2), latency

@@ -9,7 +9,8 @@ from jaxstack.planner.step_time import StepTime
 
 GIB = 2**30
 COLORS = ("#1b6ca8", "#66a182", "#9bb7d4", "#b8a1c9", "#8d99ae", "#edae49", "#c9a66b")
-SAVED_COLOR, HIDDEN = "#d1495b", "#c9c9c9"
+SAVED_COLOR = "#d1495b"
+HIDDEN = "#c9c9c9"
 
 
 def draw_memory(policies: Mapping[str, Sequence[Figure]], hbm: float, path: Path) -> None:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.config import ConfigError, ModelConfig, OptimConfig
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.planner.scaling_law import BESIROGLU
 
-REFERENCE_BATCH, REFERENCE_TOKENS = 2**19, 1.156e9
+REFERENCE_BATCH = 2**19
+REFERENCE_TOKENS = 1.156e9
 """Batch and length in tokens of nanochat's model of depth 12. The length is 10.5 tokens for each of the 110.1e6
 weights of its matrices and its head (12 x 12 x 768^2 + 32768 x 768)."""
 RECIPE_LENGTH = 4096
@@ -28,14 +30,14 @@ def parameters_of(model: ModelConfig) -> int:
     moe = model.moe
     return sum(
         p.size * moe.choices // moe.num_experts if "experts" in p.axes else p.size
-        for p in params.flat_spec(family.spec(model)).values()
+        for p in params.flat_spec(families.spec(model)).values()
     )
 
 
 def batch_tokens(tokens: float) -> int:
     """Returns the tokens of a batch for a run: a power of two near 2^19 (tokens / 1.156e9)^0.383, nanochat's rule.
 
-    The exponent is that of Bergsma et al. 2025 (arXiv:2505.13738).
+    The exponent is from Bergsma et al. 2025 (arXiv:2505.13738).
     """
     return 2 ** max(0, round(math.log2(REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.383)))
 
@@ -77,12 +79,14 @@ def _head_counts() -> Iterator[int]:
 
 
 def shapes(base: ModelConfig) -> Iterator[ModelConfig]:
-    """Yields models of a family with other widths, and for each the depths about that of the family's proportions.
+    """Yields models of a family with other widths, and for each the depths around the family's proportions.
 
     The width of a head, the query heads for each key head, the number of experts, and the ratios of heads and of the
     widths of MLP and experts to the model's stay. Depth is proportional to width, and may differ by a quarter.
     """
-    per_head, period, group = base.d_model / base.num_heads, len(base.windows), base.num_heads // base.kv_heads
+    per_head = base.d_model / base.num_heads
+    period = len(base.windows)
+    group = base.num_heads // base.kv_heads
     for heads in _head_counts():
         if (heads * per_head) % 2 or (heads > group and heads % group):
             continue
@@ -93,7 +97,8 @@ def shapes(base: ModelConfig) -> Iterator[ModelConfig]:
             for size in (base.d_ff, base.moe.d_ff)
         )
         depth = base.num_layers * width / base.d_model
-        least, most = max(1, int(0.75 * depth / period)), max(1, math.ceil(1.25 * depth / period))
+        least = max(1, int(0.75 * depth / period))
+        most = max(1, math.ceil(1.25 * depth / period))
         for layers in range(least * period, min(most * period, 10_000) + 1, period):
             yield replace(
                 base,

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh
 
 from jaxstack.common.hardware import Chip
 from jaxstack.config import Config, ConfigError
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import PARTS, Op, Traffic
@@ -35,7 +35,7 @@ class ChipLimits:
       bandwidth_efficiency: fraction of the memory bandwidth; a copy reaches about 0.9.
       link: bytes/s that a device sends; `None` means the figure of the chip.
       network: bytes/s that a device sends to other hosts or slices; `None` means the figure of the chip.
-      host_devices: devices that the links connect, those of one host or slice; `None` means the figure of the chip.
+      host_devices: devices of one host or slice, which the links connect; `None` means the figure of the chip.
       link_efficiency: fraction of the links' and the network's bandwidth that collectives reach.
     """
 
@@ -50,7 +50,7 @@ class ChipLimits:
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of matmuls.
 
-        In float32 it is that of JAX's default: TensorFloat-32 on GPUs, bfloat16 on TPUs.
+        In float32 it is the peak of JAX's default: TensorFloat-32 on GPUs, bfloat16 on TPUs.
 
         Raises:
           ConfigError: if the chip does not compute in this dtype.
@@ -71,7 +71,7 @@ class ChipLimits:
 
     @property
     def linked_devices(self) -> int:
-        """Devices that the links connect: those of one host, or of one slice."""
+        """Devices that the links connect: all of one host, or of one slice."""
         return self.host_devices or self.chip.linked_devices
 
     @property

@@ -178,7 +178,7 @@ class OpBuilder:
 
     @property
     def fused(self) -> bool:
-        """Whether memory traffic is that of fused kernels."""
+        """Whether memory traffic is counted for fused kernels."""
         return self.traffic == "fused"
 
     def recomputed(self, ops: Iterable[Op], condition: bool = True) -> list[Op]:
@@ -194,7 +194,7 @@ class OpBuilder:
     def elementwise_pair(
         self, name: str, elements: float, arrays: tuple[int, int], recomputed: bool = False, flops: float = 1
     ) -> list[Op]:
-        """Returns a pass of the forward and one of the backward pass; `arrays` are those of each."""
+        """Returns a pass of the forward and one of the backward pass; each moves `arrays`."""
         forward = self.elementwise(name, elements, arrays[0], flops)
         backward = self.elementwise(f"{name}, gradient", elements, arrays[1], flops)
         return [forward, backward, *self.recomputed([forward], recomputed)]
@@ -234,7 +234,9 @@ class OpBuilder:
         dtype = m.dtype or self.dtype
         e = 4 if dtype == "float32" else self.itemsize
         flops = 2 * m.tokens * m.inputs * m.outputs
-        x, w, y = m.tokens * m.inputs, m.matrices * m.inputs * m.outputs, m.tokens * m.outputs
+        x = m.tokens * m.inputs
+        w = m.matrices * m.inputs * m.outputs
+        y = m.tokens * m.outputs
         matrix = (round(m.tokens), round(m.inputs), round(m.outputs), m.matrices)
         low, size = ("int8" if m.quant == "int8" else "float8", 1) if m.quant != "none" else (dtype, e)
 
@@ -265,12 +267,14 @@ class OpBuilder:
             size = self.itemsize * times * arrays + (statistics if times else 0)
             return Op(name, "attention", "contraction", products * product, size, dtype=self.dtype)
 
-        forward, backward = kernel("attention", 2, 2), kernel("attention, gradients", 4, 4)
+        forward = kernel("attention", 2, 2)
+        backward = kernel("attention, gradients", 4, 4)
         scores = replace(kernel("attention, scores in the backward pass", 1, 0), recomputes=True)
         return [forward, backward, scores, *self.recomputed([forward], recomputed)]
 
     def _unfused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
-        m, e = s.model, self.itemsize
+        m = s.model
+        e = self.itemsize
         arrays = s.tokens * s.heads * m.head_width + s.tokens * s.kv_heads * m.head_width
         pairs = s.tokens * s.seq_len * s.heads
         product = 2 * pairs * m.head_width
@@ -299,7 +303,8 @@ class OpBuilder:
 
 def keys_seen(m: ModelConfig, seq_len: int) -> float:
     """Returns the keys that a token attends to under its mask and windows, as a mean over tokens and layers."""
-    m, total = replace(m, windows=m.layer_windows), 0.0
+    m = replace(m, windows=m.layer_windows)
+    total = 0.0
     for window in m.windows:
         w = min(window or seq_len, seq_len)
         total += (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len

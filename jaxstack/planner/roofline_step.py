@@ -1,18 +1,18 @@
-"""The operations that one device runs in a training step: those of the layers, of both ends, and of the update."""
+"""The operations that one device runs in a training step: layers, both ends, and the update."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.config import ModelConfig
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
 from jaxstack.planner.sizes import has_formulas, require_formulas
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
@@ -28,14 +28,15 @@ def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
 def local_operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     """Returns what one device does in a training step without communication.
 
-    With a pipeline, the operations are those of a mean stage; its idle time is not an operation.
+    With a pipeline, these are the operations of a mean stage; its idle time is not an operation.
 
     Args:
       traffic: how operations read and write memory, see `roofline_ops`. Families without formulas are `fused`.
     """
     if not has_formulas(job.model):
         return [*traced.operations(job), *(replace(op, of_update=True) for op in _update(job))]
-    sizes, t = shards.mesh_sizes(job.ctx), job.train
+    sizes = shards.mesh_sizes(job.ctx)
+    t = job.train
     shapes = DeviceShapes(
         model=job.model,
         rows=shards.microbatch_rows(job),
@@ -78,7 +79,8 @@ def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape:
     name = path.split("/", 1)[1]
     experts = "experts" in p.axes
     lead = p.batch_axes
-    inputs, outputs = math.prod(shape[lead:][: p.in_axes]), math.prod(shape[lead:][p.in_axes :])
+    inputs = math.prod(shape[lead:][: p.in_axes])
+    outputs = math.prod(shape[lead:][p.in_axes :])
     if p.kind == "router":
         router = Matmul(name, s.tokens / s.between, inputs, outputs, dtype="float32", trained=not p.frozen)
         return build.matmul(router, build.remat in ("selective", "full"))
@@ -104,7 +106,9 @@ def _recomputed_share(build: OpBuilder, s: DeviceShapes, p: Param) -> float:
     if the norm follows the sum with the residual stream, and in all blocks of a period but the last, whose sum the next
     block reads.
     """
-    m, selective, full = s.model, build.remat == "selective", build.remat == "full"
+    m = s.model
+    selective = build.remat == "selective"
+    full = build.remat == "full"
     if p.axes[-1] == "lora":
         return float(full or selective)
     roles = set(p.roles)
@@ -135,7 +139,8 @@ def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
 
 def _norms(build: OpBuilder, s: DeviceShapes) -> list[Op]:
     """Returns the norms of one layer."""
-    m, recomputed = s.model, build.remat != "none"
+    m = s.model
+    recomputed = build.remat != "none"
     into_mlp = (2 if m.gated else 1) if not m.moe.num_experts else 2 + m.moe.shared_experts
     found = build.norm("attention norm", s.stream, recomputed, 3)
     found += build.norm("MLP norm", s.stream, recomputed, into_mlp)
@@ -170,7 +175,9 @@ def _hidden(s: DeviceShapes) -> float:
 
 def _mlp(build: OpBuilder, s: DeviceShapes) -> list[Op]:
     """Returns activation and gate of the MLP, and the copies of tokens to and from experts."""
-    m, recomputed, flops = s.model, build.remat != "none", FLOPS_PER_ELEMENT["activation"]
+    m = s.model
+    recomputed = build.remat != "none"
+    flops = FLOPS_PER_ELEMENT["activation"]
     found: list[Op] = []
     if m.moe.num_experts:
         sent = s.pairs * m.d_model
@@ -199,12 +206,15 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 
 def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
-    e, spec = build.itemsize, pad_to_slots(family.spec(model), ctx.layout.stages)
-    (_, embedding), (_, weight) = find_role(spec, "token_table"), find_role(spec, "head")
+    e = build.itemsize
+    spec = pad_to_slots(families.spec(model), ctx.layout.stages)
+    (_, embedding) = find_role(spec, "token_table")
+    (_, weight) = find_role(spec, "head")
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]
     logits = float(s.tokens * vocab)
-    inputs, encoder = s.model.d_model, s.model.family == "encoder"
+    inputs = s.model.d_model
+    encoder = s.model.family == "encoder"
     rows = inputs + encoder  # an encoder's head has its bias as a row
     head = build.matmul(Matmul("head", s.tokens, rows, vocab, trained=not weight.frozen))
     # The head writes logits in float32; their gradient is read in the compute dtype.
@@ -231,7 +241,9 @@ def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -
 
 def _update(job: Job) -> list[Op]:
     """Returns casts of weights, sums of gradients over microbatches, and the optimizer."""
-    spec, e, accum = shards.flat_params(job.model, job.ctx), job.ctx.dtype.itemsize, job.train.grad_accum
+    spec = shards.flat_params(job.model, job.ctx)
+    e = job.ctx.dtype.itemsize
+    accum = job.train.grad_accum
     sums = accum > 1 or job.ctx.layout.pipeline is not None
     stored = {path: math.prod(shards.stored_shape(p, job.ctx)) for path, p in spec.items()}
     trained = [path for path, p in spec.items() if not p.frozen]
@@ -243,7 +255,7 @@ def _update(job: Job) -> list[Op]:
     if sums:
         summed = float(sum(math.prod(shards.summed_shape(spec[path], job.ctx)) for path in trained))
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
-    state = abstract_state(job.cfg, job.ctx)
+    state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
     found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))

@@ -42,7 +42,8 @@ class ScalingLaw(NamedTuple):
 
     def optimum(self, flops: float) -> tuple[float, float]:
         """Returns the parameters and tokens of the lowest loss that that many FLOPs of training can reach."""
-        alpha, beta = self.parameters_exponent, self.tokens_exponent
+        alpha = self.parameters_exponent
+        beta = self.tokens_exponent
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
         ratio = (alpha * self.parameters_factor / (beta * self.tokens_factor)) ** (1 / (alpha + beta))
         parameters = ratio * product ** (beta / (alpha + beta))
@@ -148,7 +149,8 @@ class Fit(NamedTuple):
 def centered(laws: np.ndarray) -> np.ndarray:
     """Returns the constants of laws [n, 5] as log E, log A / N^alpha, alpha, log B / D^beta, beta, at `PIVOT`."""
     e, a, alpha, b, beta = np.asarray(laws, float).T
-    of_a, of_b = np.log(a) - alpha * np.log(PIVOT[0]), np.log(b) - beta * np.log(PIVOT[1])
+    of_a = np.log(a) - alpha * np.log(PIVOT[0])
+    of_b = np.log(b) - beta * np.log(PIVOT[1])
     return np.stack([np.log(e), of_a, alpha, of_b, beta], axis=1)
 
 

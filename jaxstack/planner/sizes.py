@@ -21,7 +21,7 @@ class Weights:
       table: of the token table as it is used; 0 if it is the output matrix.
       experts_layer: of the experts of one layer, as they are used.
       trained: of trained parameters as they are stored.
-      summed: of the gradients that the units of a pipeline sum, which are those of the parameters that they read.
+      summed: of the gradients that the units of a pipeline sum, which they have of the parameters that they read.
       rounded: matrices that `train.qat` rounds, as they are stored.
     """
 
@@ -102,13 +102,15 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
     stored: dict[str, int] = {}
     used: dict[str, int] = {}
     for path, p in spec.items():
-        shape, gathered_shape = shards.stored_shape(p, ctx), shards.used_shape(p, ctx)
+        shape = shards.stored_shape(p, ctx)
+        gathered_shape = shards.used_shape(p, ctx)
         stored[path] = used[path] = counter.shaped(path, shape, p.axes)
         if gathered_shape != shape:
             used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
     read = stored if ctx.layout.pipeline is None or ctx.layout.gather == "layer" else used
     gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path]]
-    named, layers = counter.named, counter.named("layers", model.num_layers)
+    named = counter.named
+    layers = counter.named("layers", model.num_layers)
     if ctx.layout.pipeline is not None:
         layers = named(
             "layer slots of a stage", ctx.layout.pipeline.stages.chunks * ctx.layout.pipeline.stages.max_layers
@@ -130,22 +132,30 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
 
 def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
     """Counts the activations of one layer. Only the reference implementation of attention writes scores."""
-    m, sizes, named = job.model, shards.mesh_sizes(job.ctx), counter.named
-    rows, length = shards.microbatch_rows(job), job.data.seq_len // sizes["context"]
-    T, width = named("tensor", sizes["tensor"]), named("d_model", m.d_model)
+    m = job.model
+    sizes = shards.mesh_sizes(job.ctx)
+    named = counter.named
+    rows = shards.microbatch_rows(job)
+    length = job.data.seq_len // sizes["context"]
+    T = named("tensor", sizes["tensor"])
+    width = named("d_model", m.d_model)
     tokens = named("tokens", named("rows", rows) * named("length", length))
-    heads, kv_heads = named("heads", m.num_heads), named("kv_heads", m.kv_heads)
+    heads = named("heads", m.num_heads)
+    kv_heads = named("kv_heads", m.kv_heads)
     expert_width = named("expert_width", m.expert_width)
     shared = tokens * m.moe.shared_experts * expert_width // T
     if m.moe.num_experts:
         pairs = named("pairs of token and expert", shards.pair_capacity(m.moe, rows, length, sizes["expert"]))
-        hidden, sent = pairs * expert_width // T + shared, named("sent", pairs * width)
+        hidden = pairs * expert_width // T + shared
+        sent = named("sent", pairs * width)
     else:
-        hidden, sent = tokens * named("d_ff", m.ff_width) // T, 0
+        hidden = tokens * named("d_ff", m.ff_width) // T
+        sent = 0
     # Exchanges in rounds save no residuals; what they recompute is freed before attention recomputes its scores.
     rounds = shards.runs_in_rounds(m.moe, sizes["expert"])
     keys = job.data.seq_len if sizes["context"] == 1 else job.data.seq_len // sizes["context"] // 2
-    hidden, shared = named("hidden", hidden), named("hidden of shared experts", shared)
+    hidden = named("hidden", hidden)
+    shared = named("hidden of shared experts", shared)
     return Activations(
         tokens=tokens,
         stream=named("stream", tokens * width),

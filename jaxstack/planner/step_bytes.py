@@ -19,7 +19,7 @@ PARTS = {
     "attention": "attention kernels, or their products and softmax",
     "kernel": "other kernels of our own (Pallas)",
     "pointwise": "elementwise operations, norms, reductions, gathers and scatters",
-    "stacks": "writes into stacked arrays, such as a layer's residuals into those of all layers",
+    "stacks": "writes into stacked arrays, such as a layer's residuals into the residuals of all layers",
     "fills": "arrays that are filled with a constant",
     "slices": "parts that are copied out of larger arrays",
     "optimizer": "the update, with the gradient norm",
@@ -98,7 +98,8 @@ class _Reader:
     """Reads the computations of a program from its entry."""
 
     def __init__(self, computations: Computations, trip_counts: Mapping[str, float]) -> None:
-        self.computations, self.trip_counts = computations, trip_counts
+        self.computations = computations
+        self.trip_counts = trip_counts
 
     def run(self, name: str, times: float, in_loop: bool) -> tuple[list[Operation], list[Loop]]:
         """Returns the operations and loops of a computation that runs `times` in a step."""

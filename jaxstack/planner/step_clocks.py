@@ -40,7 +40,8 @@ class ChipClock:
         """
         if not has_formulas(job.model):  # every mesh is visited, as each of its candidates is traced anyway
             return 0.0
-        time, turns = step_time(job, self.limits), 1.0
+        time = step_time(job, self.limits)
+        turns = 1.0
         if job.ctx.layout.pipeline is not None:
             turns += job.ctx.layout.pipeline.bubble
         waits = math.fsum(each for axes, each in time.exposed.items() if "pipe" not in axes.split("+"))
@@ -77,7 +78,8 @@ def cpu_work(job: Job) -> CpuWork:
 
 def _rounds(job: Job) -> int:
     """Returns the rounds of an exchange with experts. The few tokens of a small model are not routed evenly."""
-    n, moe = shards.mesh_sizes(job.ctx)["expert"], job.model.moe
+    n = shards.mesh_sizes(job.ctx)["expert"]
+    moe = job.model.moe
     if not shards.runs_in_rounds(moe, n):
         return 1
     tokens = shards.microbatch_rows(job) * job.data.seq_len // shards.mesh_sizes(job.ctx)["context"]

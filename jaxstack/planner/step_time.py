@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxstack.models import flops
+from jaxstack.families import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.estimate import split_of
@@ -133,7 +133,8 @@ class Placement:
         A mesh axis uses one dimension of a TPU's torus, and a permutation one direction of it. In rings over several
         hosts, each member in a host starts a ring of its own, so that the network cards of all members are used.
         """
-        link, k = self.limits.link_bandwidth, self.members(axes)
+        link = self.limits.link_bandwidth
+        k = self.members(axes)
         if torus := self.limits.chip.torus:
             link *= 0.5 / torus if kind == "collective-permute" else min(len(axes), torus) / torus
         if k == math.prod(self.sizes[a] for a in axes):
@@ -222,7 +223,8 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
         return 0.0
     forward = _seconds((op for op in in_layers if not op.in_backward), limits)
     backward = _seconds((op for op in in_layers if op.in_backward), limits)
-    schedule, stages = ctx.layout.pipeline.schedule, ctx.layout.pipeline.stages
+    schedule = ctx.layout.pipeline.schedule
+    stages = ctx.layout.pipeline.stages
     unit = stages.stages / (schedule.microbatches * int((stages.group_of_slot >= 0).sum()))  # of one layer group
     if schedule.weight_MG is None:
         turns = ctx.layout.pipeline.turns
@@ -235,7 +237,7 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
 def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
     """Returns what `_bubble` does from the times of the loops over layers, of which each stack has its own.
 
-    The names of traced operations begin with that of their loop.
+    The names of traced operations begin with the name of their loop.
     """
     if ctx.layout.pipeline is None:
         return 0.0
@@ -256,7 +258,8 @@ def _split_share(job: Job) -> float:
 
 def _recomputed_flops(job: Job, ops: list[Op]) -> float:
     """Returns the FLOPs that `train.remat` repeats over all devices; attention by the convention of full attention."""
-    m, tokens = job.model, job.data.batch_size * job.data.seq_len
+    m = job.model
+    tokens = job.data.batch_size * job.data.seq_len
     repeated = [op for op in ops if op.for_remat and op.kind == "contraction"]
     if not has_formulas(job.model):
         return math.fsum(op.times * op.flops for op in repeated) * shards.device_count(job.ctx)
@@ -272,7 +275,8 @@ def _communication(job: Job, limits: ChipLimits, beside: _Beside) -> tuple[dict[
     alone: dict[str, float] = defaultdict(float)
     waits: dict[str, float] = defaultdict(float)
     for c in activation_traffic(job):
-        seconds, axes = place.seconds(c), "+".join(c.axes)
+        seconds = place.seconds(c)
+        axes = "+".join(c.axes)
         alone[axes] += seconds
         waits[axes] += seconds
     ring = beside.attention if job.ctx.layout.context_method == "ring" else 0.0
@@ -280,7 +284,8 @@ def _communication(job: Job, limits: ChipLimits, beside: _Beside) -> tuple[dict[
     waits["context"] -= min(alone["context"], ring)
     in_loop: dict[str, float] = defaultdict(float)
     for c in parameter_traffic(job):
-        seconds, axes = place.seconds(c), "+".join(c.axes)
+        seconds = place.seconds(c)
+        axes = "+".join(c.axes)
         alone[axes] += seconds
         if job.ctx.layout.pipeline is None and (c.times >= job.model.num_layers or c.kind == "all-gather"):
             in_loop[axes] += seconds

@@ -166,7 +166,9 @@ class _Walk:
 
     def write(self, value: _Value) -> None:
         """Gives a value memory of its own."""
-        value.written, value.born, value.last = True, self.step, self.step
+        value.written = True
+        value.born = self.step
+        value.last = self.step
         self.values.append(value)
 
     def run(self, jaxpr: Any, inputs: Sequence[_Value | None], scope: str) -> Values:
@@ -218,14 +220,20 @@ class _Walk:
 
     def loop(self, equation: Any, inputs: Values, where: str) -> Values:
         """Walks the turns of a loop, or the branches of a condition. What they need on the way is freed behind them."""
-        name, params = equation.primitive.name, equation.params
-        carry, turns = 0, 1.0
+        name = equation.primitive.name
+        params = equation.params
+        carry = 0
+        turns = 1.0
         if name == "cond":
-            bodies, inputs = [branch.jaxpr for branch in params["branches"]], inputs[1:]
+            bodies = [branch.jaxpr for branch in params["branches"]]
+            inputs = inputs[1:]
         elif name == "scan":
-            bodies, carry, turns = [params["jaxpr"].jaxpr], params["num_carry"], params["length"]
+            bodies = [params["jaxpr"].jaxpr]
+            carry = params["num_carry"]
+            turns = params["length"]
         else:
-            bodies, inputs = [params["body_jaxpr"].jaxpr], inputs[params["cond_nconsts"] :]
+            bodies = [params["body_jaxpr"].jaxpr]
+            inputs = inputs[params["cond_nconsts"] :]
             carry = len(bodies[0].outvars)
             turns = next((count for scope, count in self.trips.items() if where.endswith(scope)), 1.0)
         if name == "scan" and turns == 1:  # XLA removes the loop
@@ -287,19 +295,23 @@ class _Walk:
 
     def peak(self) -> Counter[Array]:
         """Returns the arrays that are alive where they take the most memory."""
-        begin, end = defaultdict(list), defaultdict(list)
+        begin = defaultdict(list)
+        end = defaultdict(list)
         for value in self.values:
             if value.root is value and not value.outside:
                 begin[value.born].append(value.array)
                 end[value.last].append(value.array)
         alive: Counter[Array] = Counter()
-        most, size, largest = alive, 0, -1
+        most = alive
+        size = 0
+        largest = -1
         for step in range(self.step + 1):
             alive.update(begin[step])
             size += sum(array.bytes for array in begin[step])
             inner = self.inner.get(step, Counter())
             if size + total(inner) > largest:
-                largest, most = size + total(inner), alive + inner
+                largest = size + total(inner)
+                most = alive + inner
             alive.subtract(end[step])
             size -= sum(array.bytes for array in end[step])
         return most
@@ -316,7 +328,8 @@ def _outside(variable: Any, label: str = "") -> _Value:
 
 
 def _array(variable: Any, label: str, name: str) -> Array:
-    shape, dtype = tuple(getattr(variable.aval, "shape", ())), getattr(variable.aval, "dtype", None)
+    shape = tuple(getattr(variable.aval, "shape", ()))
+    dtype = getattr(variable.aval, "dtype", None)
     return Array(label, name, shape, str(dtype), math.prod(shape) * getattr(dtype, "itemsize", 0))
 
 
@@ -336,7 +349,7 @@ def walk(
     """Returns what a program needs.
 
     Args:
-      jaxpr: the program. Arrays within a `shard_map` are those of one device.
+      jaxpr: the program. Arrays within a `shard_map` are the shards of one device.
       arguments: label of each argument, see `PARAMETERS`.
       labels: label of the arrays that are made in a named scope and wait for the backward pass, by a part of its name.
       trips: mean trip counts of `while` loops by the name of their scope.

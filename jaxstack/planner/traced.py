@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
+from jaxstack import families
 from jaxstack.config import Config
 from jaxstack.families.context import make_context
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace
 from jaxstack.planner.hlo import Collective
@@ -25,8 +25,8 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.trace import PARAMETERS, Array, Run, Trace
 from jaxstack.sharding import abstract_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state
 
 PLAIN = {
     "attention": {"cudnn": "chunked", "pallas_gpu": "chunked", "pallas_tpu": "chunked"},
@@ -50,7 +50,7 @@ WORK = "work: all other arrays"
 def labels_of(job: Job) -> dict[str, str]:
     """Returns what the arrays are for that are made in a named scope and wait for the backward pass."""
     found = {}
-    for name, stack in family.of(job.model).stacks(job.model).items():
+    for name, stack in families.of(job.model).stacks(job.model).items():
         saved = f"saved by {stack.depth} layers of {name}, remat {job.train.remat}"
         scope = name if job.ctx.layout.pipeline is not None and job.ctx.layout.pipeline.stages.stacks else ""
         found[f"stash_{scope}" if job.ctx.layout.pipeline is not None else f"stack_{name}"] = saved
@@ -69,14 +69,15 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     ctx = make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
     ctx = replace(ctx, layout=replace(ctx.layout, partitioner="manual"), ops=replace(ctx.ops, **plain))
-    state = abstract_state(cfg, ctx)
-    batch = family.of(cfg.model).batch_spec(cfg)
+    state = abstract_state(Recipe.of(cfg), ctx)
+    batch = families.of(cfg.model).batch_spec(cfg)
     arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
     key = jax.eval_shape(lambda: jax.random.key(0)) if cfg.model.dropout else None
     program = jax.make_jaxpr(make_gradients(cfg, ctx))(state.params, arrays, key).jaxpr
     count = len(jax.tree.leaves(state.params))
     arguments = [PARAMETERS if i < count else "" for i in range(len(program.invars))]
-    labels, copies = labels_of(Job(cfg, ctx)), platform == "cpu"
+    labels = labels_of(Job(cfg, ctx))
+    copies = platform == "cpu"
     return trace.walk(program, arguments, labels, ctx.layout.trip_counts, "gradients", copies)
 
 
@@ -106,7 +107,8 @@ def saved(job: Job) -> dict[str, Counter[Array]]:
 
 def traffic(job: Job) -> list[Collective]:
     """Returns the collectives of the gradients of a step on one device, scalars left out."""
-    sizes, found = shards.mesh_sizes(job.ctx), []
+    sizes = shards.mesh_sizes(job.ctx)
+    found = []
     merged: dict[Collective, float] = defaultdict(float)
     for run in trace_of(job).runs:
         if run.primitive not in COLLECTIVES:
@@ -156,7 +158,8 @@ def _op(run: Run, ctx: Context) -> Op | None:
     if kernel and not flops:
         return None
     size = 0.0 if kernel else _moved(run)
-    backward, again = "transpose(" in run.where, "rematted_computation" in run.where
+    backward = "transpose(" in run.where
+    again = "rematted_computation" in run.where
     name = f"{loop_of(run.where)} {run.primitive}".strip()
     if backward:
         name += ", gradient" if not flops or _of_weight(run) else ", gradient of inputs"
@@ -184,7 +187,8 @@ def _flops(run: Run) -> float:
         return 2.0 * math.prod(run.inputs[0].shape[dim] for dim in contracted) * math.prod(run.outputs[0].shape)
     if run.primitive.startswith("ragged_dot"):
         # Rows [N, I] grouped by expert, times the matrix of their expert [E, I, O], or times rows [N, O].
-        (rows, width), right = run.inputs[0].shape, run.inputs[1].shape
+        (rows, width) = run.inputs[0].shape
+        right = run.inputs[1].shape
         return 2.0 * rows * width * (run.outputs[0].shape[-1] if len(right) == 3 else right[1])
     return 0.0
 

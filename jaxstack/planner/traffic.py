@@ -16,7 +16,10 @@ from jaxstack.planner.sizes import has_formulas
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
 """Names of the compute dtypes in XLA's programs."""
 
-TENSOR, PIPE, CONTEXT, EXPERT = ("tensor",), ("pipe",), ("context",), ("expert",)
+TENSOR = ("tensor",)
+PIPE = ("pipe",)
+CONTEXT = ("context",)
+EXPERT = ("expert",)
 
 
 @dataclass
@@ -51,7 +54,8 @@ class _Traffic:
                 accum * ctx.layout.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2
             )
             self.embeds, self.embed_grads = (accum * int(n.sum()) for n in (turns.embed, turns.embed_grad))
-        m, remat = cfg.model, cfg.train.remat
+        m = cfg.model
+        remat = cfg.train.remat
         # How often the backward pass repeats a part of the forward pass. `attention_out` is the reduction after
         # attention; `selective` saves its result, the residual stream between attention and MLP.
         self.repeats = {
@@ -132,7 +136,7 @@ def parameter_traffic(job: Job) -> list[Collective]:
 
 
 def _is_of_activations(c: Collective) -> bool:
-    """Returns whether a traced collective sends activations: those of parameters are sums and gathers over replicas."""
+    """Returns whether a traced collective sends activations. Parameters are summed and gathered over replicas."""
     return c.kind in ("all-to-all", "collective-permute") or not set(c.axes) & {"data", "fsdp", "expert"}
 
 
@@ -142,7 +146,11 @@ def _tensor_traffic(t: _Traffic) -> None:
     For each layer and microbatch there are two all-reduces in each pass (Shoeybi et al. 2019, section 3). With sequence
     parallelism each of them is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2).
     """
-    m, repeats, stream, runs, ends = t.job.model, t.repeats, t.stream, t.layer_runs, t.heads
+    m = t.job.model
+    repeats = t.repeats
+    stream = t.stream
+    runs = t.layer_runs
+    ends = t.heads
     attention_out = max(repeats["attention_out"], repeats["post_norm"])
     in_rounds = shards.runs_in_rounds(m.moe, t.sizes["expert"])
     saves_tokens = m.moe.num_experts and not m.moe.shared_experts and not in_rounds
@@ -172,7 +180,8 @@ def _pipeline_traffic(t: _Traffic) -> None:
     of the last stage is broadcast to all stages and its gradient is summed over them. Untied embeddings are gathered
     and their cotangent is scattered; tied embeddings are summed and their cotangent is broadcast.
     """
-    ctx, ends = t.job.ctx, t.heads
+    ctx = t.job.ctx
+    ends = t.heads
     assert ctx.layout.pipeline is not None
     between = t.sizes["tensor"] if ctx.layout.sequence_parallel_axes else 1
     residual = (t.rows, t.length // between, t.job.model.d_model)
@@ -195,7 +204,9 @@ def _context_traffic(t: _Traffic) -> None:
 
     A ring sends keys and values once for each shard in each pass, and their gradients in float32 in the backward pass.
     """
-    m, runs, count = t.job.model, t.layer_runs, t.sizes["context"]
+    m = t.job.model
+    runs = t.layer_runs
+    count = t.sizes["context"]
     keys = (t.rows, t.length, m.kv_heads // t.sizes["tensor"], m.head_width)
     if t.job.ctx.layout.context_method == "ring":
         # The result of the last hop is not used. With two shards there is no loop: XLA then drops that hop, and the
@@ -214,7 +225,9 @@ def _context_traffic(t: _Traffic) -> None:
 
 def _expert_traffic(t: _Traffic) -> None:
     """Adds the tokens that are sent to experts and back in each pass, counted in pairs of token and expert."""
-    moe, runs, repeats = t.job.model.moe, t.layer_runs, t.repeats
+    moe = t.job.model.moe
+    runs = t.layer_runs
+    repeats = t.repeats
     recomputes = int(t.job.train.remat != "none")
     pairs = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
     if moe.capacity_factor is None:  # one round there and back: routing is assumed to be even
@@ -241,15 +254,21 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     """
     if p.kind == "vector" and p.axes[-1] == "router":
         return  # the load of experts updates this bias; it has no gradient
-    cfg, ctx, accum = t.job.cfg, t.job.ctx, t.job.train.grad_accum
+    cfg = t.job.cfg
+    ctx = t.job.ctx
+    accum = t.job.train.grad_accum
     L = cfg.model.num_layers
     stored_axes = shards.param_axes(p, ctx.layout)
     used_axes = shards.param_axes(p, ctx.layout.with_gathered_params)
     sharded_over = {a for names in stored_axes for a in names}
     fsdp_axes = tuple(sharded_over - {a for names in used_axes for a in names})
-    stored, used, layers = shards.stored_shape(p, ctx), shards.used_shape(p, ctx), 1
+    stored = shards.stored_shape(p, ctx)
+    used = shards.used_shape(p, ctx)
+    layers = 1
     if p.stacked and ctx.layout.pipeline is None:
-        stored, used, layers = stored[1:], used[1:], L
+        stored = stored[1:]
+        used = used[1:]
+        layers = L
     dtype, reduce_dtype = (t.dtype, HLO_DTYPES[cfg.train.reduce_dtype]) if p.is_cast else ("f32", "f32")
     uses = 2 if {"token_table", "head"} <= set(p.roles) else 1
     # XLA moves the gather of a weight out of the loop over microbatches, but not out of the loop over layers. On GPUs
@@ -257,9 +276,11 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     gathers = 2 * accum * L if p.stacked else uses * (accum if ctx.ops.platform == "gpu" else 1)
     scatters = accum * layers * uses
     if ctx.layout.gather == "layer":
-        used, (gathers, scatters) = used[p.stacked :], _uses_in_units(t, p)
+        used = used[p.stacked :]
+        (gathers, scatters) = _uses_in_units(t, p)
     elif ctx.layout.pipeline is not None:
-        gathers, scatters = 1, accum
+        gathers = 1
+        scatters = accum
     t.add("all-gather", fsdp_axes, used, gathers, f"{path}, gathered", dtype)
     if p.frozen:
         return
@@ -289,10 +310,8 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
     XLA:CPU moves the gathers of embedding and head out of the loop over ticks.
     """
     assert t.job.ctx.layout.pipeline is not None
-    trips, groups = (
-        _mean_trips(t.job.ctx.layout.pipeline),
-        t.job.train.grad_accum * t.job.ctx.layout.pipeline.stages.period,
-    )
+    trips = _mean_trips(t.job.ctx.layout.pipeline)
+    groups = t.job.train.grad_accum * t.job.ctx.layout.pipeline.stages.period
     if p.stacked:
         weight = sum(trips.get(name, 0) for name in WEIGHT_LOOPS)
         scatters = weight if weight and p.kind == "matrix" else trips["backward"]

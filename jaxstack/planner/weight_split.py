@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxstack import families
 from jaxstack.config import ConfigError
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
 from jaxstack.planner import shards
@@ -69,7 +70,7 @@ class WeightSplit:
 
     @property
     def flops_share(self) -> float:
-        """FLOPs of the gradients that wait, divided by those of the gradients of all matrices that may wait."""
+        """FLOPs of the gradients that wait, divided by the FLOPs of all gradients that may wait."""
         waiting, others = (sum(readers.flops for readers in some) for some in (self.split, self.fused))
         return waiting / (waiting + others) if waiting else 0.0
 
@@ -120,11 +121,11 @@ def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) ->
       wanted: whether to return the weight of a path.
     """
     assert job.ctx.layout.pipeline is not None
-    name, _ = family.only_stack(job.model)
+    name, _ = families.only_stack(job.model)
     layers = job.ctx.layout.pipeline.pair_slots * job.ctx.layout.pipeline.stages.max_layers
     in_rounds = shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"])
     by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
-    for path, p in params.flat_spec(params.unstack(family.spec(job.model).get(name, {}))).items():
+    for path, p in params.flat_spec(params.unstack(families.spec(job.model).get(name, {}))).items():
         if p.kind == "matrix" and not p.frozen and not (in_rounds and "experts" in p.axes) and wanted(path):
             group, _, weight = path.rpartition("/")
             inputs = p.axes[p.batch_axes : p.batch_axes + p.in_axes]
@@ -132,7 +133,8 @@ def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) ->
     found = []
     for weights in by_input.values():
         shapes = [shards.used_shape(p, job.ctx)[p.batch_axes :] for _, p in weights]
-        first, rows = weights[0][1], _rows(job, weights[0][1])
+        first = weights[0][1]
+        rows = _rows(job, weights[0][1])
         width_in = math.prod(shapes[0][: first.in_axes])
         widths_out = sum(math.prod(shape[p.in_axes :]) for shape, (_, p) in zip(shapes, weights, strict=True))
         found.append(
@@ -171,7 +173,8 @@ def bubble(program: Program, share: float) -> float:
 
 def _rows(job: Job, p: Param) -> int:
     """Returns the rows of a weight's input: tokens of a microbatch on a device, or those that its experts get."""
-    rows, sizes = shards.microbatch_rows(job), shards.mesh_sizes(job.ctx)
+    rows = shards.microbatch_rows(job)
+    sizes = shards.mesh_sizes(job.ctx)
     length = job.data.seq_len // sizes["context"]
     return shards.pair_capacity(job.model.moe, rows, length, sizes["expert"]) if "experts" in p.axes else rows * length
 

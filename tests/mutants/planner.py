@@ -4,7 +4,7 @@ from mutants.rows import mistakes
 
 mistakes(
     "plan",
-    "models/flops.py",
+    "families/flops.py",
     "planner/test_plan.py tracking/test_metrics.py",
     ("(w * (w + 1) / 2 + (S - w) * w) / S", "(w * (w + 1) / 2 + (S - w)) / S"),
     (
@@ -25,8 +25,8 @@ mistakes(
     "planner/estimate.py",
     "planner/test_aot.py",
     (
-        "return (8 if accumulates else itemsize(cfg)) * weights.trained",
-        "return itemsize(cfg) * weights.trained",
+        "return (8 if accumulates else itemsize(train)) * weights.trained",
+        "return itemsize(train) * weights.trained",
     ),
     ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
 )
@@ -93,7 +93,7 @@ mistakes(
     "plan",
     "planner/generation_memory.py",
     "planner/test_memory.py -k generation",
-    ("ctx.placement.stored.shape[1] / ctx.placement.num_experts", "ctx.placement.experts.shape[2] / ctx.placement.num_experts"),
+    ("job.ctx.placement.stored.shape[1] / job.ctx.placement.num_experts", "job.ctx.placement.experts.shape[2] / job.ctx.placement.num_experts"),
     ('group == "moe" and name in EXPERT_WEIGHTS', 'group == "moe"'),
     ("min(window or slots, slots)", "slots"),
     ("* copies\n", "\n"),

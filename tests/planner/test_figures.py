@@ -11,7 +11,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.models.flops import flops_per_token
+from jaxstack.families.flops import flops_per_token
 from jaxstack.planner import estimate, figures, memory, plan_plot, roofline
 from jaxstack.planner.explain import Figure
 from jaxstack.planner.job import Job
@@ -133,8 +133,9 @@ def test_parts_of_the_time_add_up(gpt2):
 
 def test_days_for_a_budget_are_by_hand(gpt2):
     cfg, ctx = gpt2
-    time = step_time(Job(cfg, ctx), roofline.ChipLimits(CHIPS["h100"]))
-    *_, days = figures.flops_figures(cfg, time, 1e12)
+    job = Job(cfg, ctx)
+    time = step_time(job, roofline.ChipLimits(CHIPS["h100"]))
+    *_, days = figures.flops_figures(job, time, 1e12)
     per_token = flops_per_token(cfg.model, 1024).full + time.recomputed_flops / time.tokens
     assert days.value == pytest.approx(per_token * 1e12 / (4 * 989.4e12) / 86400)
 

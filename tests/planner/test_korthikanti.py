@@ -11,7 +11,7 @@ import pytest
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.models.flops import matmul_params
+from jaxstack.families.flops import matmul_params
 from jaxstack.planner import megatron, roofline
 from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import CALIBRATED
@@ -82,7 +82,7 @@ def test_gpt3_needs_more_than_35_a100():
 
 def test_gpt3_takes_430_zettaflops_and_16000_days():
     cfg, _, _ = gpt3(data=1)
-    step = megatron.hardware_flops(cfg)
+    step = megatron.hardware_flops(Job(cfg, roofline.context(cfg)))
     s, h, V, L = 2048, 12288, 51200, 96
     assert step == pytest.approx(96 * 1536 * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h)), rel=1e-3)
     total = 95_000 * step

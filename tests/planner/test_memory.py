@@ -33,8 +33,8 @@ from jaxstack.planner import aot, estimate, generation_memory, memory
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import GIB, RATIOS, Room
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.assemble import make_eval_step
+from jaxstack.training.state import Recipe, abstract_state
 
 RESULTS = Path(step_memory.__file__).parent / "results"
 MODEL = ModelConfig(num_layers=4, d_model=256, num_heads=4, d_ff=704, vocab_size=2048)
@@ -86,7 +86,7 @@ def test_evaluation_needs_no_more_than_a_microbatch():
         cfg = config(batch, train=TrainConfig(grad_accum=accum))
         ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 4, jax.devices()[:1]))
         state, abstract = estimate.abstract_inputs(Job(cfg, ctx))
-        compiled = jax.jit(make_eval_step(cfg, ctx)).lower(state.params, abstract).compile()
+        compiled = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum)).lower(state.params, abstract).compile()
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporary[1] < 1.05 * temporary[0]
 
@@ -98,7 +98,7 @@ def room(gib: float) -> Room:
 def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
     cfg = config()
     ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
-    run = Job(cfg, ctx), abstract_state(cfg, ctx)
+    run = Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx)
     found = memory.need(cfg, 1, "cpu")
     low, high = found.bounds
     assert found.state < low < found.formula < high
@@ -137,7 +137,7 @@ def test_a_gpu_has_what_the_runtime_reserves(monkeypatch):
     assert (found.bytes, found.sharing, found.larger) == (59 * GIB, 1, 0.92 * 80 * GIB)
     assert memory.room_of([Device(76 * GIB)]).larger == 0
     assert memory.room_of([Device(None)]).bytes == 80 * GIB  # without statistics, the data sheet counts
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in memory.advice(config(), 1, "gpu", found)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in memory.Savings(config(), 1, "gpu", found).advice()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_gpu_has_what_the_runtime_reserves(monkeypatch):
 )
 def test_advice_is_valid_and_says_what_the_formula_says(cfg, devices, expected):
     before = memory.need(cfg, devices, "gpu")
-    found = memory.savings(cfg, devices, "gpu", room(1e-6))
+    found = memory.Savings(cfg, devices, "gpu", room(1e-6)).find()
     assert {key for flags, _ in found for key in flags} >= set(expected)
     for flags, after in found:
         assert after.formula < 0.98 * before.formula
@@ -162,11 +162,11 @@ def test_advice_is_valid_and_says_what_the_formula_says(cfg, devices, expected):
         given = parser.read_arguments(["plan", *_words(cfg), *words]).cfg  # as a user would give them
         assert memory.need(given, devices, "gpu").formula == after.formula
     assert not any({"data.batch_size", "train.grad_accum"} <= set(flags) for flags, _ in found)  # they save the same
-    text = memory.advice(cfg, devices, "gpu", room(1e-6))
+    text = memory.Savings(cfg, devices, "gpu", room(1e-6)).advice()
     assert all(f"{after.formula / before.formula - 1:+.0%}" in text for _, after in found)
     assert "fits" not in text
     assert text.endswith("None is enough. Use more devices with mesh.fsdp, or a smaller model.")
-    fits = memory.advice(cfg, devices, "gpu", room(1e6))
+    fits = memory.Savings(cfg, devices, "gpu", room(1e6)).advice()
     assert " fits)" in fits
     assert "None is enough" not in fits
 
@@ -313,5 +313,5 @@ def test_a_refusal_names_the_largest_part(monkeypatch):
     assert size == max(found.parts.values())
     monkeypatch.setattr(memory, "room_of", lambda devices: room(0.99 * found.bounds[0] / GIB))
     with pytest.raises(ConfigError, match=r"optim.name=muon with .* needs at least") as error:
-        memory.check(Job(cfg, ctx), abstract_state(cfg, ctx))
+        memory.check(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx))
     assert f"The largest part by formula is {estimate.MUON_WORK}: {memory.gib(size)}." in str(error.value)

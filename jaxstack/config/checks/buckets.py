@@ -43,7 +43,8 @@ def check_buckets(cfg: Groups) -> None:
 
 def _check_documents(cfg: Groups) -> None:
     """Refuses what has no documents, or would compute something else in rows of another length."""
-    data, model = cfg.data, cfg.model
+    data = cfg.data
+    model = cfg.model
     key = f"data.buckets={_show(data)}" if data.buckets else "data.packing=best_fit"
     require(
         not (data.buckets and data.packing),
@@ -77,7 +78,9 @@ def require_lengths(cfg: Groups, mesh: MeshConfig, microbatches: int) -> None:
     Raises:
       ConfigError: it does not divide the rows or the length of one. The message has lengths that work.
     """
-    data, sizes, parts = cfg.data, mesh.known_sizes, sequence_parts(mesh)
+    data = cfg.data
+    sizes = mesh.known_sizes
+    parts = sequence_parts(mesh)
     if data.buckets in ("auto", ()):
         return
     rows = cfg.train.grad_accum * microbatches * math.prod(sizes[axis] for axis in ("data", "fsdp", "expert"))
@@ -109,7 +112,8 @@ def working_lengths(data: DataConfig, rows: int, parts: int, pairs: bool) -> lis
       parts: what a length must be a multiple of.
       pairs: whether rows have targets, whose number is in proportion.
     """
-    tokens, targets = data.batch_size * data.seq_len, data.target_length if pairs else 0
+    tokens = data.batch_size * data.seq_len
+    targets = data.target_length if pairs else 0
     return [
         length
         for length in range(parts, data.seq_len + 1, parts)

@@ -164,7 +164,8 @@ def _shown(value: object) -> object:
 
 def _check_sources(cfg: Groups) -> None:
     """Checks that the data are what the family learns: texts, labels, pairs or pictures."""
-    data, model = cfg.data, cfg.model
+    data = cfg.data
+    model = cfg.model
     family = model.family
     names = [one.source for one in data.single_sources()]
     require(
@@ -215,7 +216,8 @@ def _check_ring(cfg: Groups) -> None:
 
 
 def _check_experts(cfg: Groups) -> None:
-    model, moe = cfg.model, cfg.model.moe
+    model = cfg.model
+    moe = cfg.model.moe
     for name, depth in (("encoder_layers", model.encoder_depth), ("num_layers", model.num_layers)):
         require(
             not moe.num_experts or depth % moe.every == 0,
@@ -241,7 +243,8 @@ def _check_towers(cfg: Groups) -> None:
 
 
 def _check_branches(cfg: Groups) -> None:
-    model, branches = cfg.model, cfg.model.branches
+    model = cfg.model
+    branches = cfg.model.branches
     if model.family != "branches":
         return
     depth = branches.depth(model.num_layers)
@@ -258,7 +261,9 @@ def _check_branches(cfg: Groups) -> None:
 
 
 def _check_sentences(cfg: Groups) -> None:
-    model, data, sentences = cfg.model, cfg.data, cfg.model.sentences
+    model = cfg.model
+    data = cfg.data
+    sentences = cfg.model.sentences
     if not sentences.tasks:
         default = SentencesConfig()
         for key, value in vars(sentences).items():

@@ -33,7 +33,9 @@ def _check_batch(cfg: Groups) -> None:
 
 
 def _check_model(cfg: Groups) -> None:
-    mesh, model, sizes = cfg.mesh, cfg.model, cfg.mesh.known_sizes
+    mesh = cfg.mesh
+    model = cfg.model
+    sizes = cfg.mesh.known_sizes
     width = ("moe.d_ff", model.expert_width) if model.moe.num_experts else ("d_ff", model.ff_width)
     for key, size in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads), width):
         require(

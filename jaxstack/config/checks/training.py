@@ -22,7 +22,8 @@ def check_training(cfg: Groups) -> None:
 
 
 def _check_steps(cfg: Groups) -> None:
-    data, train = cfg.data, cfg.train
+    data = cfg.data
+    train = cfg.train
     require(
         data.batch_size % train.grad_accum == 0,
         f"train.grad_accum={train.grad_accum} does not divide data.batch_size={data.batch_size}. Use a divisor.",
@@ -34,7 +35,8 @@ def _check_steps(cfg: Groups) -> None:
 
 
 def _check_domains(cfg: Groups) -> None:
-    data, moe = cfg.data, cfg.model.moe
+    data = cfg.data
+    moe = cfg.model.moe
     domains = moe.num_experts if moe.router == "domain" else 0
     names = list(data.domains)
     require(
@@ -70,8 +72,9 @@ def _check_adapters(cfg: Groups) -> None:
 
 
 def _check_lengths(cfg: Groups) -> None:
-    sample, seq_len = cfg.sample, cfg.data.seq_len
-    prompts = ("?",) if sample.prompts is None else sample.prompts  # those of the held-out text are cut to fit
+    sample = cfg.sample
+    seq_len = cfg.data.seq_len
+    prompts = ("?",) if sample.prompts is None else sample.prompts  # prompts from the held-out text are cut to fit
     longest = max((len(prompt.encode()) for prompt in prompts), default=0)
     require(
         sample.beams == 1 or not longest or longest + sample.tokens <= seq_len,
@@ -114,7 +117,8 @@ def _check_qat(cfg: Groups) -> None:
     Raises:
       ConfigError: the model is not a decoder, fp8 has groups, or the layout of nf4 has no such group.
     """
-    name, group = cfg.train.qat, cfg.train.qat_group
+    name = cfg.train.qat
+    group = cfg.train.qat_group
     require(
         name == "none" or cfg.model.family == "decoder",
         f"train.qat={name} rounds what `jaxstack compress quantize` stores, which reads decoders, but "

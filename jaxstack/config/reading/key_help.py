@@ -89,7 +89,7 @@ class Group(NamedTuple):
     text: str
     """What it configures."""
     keys: list[Key]
-    """Its keys, without those of the groups in it."""
+    """Its keys, without the keys of groups in it."""
 
 
 def shown(value: object) -> str:
@@ -147,7 +147,8 @@ def _others(common: dict[str, list[Key]]) -> Iterator[str]:
 
 def _described(groups: Sequence[Group], width: int) -> Iterator[str]:
     """Yields a line for each group and for each of its most used keys."""
-    common, texts = _common(groups), {group.name: group.text for group in groups}
+    common = _common(groups)
+    texts = {group.name: group.text for group in groups}
     column = 34
     for name, keys in common.items():
         if keys:

@@ -60,7 +60,8 @@ class Parser(ArgumentParser):
           default: configuration that is read when the command line has no `--config`; `read` then returns the checked
             `Config` as `cfg`. None means that the command makes its own configuration from the words.
         """
-        self._has_config, self._default_config = True, None if default is None else str(default)
+        self._has_config = True
+        self._default_config = None if default is None else str(default)
         self._auto_mesh = auto_mesh
         shown = f" (default: {default})" if default else ""
         self.add_argument(
@@ -100,7 +101,8 @@ class Parser(ArgumentParser):
           ConfigError: an unknown key, a wrong type, an impossible value or a missing file.
         """
         _check_digits(argv)
-        given, argv = list(argv), without_auto_mesh(argv) if self._auto_mesh else list(argv)
+        given = list(argv)
+        argv = without_auto_mesh(argv) if self._auto_mesh else list(argv)
         self._words = argv
         kinds = {a.dest: getattr(a, "_typehint", None) for a in self._keys()}
         self._check_groups(kinds)
@@ -112,7 +114,9 @@ class Parser(ArgumentParser):
             return self._within_bounds(self.instantiate(self.parse_args(argv)))
         values, named, words = self._values(argv, kinds)
         result = Namespace(**{name: value for name, value in vars(values).items() if name not in (*GROUPS, "config")})
-        result.files, result.words, result.auto_mesh = named, words, given != argv
+        result.files = named
+        result.words = words
+        result.auto_mesh = given != argv
         if self._default_config is not None:
             groups = self.instantiate(values)
             result.cfg = Config(**{name: groups[name] for name in GROUPS})
@@ -151,7 +155,8 @@ class Parser(ArgumentParser):
                 action.required = action.required and bool(action.option_strings)
             values, _, words = self._values(argv, kinds)
         else:
-            values, words = self.get_defaults(), []
+            values = self.get_defaults()
+            words = []
         sections = {a: group for group in self._action_groups for a in group._group_actions if a.dest in kinds}
         groups: dict[str, key_help.Group] = {}
         for action, section in sections.items():
@@ -230,7 +235,8 @@ class Parser(ArgumentParser):
             raise ConfigError(
                 f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. `{self._command} --help` lists them."
             )
-        keys, value = re.findall(r'Parser key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
+        keys = re.findall(r'Parser key "([\w.]+)"', text)
+        value = re.search(r"(?:Got|Given) value: (.*)$", text)
         if keys and value:
             raise ConfigError(self._wrong_type(keys[-1], shortened(value[1])))
         if found := re.match(r'Parser key "([\w.]+)": (.*[.?])$', text):  # our own words about an entry of a list
@@ -304,7 +310,9 @@ _UNKNOWN_KEY = (  # the parser's words for a key of a file that does not exist
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the values of `--config` on a command line, and the other words."""
-    names, others, words = [], [], list(argv)
+    names = []
+    others = []
+    words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--config" and words:
@@ -323,7 +331,8 @@ def _split_help(argv: Sequence[str], names: set[str]) -> tuple[list[str], list[s
       argv: the words. `--help.model`, `--help=model` and `--help model` ask for `model`, and `--help` for nothing.
       names: groups and keys.
     """
-    topics, others = [], []
+    topics = []
+    others = []
     words = [*argv[: argv.index("--")]] if "--" in argv else [*argv]
     while words:
         word = words.pop(0)
@@ -346,7 +355,7 @@ def without_auto_mesh(argv: Sequence[str]) -> list[str]:
 
 
 def given_keys(words: Sequence[str], keys: Collection[str]) -> set[str]:
-    """Returns those of the keys that flags set, alone or in a group such as `--mesh='{tensor: 2}'`."""
+    """Returns which of the keys flags set, alone or in a group such as `--mesh='{tensor: 2}'`."""
     found = set()
     for word, following in itertools.pairwise([*words, ""]):
         key, equals, value = word.removeprefix("--").partition("=")

@@ -23,7 +23,8 @@ def config_file(name: str) -> Path:
     Raises:
       ConfigError: there is neither.
     """
-    path, known = Path(os.path.expanduser(name)), shipped()
+    path = Path(os.path.expanduser(name))
+    known = shipped()
     if path.is_file():
         return path
     if name in known:

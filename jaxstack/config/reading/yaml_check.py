@@ -225,8 +225,10 @@ def _check_value(source: str, key: str, node: yaml.nodes.Node, kind: object) -> 
 
 def _check_scalar(where: str, key: str, node: yaml.ScalarNode, kind: object) -> None:
     """Refuses text for a number or boolean, and a number or boolean for text."""
-    value, found = str(node.value), node.tag.removeprefix(_TAG)
-    name, wanted = key.rpartition(".")[2], _plain_types(kind)
+    value = str(node.value)
+    found = node.tag.removeprefix(_TAG)
+    name = key.rpartition(".")[2]
+    wanted = _plain_types(kind)
     if node.style in ("'", '"') and not wanted & {str, Any}:
         plain = value
         if bool in wanted and value.lower() in (*_TRUE, *_FALSE):
