@@ -20,7 +20,7 @@ from cases import CASES, report
 from record import RESULTS, record
 
 from jaxstack.planner import aot, hlo
-from jaxstack.training import step
+from jaxstack.training import assemble
 
 
 def case(name: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def case(name: str) -> dict[str, Any]:
             "hbm": r.hbm,
         },
         "activation_bytes": round(r.temporary - r.memory["parameters in bfloat16"] - r.memory["gradients"]),
-        "matmul_flops": aot.matmul_flops(step.make_train_step(cfg, ctx), state, batch),
+        "matmul_flops": aot.matmul_flops(assemble.make_train_step(cfg, ctx), state, batch),
         "sent_bytes": [
             {
                 "axes": axes,

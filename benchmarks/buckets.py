@@ -52,11 +52,11 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     """Returns the milliseconds of a step of full windows and of each bucket, and both ratios."""
     import jax
 
-    from jaxstack import sharding
+    from jaxstack import families, sharding
     from jaxstack.families.context import make_context
+    from jaxstack.training.assemble import jit_train_step
     from jaxstack.training.services.compile_ahead import CompileAhead
-    from jaxstack.training.state import abstract_state, make_state
-    from jaxstack.training.step import jit_train_step
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     asked = DataConfig(seq_len=seq_len, batch_size=rows, buckets="auto", max_padding=limit)
     plain = DataConfig(seq_len=seq_len, batch_size=rows)
@@ -72,12 +72,14 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
     steps: dict[str, tuple[Any, Any, Any]] = {}
     for name, cfg in cfgs.items():
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
-        abstract = abstract_state(cfg, ctx)
-        ahead = CompileAhead(cfg, ctx).__enter__()
+        abstract = abstract_state(Recipe.of(cfg), ctx)
+        ahead = CompileAhead(
+            cfg.data, families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch)
+        ).__enter__()
         step = ahead.wrap(jit_train_step(cfg, ctx, abstract), abstract, cfg.data.lengths)
         steps[name] = (
             step,
-            make_state(cfg, ctx, abstract),
+            make_state(Recipe.of(cfg), ctx, abstract),
             DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch)),
         )
     text = whole_documents(next(dataset.training_texts), seq_len)

@@ -48,7 +48,8 @@ def count_layers(patches: Any) -> list[int]:
     """Lets the layers of the decoder count how often they run; returns where the count is, of all devices."""
     import jax
 
-    from jaxstack.models import blocks, decoder, encoder_decoder
+    from jaxstack.families import encoder_decoder
+    from jaxstack.models import blocks, decoder
 
     counts = [0]
 
@@ -79,7 +80,7 @@ def runs_of_step(faults: Any, fault: Any, counts: list[int]) -> float:
     """Returns how many runs of the step a search has taken, counted in layers."""
     import jax
 
-    from jaxstack.training.gradients import make_gradients
+    from jaxstack.training.assemble import make_gradients
 
     jax.effects_barrier()
     searched, counts[0] = counts[0], 0

@@ -123,7 +123,7 @@ def bytes_of_token(cfg: Any, batch: int, seen: float, size: int) -> dict[str, fl
       seen: tokens of each sequence whose keys and values it reads.
       size: bytes of an element of matrices, keys and values. Norms are in float32.
     """
-    from jaxstack.models import flops
+    from jaxstack.families import flops
 
     norms = (2 * cfg.num_layers + 1) * cfg.d_model * 4.0
     cache = 2.0 * cfg.num_layers * batch * cfg.kv_heads * cfg.head_width * size
@@ -172,13 +172,14 @@ def run(name: str, sizes: dict[str, int], given: argparse.Namespace, device: Any
     import jax
     import jax.numpy as jnp
 
+    from jaxstack import families
     from jaxstack.common.hardware import CHIPS, chip_name
     from jaxstack.config import ModelConfig
-    from jaxstack.models import family, params
+    from jaxstack.models import params
 
     cfg = ModelConfig(**sizes)  # type: ignore[arg-type]
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
-    ctx, spec = context(cfg, dtype, given.kernels, device), family.spec(cfg)
+    ctx, spec = context(cfg, dtype, given.kernels, device), families.spec(cfg)
     weights = jax.jit(lambda: params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype))()
     length, chip = Length(64, 4, 12) if given.small else Length(), chip_name(device.device_kind)
     weights = jax.jit(Decoding(cfg, ctx, 1, length).prepare)(weights)
@@ -250,10 +251,11 @@ def program_of_token(work: Decoding) -> dict[str, Any]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from jaxstack.models import family, params
+    from jaxstack import families
+    from jaxstack.models import params
     from jaxstack.planner import step_bytes
 
-    where, spec = work.ctx.layout.sharding(PartitionSpec()), family.spec(work.cfg)
+    where, spec = work.ctx.layout.sharding(PartitionSpec()), families.spec(work.cfg)
 
     def shapes(f: Any, *args: Any) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), jax.eval_shape(f, *args))

@@ -59,10 +59,10 @@ def loss_by_time(run: Any, pictures: Any, parts: int = 20) -> list[float]:
     import jax
     import jax.numpy as jnp
 
-    from jaxstack.models import diffusion
+    from jaxstack.families import diffusion
+    from jaxstack.families.noise_path import Path as NoisePath
+    from jaxstack.families.noise_path import time_of
     from jaxstack.models.context import Context
-    from jaxstack.models.noise_path import Path as NoisePath
-    from jaxstack.models.noise_path import time_of
 
     cfg, rng = run.model, np.random.default_rng(0)
     clean = images.to_patches(pictures.pixels, cfg.diffusion.patch_size)
@@ -72,7 +72,7 @@ def loss_by_time(run: Any, pictures: Any, parts: int = 20) -> list[float]:
     def loss(params: Any, noise: Any, timesteps: Any) -> Any:
         path = NoisePath.at(cfg.diffusion.path, time_of(cfg, timesteps)[..., None])
         batch = {"noisy": path.mix(clean, noise), "classes": classes, "gate_ids": timesteps}
-        hidden, _ = diffusion.hidden_states(cfg, params, batch, Context())
+        hidden, _ = diffusion.FAMILY.hidden_states(cfg, params, batch, Context())
         velocity = diffusion.predict(cfg, params, hidden, batch, Context())
         return jnp.square(velocity - path.velocity(clean, noise)).mean()
 

@@ -178,8 +178,8 @@ def compare(common: list[str], scratch: Path, rows: int) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jaxstack.data.loader import window_sizes
+    from jaxstack.families import encoder as encoders
     from jaxstack.models import decoder as decoders
-    from jaxstack.models import encoder as encoders
     from jaxstack.models import params
 
     dataset = data.load(encoder.data)
@@ -202,7 +202,7 @@ def compare(common: list[str], scratch: Path, rows: int) -> dict[str, Any]:
         return {"loss": total[0] / total[2], "accuracy": total[1] / total[2]}
 
     def by_encoder(values: Any, batch: Any) -> jax.Array:
-        hidden, _ = encoders.hidden_states(encoder.model, values, batch)
+        hidden, _ = encoders.FAMILY.hidden_states(encoder.model, values, batch)
         return score(encoders.logits(encoder.model, values, hidden), batch)
 
     values = jax.device_get(values)

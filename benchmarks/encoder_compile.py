@@ -20,24 +20,25 @@ def measure(windows: tuple[int, ...], width: int) -> dict[str, float]:
     """Returns the processor seconds of tracing and of compiling a step, and the MB of temporary arrays."""
     import jax
 
+    from jaxstack import families
     from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig
-    from jaxstack.models import batches, family
+    from jaxstack.models import batches
     from jaxstack.models.context import Context
     from jaxstack.models.ops import Ops, implementations
-    from jaxstack.training import step
-    from jaxstack.training.state import init_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, init_state
 
     model = ModelConfig(
         family="encoder", num_layers=LAYERS, d_model=width, num_heads=4, vocab_size=512, windows=windows,
         first_attention_norm=False, norm="layer", activation="gelu", tied_embeddings=True, rope_theta_local=1e4,
     )  # fmt: skip
     cfg = Config(model=model, data=DataConfig(seq_len=256, batch_size=4), optim=OptimConfig(name="adamw"))
-    state = jax.eval_shape(lambda: init_state(cfg))
+    state = jax.eval_shape(lambda: init_state(Recipe.of(cfg)))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    batch = batches.abstract_batch(family.of(model).batch_spec(cfg), one)
+    batch = batches.abstract_batch(families.of(model).batch_spec(cfg), one)
     ctx = Context(ops=Ops("cpu", **implementations("cpu")))
     began = time.process_time()
-    lowered = jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)
+    lowered = jax.jit(assemble.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)
     traced = time.process_time()
     compiled = lowered.compile()
     done = time.process_time()

@@ -46,9 +46,9 @@ def main() -> None:
 
     from jaxstack import sharding
     from jaxstack.families.context import make_context
-    from jaxstack.training import step
-    from jaxstack.training.gradients import make_gradients
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.assemble import make_gradients
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     runs: dict[int, Any] = {}
     ids = np.random.default_rng(0).integers(0, 256, (given.batch, 257)).astype(np.int32)
@@ -56,13 +56,13 @@ def main() -> None:
     for experts in (8, 64):
         cfg = config(experts, given.batch)
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, given.batch))
-        abstract = abstract_state(cfg, ctx)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-        state = make_state(cfg, ctx, abstract)
+        state = make_state(Recipe.of(cfg), ctx, abstract)
         gradients = jax.jit(make_gradients(cfg, ctx), out_shardings=(None, shardings, None))
         runs[experts] = [
             state,
-            step.jit_train_step(cfg, ctx, abstract),
+            assemble.jit_train_step(cfg, ctx, abstract),
             gradients,
             ctx.layout.sharding(ctx.layout.batch),
         ]

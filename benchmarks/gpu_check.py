@@ -101,7 +101,7 @@ def step_rows(small: bool, dtype: str) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxstack import sharding
+    from jaxstack import families, sharding
     from jaxstack.config import (
         Config,
         ConfigError,
@@ -113,9 +113,9 @@ def step_rows(small: bool, dtype: str) -> Any:
         TrainConfig,
     )
     from jaxstack.families.context import make_context
-    from jaxstack.models import family, params
+    from jaxstack.models import params
     from jaxstack.models.context import Context
-    from jaxstack.training.gradients import make_gradients
+    from jaxstack.training.assemble import make_gradients
 
     sizes = {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 128, "vocab_size": 256}
     if not small:
@@ -135,7 +135,7 @@ def step_rows(small: bool, dtype: str) -> Any:
         )
         ids = np.random.default_rng(0).integers(0, model.vocab, (rows, length + 1)).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((rows, length), np.float32)}
-        values = params.init(jax.random.key(0), family.spec(model))
+        values = params.init(jax.random.key(0), families.spec(model))
         ways: dict[str, Callable[..., Any]] = {}
         for how, kernels in {"xla": plain, "auto": KernelsConfig(), "pallas": ours}.items():
             try:

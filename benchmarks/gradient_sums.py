@@ -40,8 +40,8 @@ def measure(cfg: Config, rounds: int) -> dict[str, float]:
 
     from jaxstack import sharding
     from jaxstack.families.context import make_context
-    from jaxstack.training import gradients, step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     rng = np.random.default_rng(0)
     ids = rng.integers(0, cfg.model.vocab, (cfg.data.batch_size, cfg.data.seq_len + 1)).astype(np.int32)
@@ -50,10 +50,10 @@ def measure(cfg: Config, rounds: int) -> dict[str, float]:
     placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     runs: dict[str, list[Any]] = {}
     for place, by_layer in (("by layer", True), ("once", False)):
-        abstract = abstract_state(cfg, ctx)
-        with mock.patch.object(gradients, "sums_by_layer", lambda *_, answer=by_layer: answer):
-            train_step = step.jit_train_step(cfg, ctx, abstract)
-            runs[place] = [make_state(cfg, ctx, abstract), train_step]
+        abstract = abstract_state(Recipe.of(cfg), ctx)
+        with mock.patch.object(assemble, "in_parts", lambda *_, answer=not by_layer: answer):
+            train_step = assemble.jit_train_step(cfg, ctx, abstract)
+            runs[place] = [make_state(Recipe.of(cfg), ctx, abstract), train_step]
             runs[place][0], _ = train_step(runs[place][0], placed)
     seconds: dict[str, list[float]] = {place: [] for place in runs}
     for _ in range(rounds):

@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxstack.models.flops import flops_per_token
+from jaxstack.families.flops import flops_per_token
 from jaxstack.pipeline.resolve import SCHEDULES
 from jaxstack.planner import megatron, roofline
 from jaxstack.planner.job import Job

@@ -43,13 +43,13 @@ def pipeline(stages: int, rounds: int) -> dict[str, Any]:
     from jaxstack.generate.prompts import align_rows, row_seeds
     from jaxstack.pipeline import Rotation
     from jaxstack.sharding import make_mesh
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     model = ModelConfig(num_layers=8, d_model=256, num_heads=4, d_ff=688, vocab_size=256)
     cfg = Config(model=model, mesh=MeshConfig(data=1, pipe=stages))
     cfg = replace(cfg, data=replace(cfg.data, batch_size=ROWS))
     ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS, jax.devices()[:stages])).whole_sequences()
-    params = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+    params = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     prompts = np.random.default_rng(0).integers(0, 256, (ROWS, PROMPT)).tolist()
 
     def together(params: Any, tokens: Any, first: Any, marks: Any, seed: Any) -> Any:

@@ -97,8 +97,8 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
     from jaxstack import sharding
     from jaxstack.families.context import make_context
     from jaxstack.planner import estimate
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     todo = {name_of(cfg): cfg for cfg, _ in cases(model, devices, every=False)}
     best = choice(model, devices)
@@ -112,13 +112,13 @@ def measure(model: str, devices: int, rounds: int, earlier: dict[str, Any]) -> d
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices]))
         rows[name] = {"flags": flags(cfg), "seconds": []}
         cfg = estimate.resolve_split(Job(cfg, ctx))[0].cfg
-        abstract = abstract_state(cfg, ctx)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
         shape = (cfg.data.batch_size, cfg.data.seq_len + 1)
         ids = rng.integers(0, cfg.model.vocab, shape).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
-        train_step = step.jit_train_step(cfg, ctx, abstract)
+        train_step = assemble.jit_train_step(cfg, ctx, abstract)
         runs[name] = [
-            make_state(cfg, ctx, abstract),
+            make_state(Recipe.of(cfg), ctx, abstract),
             train_step,
             jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)),
         ]

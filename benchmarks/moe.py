@@ -41,7 +41,8 @@ def main() -> None:
     given = arguments.parse_args()
     from jaxstack.config import resolve
     from jaxstack.config.reading import parse
-    from jaxstack.models import decoder, flops, params
+    from jaxstack.families import flops
+    from jaxstack.models import decoder, params
 
     results: dict[str, list[dict[str, float]]] = {"quickstart": [], "moe_quickstart": []}
     sizes = {}

@@ -22,7 +22,7 @@ from jaxstack.config import Config, resolve
 from jaxstack.config.reading import parse
 from jaxstack.planner import aot, estimate, hlo, memory, shards
 from jaxstack.planner.job import Job
-from jaxstack.training.state import make_optimizer
+from jaxstack.training.state import Recipe, make_optimizer
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -60,7 +60,7 @@ def update(optimizer: str, devices: int) -> dict[str, Any]:
     """Compiles the update alone, and returns its bytes on one device beside parameters, state and gradients."""
     cfg = configuration(optimizer, devices)
     ctx, state, _ = aot.abstract_inputs(cfg, target(devices))
-    tx = make_optimizer(cfg, ctx)
+    tx = make_optimizer(Recipe.of(cfg), ctx)
 
     def updated(params: Any, opt_state: Any, grads: Any) -> Any:
         changes, opt_state = tx.update(grads, opt_state, params)

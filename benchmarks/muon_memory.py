@@ -21,8 +21,8 @@ from jaxstack.models import decoder, params
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
-from jaxstack.training.state import abstract_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, abstract_state
 
 CASES: list[tuple[str, int, dict[str, int]]] = [
     ("adamw", 8, {"fsdp": 8}),
@@ -44,11 +44,11 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
     assert ctx.layout.mesh is not None
-    state, where = abstract_state(cfg, ctx), ctx.layout.sharding(ctx.layout.batch)
+    state, where = abstract_state(Recipe.of(cfg), ctx), ctx.layout.sharding(ctx.layout.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=where) for name, dtype in kinds.items()}
     begin = time.perf_counter()
-    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     moved = hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape)

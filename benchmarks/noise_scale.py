@@ -25,8 +25,8 @@ def measure(cfg: Config, rounds: int) -> dict[str, Any]:
 
     from jaxstack import sharding
     from jaxstack.families.context import make_context
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     rng = np.random.default_rng(0)
     ids = rng.integers(0, cfg.model.vocab, (cfg.data.batch_size, cfg.data.seq_len + 1)).astype(np.int32)
@@ -36,8 +36,8 @@ def measure(cfg: Config, rounds: int) -> dict[str, Any]:
     runs: dict[bool, list[Any]] = {}
     for on in (False, True):
         one = replace(cfg, train=replace(cfg.train, noise_scale=on))
-        abstract = abstract_state(one, ctx)
-        runs[on] = [make_state(one, ctx, abstract), step.jit_train_step(one, ctx, abstract)]
+        abstract = abstract_state(Recipe.of(one), ctx)
+        runs[on] = [make_state(Recipe.of(one), ctx, abstract), assemble.jit_train_step(one, ctx, abstract)]
     seconds: dict[bool, list[float]] = {on: [] for on in runs}
     for _ in range(rounds + 1):
         for on, run in runs.items():

@@ -54,8 +54,8 @@ def measure(configs: dict[str, Config], rounds: int) -> tuple[dict[str, list[flo
 
     from jaxstack import sharding
     from jaxstack.families.context import make_context
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     runs: dict[str, Any] = {}
     programs: dict[str, Any] = {}
@@ -64,10 +64,10 @@ def measure(configs: dict[str, Config], rounds: int) -> tuple[dict[str, list[flo
         ids = np.random.default_rng(0).integers(0, 256, (rows, length + 1)).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((rows, length), np.float32)}
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, rows))
-        abstract = abstract_state(cfg, ctx)
-        train_step = step.jit_train_step(cfg, ctx, abstract)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
+        train_step = assemble.jit_train_step(cfg, ctx, abstract)
         runs[name] = [
-            make_state(cfg, ctx, abstract),
+            make_state(Recipe.of(cfg), ctx, abstract),
             train_step,
             jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)),
         ]

@@ -51,8 +51,8 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
     from jaxstack.config.reading import parse
     from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
-    from jaxstack.training.gradients import make_gradients
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training.assemble import make_gradients
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     flags = [f"--config={ROOT / 'configs/quickstart.yaml'}", f"--data.batch_size={ROWS}", *MODELS[name]]
     cfg = parse.parse_config(flags, ROOT)
@@ -65,7 +65,7 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
     )
     devices = jax.devices()[: max(mesh.values(), default=1)]
     ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS // cfg.train.grad_accum, devices))
-    values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+    values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     text = data.load(cfg.data)
     batch = data.batches(text.train, seed=0, seq_len=cfg.data.seq_len, batch_size=ROWS, packing=False)[0]
     _, grads, _ = jax.jit(make_gradients(cfg, ctx))(

@@ -140,12 +140,12 @@ def predict(name: str, chip: str) -> tuple[dict[str, float], dict[tuple[str, str
 def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str, Any]:
     """Compiles the training step of a case, writes its program to a folder, and returns its bytes on a device."""
     from jaxstack.planner import aot
-    from jaxstack.training import step
+    from jaxstack.training import assemble
 
     begin = time.perf_counter()
     cfg = CASES[name]
     ctx, state, batch = aot.abstract_inputs(cfg, TARGETS[chip])
-    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     size = compiled.memory_analysis()
     assert ctx.layout.mesh is not None

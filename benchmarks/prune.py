@@ -18,13 +18,14 @@ from typing import Any, get_args
 import record
 
 import jaxstack
+from jaxstack import families
 from jaxstack.cli.compress_quantize import calibration
 from jaxstack.compress import prune, quantize, sparsify
 from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.importance import measure
 from jaxstack.compress.sparsity import Method, parse_pattern
 from jaxstack.loaded.trained_run import TrainedRun
-from jaxstack.models import family, params
+from jaxstack.models import params
 
 THIRDS: list[dict[str, int]] = [
     {"d_ff": 152},
@@ -68,7 +69,7 @@ def remove_thirds(run: TrainedRun, sequences: int) -> list[dict[str, Any]]:
         kept = prune.choose(run.model, sizes, found, steps)
         cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
         small = replace(run, config=cfg, params=prune.keep(run.model, run.context, run.params, kept))
-        loss, count = small.evaluate().bits_per_byte, params.count(family.spec(cfg.model))
+        loss, count = small.evaluate().bits_per_byte, params.count(families.spec(cfg.model))
         rows.append({"sizes": given, "parameters": count, "bits_per_byte": round(loss, 5)})
         print(f"{' '.join(flags(given))}: {count:,} parameters, {loss:.4f} bits per byte", flush=True)
     return rows
@@ -122,7 +123,7 @@ def main() -> None:
         words = ["compress", "prune", str(teacher), str(pruned), *flags(THIRDS[0]), f"--sequences={args.sequences}"]
         subprocess.run([sys.executable, "-m", "jaxstack", *words], check=True)
     run = jaxstack.load(teacher)
-    result = {"before": round(run.evaluate().bits_per_byte, 5), "parameters": params.count(family.spec(run.model))}
+    result = {"before": round(run.evaluate().bits_per_byte, 5), "parameters": params.count(families.spec(run.model))}
     result |= {"steps": args.steps, "sequences": args.sequences, "schedule": SHORT, "unit": "bits per byte"}
     result |= {"thirds": remove_thirds(run, args.sequences), "sparse": remove_weights(run, args.sequences)}
     cases = compare(teacher, pruned, args.folder, args.seeds, args.steps)

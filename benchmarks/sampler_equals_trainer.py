@@ -93,7 +93,7 @@ def compare(cfg: Any, dtype: str) -> list[dict[str, Any]]:
     values, x, y = inputs(cfg)
 
     def log_probs(values: Any, x: Any, y: Any) -> Any:
-        hidden, _ = decoder.hidden_states(cfg, values, {"tokens": x}, ctx)
+        hidden, _ = decoder.FAMILY.hidden_states(cfg, values, {"tokens": x}, ctx)
         return decoder.log_probs(cfg, values, hidden, y, ctx)[0]
 
     forward = jax.jit(log_probs)
@@ -162,11 +162,10 @@ def compare_mesh(cfg: Any, mesh: dict[str, int]) -> dict[str, Any]:
     """Returns the differences between a mesh of simulated devices and one device, in float32."""
     import jax
 
-    from jaxstack import sharding
+    from jaxstack import families, sharding
     from jaxstack.config import Config, DataConfig, MeshConfig
     from jaxstack.families.context import make_context
     from jaxstack.generate.score import Scorer
-    from jaxstack.models import family
 
     values, x, y = inputs(cfg)
     found = []
@@ -178,7 +177,7 @@ def compare_mesh(cfg: Any, mesh: dict[str, int]) -> dict[str, Any]:
             count *= size
         ctx = make_context(run, sharding.make_mesh(sizes, ROWS, jax.devices()[:count]))
         scorer = Scorer.create(cfg, values, ctx)
-        where = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(cfg)))
+        where = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(cfg)))
         scorer = replace(scorer, params=jax.device_put(values, where))
         texts = [[*row.tolist(), int(last[-1])] for row, last in zip(x, y, strict=True)]
         scores = dict(scorer.scores(texts, ROWS))

@@ -61,18 +61,18 @@ def main() -> None:
     draft_path = args.draft or train(args.folder, "draft", [*DRAFT, f"--distill.teacher={target_path}"])
 
     import jaxstack
-    from jaxstack import data
+    from jaxstack import data, families
     from jaxstack.config import SampleConfig
     from jaxstack.generate import decode
     from jaxstack.generate.speculative import Speculation
-    from jaxstack.models import family, params
+    from jaxstack.models import params
 
     target, draft = jaxstack.load(target_path), jaxstack.load(draft_path)
     plain = [target]  # models without a draft
     if args.int8:
         target = jaxstack.load(quantize(target_path))
         plain = [target, *plain]
-    sizes = [params.count(family.spec(run.model)) for run in (target, draft)]
+    sizes = [params.count(families.spec(run.model)) for run in (target, draft)]
     dataset = data.load_for(target.config)
     ids = next(iter(dataset.held_out_texts)).ids
     step = (len(ids) - PROMPT) // args.prompts

@@ -68,8 +68,8 @@ def compile_seconds(num_layers: int) -> float:
     from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig
     from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state
 
     cfg = Config(
         model=ModelConfig(num_layers=num_layers, d_model=128, num_heads=4, vocab_size=256),
@@ -77,7 +77,7 @@ def compile_seconds(num_layers: int) -> float:
     )
     mesh = make_mesh(MeshConfig(2), 8, jax.devices()[:2])
     ctx = make_context(cfg, mesh)
-    state = abstract_state(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
     placed = jax.NamedSharding(mesh, jax.P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((8, 128), dtype, sharding=placed)
@@ -85,7 +85,7 @@ def compile_seconds(num_layers: int) -> float:
     }
     jax.clear_caches()
     begin = time.perf_counter()
-    jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch).compile()
+    jax.jit(assemble.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch).compile()
     return time.perf_counter() - begin
 
 

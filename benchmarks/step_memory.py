@@ -181,13 +181,13 @@ def measure(cfg: Config, target: str | None) -> dict[str, Any]:
     from jaxstack.families.context import make_context
     from jaxstack.planner import aot, estimate, memory
     from jaxstack.sharding import make_mesh
-    from jaxstack.training import step
+    from jaxstack.training import assemble
 
     devices = jax.devices() if target is None else aot.devices(target)
     devices = devices[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     state, batch = estimate.abstract_inputs(Job(cfg, ctx))
-    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     # Buffers are assigned before LLVM runs, whose optimizations only take time here.
     options = {"xla_backend_optimization_level": 0} if target is None else None
     found = jitted.lower(state, batch).compile(compiler_options=options).memory_analysis()

@@ -68,14 +68,14 @@ def case(config: str, flags: list[str]) -> dict[str, Any]:
     from jaxstack.config.reading import parse
     from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, hlo
-    from jaxstack.training.state import abstract_state
+    from jaxstack.training.state import Recipe, abstract_state
 
     flags = ["--mesh.data=1", "--data.batch_size=8", "--data.packing=false", *flags]
     cfg = parse.parse_config([f"--config={config}", *flags])
     assert cfg.model.vocab_size is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.data.batch_size))
-    state = abstract_state(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
     parts = estimate.memory(Job(cfg, ctx), state, {})
     moved = hlo.sent(estimate.traffic(Job(cfg, ctx)))
     return {

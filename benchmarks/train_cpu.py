@@ -10,8 +10,8 @@ on a busy machine run `taskset -c 0 python benchmarks/train_cpu.py ...`: all pro
 `processor_ms` and `processor_ratios` have the processor's time, which does not count waiting. With several threads they
 mean little, because threads of PyTorch use the processor while they wait.
 
-Our side runs as `train.py` does: with its device count and flags, `step.jit_train_step`, and metrics that are read one
-step late.
+Our side runs as `train.py` does: with its device count and flags, `assemble.jit_train_step`, and metrics that are read
+one step late.
 """
 
 import argparse
@@ -51,10 +51,10 @@ def ours(name: str) -> None:
     import numpy as np
 
     from jaxstack import sharding
+    from jaxstack.families import of as family_of
     from jaxstack.families.context import make_context
-    from jaxstack.models.family import of as family_of
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     family: dict[str, Any] = {
         "gpt": {
@@ -107,9 +107,9 @@ def ours(name: str) -> None:
     )
     mesh = sharding.make_mesh(cfg.mesh, job["batch"] // job["accum"])
     ctx = make_context(cfg, mesh)
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
-    train_step = step.jit_train_step(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
+    train_step = assemble.jit_train_step(cfg, ctx, abstract)
     arrays = family_of(cfg.model).batch_spec(cfg)
     rng = np.random.default_rng(0)
     batch = {name: array.draw(rng) for name, array in arrays.items()}

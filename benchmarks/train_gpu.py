@@ -222,8 +222,8 @@ def candidate(
     from jaxstack import sharding
     from jaxstack.families.context import make_context
     from jaxstack.planner import memory
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     job, device = Job(**order["job"]), jax.devices()[0]
     cfg = config(job, batch, remat, order["kernels"])
@@ -234,12 +234,12 @@ def candidate(
     least = memory.need(cfg, 1, "gpu").bounds[0]
     if device.platform != "cpu" and least > budget:
         return found | {"skipped": f"needs at least {least / 2**30:.1f} GiB by formula"}, None
-    abstract = abstract_state(cfg, ctx)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
     ids, where = text(job, cfg.data.batch_size), ctx.layout.sharding(ctx.layout.batch)
     host = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones(ids[:, 1:].shape, np.float32)}
     placed = jax.device_put(host, where)
     begin = time.perf_counter()
-    train_step: Any = step.jit_train_step(cfg, ctx, abstract)
+    train_step: Any = assemble.jit_train_step(cfg, ctx, abstract)
     compiled = train_step.lower(abstract, placed).compile()
     sizes = compiled.memory_analysis()
     total = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
@@ -254,7 +254,7 @@ def candidate(
         return metrics["loss"]
 
     try:
-        held.append(make_state(cfg, ctx, abstract))
+        held.append(make_state(Recipe.of(cfg), ctx, abstract))
         jax.block_until_ready(advance())
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -472,7 +472,7 @@ def measure(phase: str, name: str, job: Job, given: argparse.Namespace, known: l
 
 def figures(job: Job, first: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the medians of a side's turns."""
-    from jaxstack.models import flops
+    from jaxstack.families import flops
 
     model = config(job, first["batch"], "none", {}).model
     tokens = tokens_of(asdict(job), first["batch"]) if first.get("remat") else first["batch"] * job.seq_len

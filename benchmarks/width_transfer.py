@@ -50,14 +50,14 @@ def train(cfg: Any, batches: Sequence[Any]) -> tuple[list[float], Any]:
     from jaxstack.config import resolve
     from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
-    from jaxstack.training import step
-    from jaxstack.training.state import abstract_state, make_state
+    from jaxstack.training import assemble
+    from jaxstack.training.state import Recipe, abstract_state, make_state
 
     cfg = resolve(cfg, cfg.model.vocab_size)
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:1]))
-    abstract = abstract_state(cfg, ctx)
-    state, losses = make_state(cfg, ctx, abstract), []
-    run = step.jit_train_step(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state, losses = make_state(Recipe.of(cfg), ctx, abstract), []
+    run = assemble.jit_train_step(cfg, ctx, abstract)
     for batch in batches:
         state, metrics = run(state, batch)
         losses.append(metrics["loss"])
@@ -71,7 +71,7 @@ def coordinates(cfg: Any, values: Any, tokens: Any) -> tuple[Any, Any]:
     from jaxstack.models import decoder
     from jaxstack.models.context import Context
 
-    hidden, _ = jax.jit(lambda values: decoder.hidden_states(cfg.model, values, {"tokens": tokens}))(values)
+    hidden, _ = jax.jit(lambda values: decoder.FAMILY.hidden_states(cfg.model, values, {"tokens": tokens}))(values)
     logits = hidden @ decoder.head(cfg.model, values, Context())
     return hidden * (cfg.model.width_ratio if cfg.model.tied_embeddings else 1.0), logits
 

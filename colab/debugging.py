@@ -32,7 +32,7 @@ from jaxstack.debug import replay, search
 from jaxstack.debug.statistics import statistics
 from jaxstack.models import decoder, layers, params
 from jaxstack.models.context import Context
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_gradients
 
 cfg = Config(
     model=ModelConfig(num_layers=4, d_model=64, num_heads=4, vocab_size=256),

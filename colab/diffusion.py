@@ -77,7 +77,7 @@ import numpy as np
 
 import jaxstack as js
 from jaxstack.data.images import from_patches, to_patches
-from jaxstack.models import diffusion
+from jaxstack.families import diffusion
 from jaxstack.models.context import Context
 
 run = js.load("runs/digits", mesh={"data": 1})
@@ -134,7 +134,7 @@ show(
 def velocity(params, noisy, classes, timestep):
     rows = jnp.broadcast_to(classes[:, None], noisy.shape[:2])
     batch = {"noisy": noisy, "classes": rows, "gate_ids": jnp.zeros_like(rows) + timestep}
-    hidden, _ = diffusion.hidden_states(model, params, batch, ctx)
+    hidden, _ = diffusion.FAMILY.hidden_states(model, params, batch, ctx)
     return diffusion.predict(model, params, hidden, batch, ctx)
 
 

@@ -56,11 +56,12 @@ import optax
 from IPython.display import HTML, display
 
 from jaxstack import sharding
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, flops, layers, moe_layer, params
+from jaxstack.models import blocks, decoder, layers, moe_layer, params
 from jaxstack.models.context import Context
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_optimizer, make_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state, make_optimizer, make_state
 
 print(dataset.description)
 print(
@@ -106,7 +107,7 @@ class History(NamedTuple):
 def train(cfg: Config) -> tuple[Any, History]:
     """Returns the parameters after `train.steps` steps, and the figures of the routers in each step."""
     ctx = make_context(cfg, mesh)
-    gradients, optimizer = make_gradients(cfg, ctx), make_optimizer(cfg)
+    gradients, optimizer = make_gradients(cfg, ctx), make_optimizer(Recipe.of(cfg))
 
     def one_step(values, opt_state, batch):
         loss, grads, sums = gradients(values, batch)
@@ -114,8 +115,8 @@ def train(cfg: Config) -> tuple[Any, History]:
         values = decoder.update_router_bias(cfg.model, optax.apply_updates(values, changes), sums, ctx)
         return values, opt_state, (loss, sums["load"], sums["dropped"], sums["entropy"])
 
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
     where = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
     one_step = jax.jit(one_step, donate_argnums=(0, 1), out_shardings=(*where, None))
 

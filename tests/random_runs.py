@@ -12,7 +12,7 @@ from jaxstack.config import Config, DataConfig, ModelConfig, RunConfig
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 
 def write_run(path: Path, model: ModelConfig, seq_len: int, step: int) -> Path:
@@ -22,7 +22,7 @@ def write_run(path: Path, model: ModelConfig, seq_len: int, step: int) -> Path:
     run_dir.write(cfg, ByteTokenizer().to_json())
     rng = np.random.default_rng(1)
     with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
-        state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+        state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
         varied = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), state.params)
         checkpoints.save(step, replace(state, params=varied), {})
     return path

@@ -30,9 +30,10 @@ FLOORS = {
     "report": 10,
     "serve": 11,
     "evaluate": 12,
-    "train": 12,
-    "cli": 13,
-    "__main__": 14,
+    "start": 12,
+    "train": 13,
+    "cli": 14,
+    "__main__": 15,
 }
 
 JAX_FREE = (

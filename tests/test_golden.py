@@ -19,7 +19,7 @@ from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.sharding import AXES, ShardingError
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +37,7 @@ def test_shardings_are_those_on_file(name):
     flags = [f"--config={name}", "--mesh.data=1", *MESHES[name]]
     cfg = resolve(parse.parse_config(flags, ROOT), 256)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices())
-    state = abstract_state(cfg, make_context(cfg, mesh))
+    state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
     declared = params.flat_spec(decoder.spec(cfg.model))
     leaves, specs = sharding.shardings_of(state.params)
     named = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
@@ -70,7 +70,7 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     cfg = resolve(parse.parse_config([*flags, *(f"--mesh.{axis}={size}" for axis, size in mesh.items())], ROOT), 256)
     sizes = tuple(cfg.mesh.sizes.values())
     ctx = Context(Layout(AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))))  # type: ignore[arg-type]
-    leaves = jax.tree.leaves(abstract_state(cfg, ctx))
+    leaves = jax.tree.leaves(abstract_state(Recipe.of(cfg), ctx))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     # Norms and the routers' biases are whole everywhere; before `expert` split the dense parameters, it was 3.9.

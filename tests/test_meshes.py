@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
+from jaxstack import families as models
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
     Config,
@@ -35,10 +36,9 @@ from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
-from jaxstack.models import family as models
 from jaxstack.sharding import make_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
@@ -381,8 +381,8 @@ def gradients(
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices)
     ctx = make_context(cfg, mesh)
     spec = models.spec(cfg.model)
-    abstract = abstract_state(cfg, ctx)
-    initial = make_state(cfg, ctx, abstract).params
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    initial = make_state(Recipe.of(cfg), ctx, abstract).params
     stacked = {path for path, p in params.flat_spec(spec).items() if p.stacked}
     rng = np.random.default_rng(seed)
 

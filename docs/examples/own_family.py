@@ -11,7 +11,7 @@ import os
 if not {"JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
     os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8")
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,15 +19,16 @@ import numpy as np
 
 from jaxstack import kernels
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from jaxstack.config.objective import OBJECTIVES, Objective, Term
+from jaxstack.config.objective import Objective, Term
+from jaxstack.families import register_family
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, family, forward
+from jaxstack.models import decoder
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Params, Spec
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.assemble import jit_train_step
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -52,16 +53,9 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Any, ctx: C
     return decoder.loss(cfg, params, hidden, batch, ctx) | {"second": second}
 
 
-def hidden_states(cfg: ModelConfig, params: Params, batch: Any, ctx: Context, **options: Any) -> Any:
-    """Runs the decoder's parts on the parameters of this family."""
-    parts = forward.Parts(spec, decoder.stacks, decoder.make_layer_inputs, decoder.embed, decoder.final_norm)
-    return forward.hidden_states(parts, cfg, params, batch, ctx, **options)
-
-
-own = {"spec": spec, "batch_spec": batch_spec, "loss": loss, "hidden_states": hidden_states}
-family.FAMILIES["two_ahead"] = SimpleNamespace(**vars(decoder) | own)
 TERMS = (Term("loss"), Term("second", weights="second_weights", scale=0.5))
-OBJECTIVES["two_ahead"] = Objective("held-out loss", "nats per token", terms=TERMS)
+family = replace(decoder.FAMILY, spec=spec, batch_spec=batch_spec, loss=loss)
+register_family("two_ahead", family, Objective("held-out loss", "nats per token", terms=TERMS))
 
 
 def make_batch(rng: np.random.Generator, cfg: Config) -> dict[str, np.ndarray]:
@@ -84,8 +78,8 @@ if __name__ == "__main__":
         mesh=MeshConfig(data=1, pipe=2, fsdp=2, tensor=2),
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size))
-    abstract = abstract_state(cfg, ctx)
-    state, train_step = make_state(cfg, ctx, abstract), jit_train_step(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state, train_step = make_state(Recipe.of(cfg), ctx, abstract), jit_train_step(cfg, ctx, abstract)
     rng = np.random.default_rng(0)
     for step in range(cfg.train.steps):
         state, metrics = train_step(state, jax.device_put(make_batch(rng, cfg), ctx.layout.sharding(ctx.layout.batch)))

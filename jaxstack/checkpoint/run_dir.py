@@ -85,7 +85,7 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
                 f"train.steps, or set another run.dir."
             )
         if (run / "config.yaml").is_file():
-            changes = _changes(run / "config.yaml", cfg)
+            changes = _changes(run / "config.yaml", flat(cfg))
         saved = run / "tokenizer.json"
         advice = "Restore it from a copy, or remove it if this data has the tokenizer of the checkpoints."
         if saved.is_file() and files.read_json(saved, advice) != tokenizer:
@@ -269,8 +269,8 @@ def _overwrite(file: TextIO, text: str) -> None:
     file.flush()
 
 
-def _changes(saved: Path, cfg: Config) -> list[str]:
-    before, now = flat(parse_config([f"--config={saved}"], saved)), flat(cfg)
+def _changes(saved: Path, now: dict[str, Any]) -> list[str]:
+    before = flat(parse_config([f"--config={saved}"], saved))
     differ = [key for key in now if before.get(key) != now[key] and not key.startswith(LAUNCH)]
     for key in differ:
         if key.startswith(_FIXED) and key not in _FREE:

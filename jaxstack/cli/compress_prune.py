@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jsonargparse import Namespace
 
-from jaxstack.checkpoint import manifest, run_dir
-from jaxstack.cli.compress_quantize import calibration, print_losses, worst
-from jaxstack.config import Config, ConfigError, MeshConfig
+from jaxstack.checkpoint import run_dir
+from jaxstack.cli.compress_quantize import (
+    add_calibration_arguments,
+    add_run_arguments,
+    calibration,
+    check_mesh,
+    print_losses,
+    settings_of,
+    write_layers,
+)
+from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
-from jaxstack.config.reading.parse import Parser, user_path
+from jaxstack.config.reading.parse import Parser
 from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
@@ -26,8 +34,8 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.compress.prune import Losses
     from jaxstack.compress.sparsify import Settings
     from jaxstack.compress.unfinished import Unfinished
+    from jaxstack.families.surgery import Kept
     from jaxstack.loaded.trained_run import TrainedRun
-    from jaxstack.models.surgery import Kept
 
 SIZES = {
     "layers": "layers that stay",
@@ -41,8 +49,7 @@ SIZES = {
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
-    parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
+    add_run_arguments(parser)
     for name, text in SIZES.items():
         parser.add_argument(f"--{name}", type=PositiveInt | None, default=None, help=text)
     parser.add_argument(
@@ -63,12 +70,7 @@ def add_arguments(parser: Parser) -> None:
         default="sparsegpt",
         help="with --sparsity: which weights become zero, and whether the others change",
     )
-    parser.add_argument(
-        "--sequences", type=PositiveInt, default=128, help="sequences of the run's training data for the calibration"
-    )
-    parser.add_argument("--step", type=int, default=None, help="step of the checkpoint; null means the newest")
-    parser.add_class_arguments(MeshConfig, "mesh")
-    parser.set_defaults({"mesh.data": 1})
+    add_calibration_arguments(parser)
 
 
 def main(args: Namespace) -> None:
@@ -80,25 +82,23 @@ def main(args: Namespace) -> None:
     opened = open_run(args)
     out = Path(args.out)
 
+    from jaxstack import families
     from jaxstack.compress import unfinished
-    from jaxstack.models import family, params
+    from jaxstack.models import params
 
     needed = bool(_given(args)) or args.method != "magnitude"
     batches = calibration(opened, args.sequences if needed else 0)
     new, report = (opened, None) if _given(args) == {} else smaller(opened, args, batches)
     if args.sparsity is not None:
-        # The newest step may be another one when the command continues.
-        newest = max(manifest.complete_steps(run_dir.checkpoints(Path(opened.config.run.dir))), default=None)
         names = ("layers_by", "sparsity", "method", "sequences", *SIZES)
-        chosen = {"run": str(Path(args.run).resolve()), "step": newest if args.step is None else args.step}
-        kept = unfinished.open_folder(out, chosen | {name: getattr(args, name) for name in names})
-        new = with_zeros(new, settings(args), batches, kept)
+        store = unfinished.open_folder(out, settings_of(args, opened, names))
+        new = with_zeros(new, settings(args), batches, store)
         write(Path(args.run), new, report, out, keep_zeros=True)
-        kept.remove()
+        store.remove()
     else:
         write(Path(args.run), new, report, out, keep_zeros=False)
     if report is not None:
-        before, after = (params.count(family.spec(one.model)) for one in (opened, new))
+        before, after = (params.count(families.spec(one.model)) for one in (opened, new))
         print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
     print_losses(opened.evaluate(), new.evaluate())
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")
@@ -122,12 +122,7 @@ def open_run(args: Namespace) -> "TrainedRun":
         raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
     if args.sparsity is None and not _given(args):
         raise ConfigError(f"the command names nothing to remove. Use --{', --'.join(SIZES)} or --sparsity.")
-    for axis in ("pipe", "expert"):
-        if (size := getattr(args.mesh, axis)) > 1:
-            raise ConfigError(
-                f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
-                f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
-            )
+    check_mesh(args.mesh)
     if (family := cfg.model.family) != "decoder":
         raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
 
@@ -195,18 +190,15 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
     )
 
 
-def with_zeros(run: "TrainedRun", how: "Settings", batches: list["Batch"], kept: "Unfinished") -> "TrainedRun":
+def with_zeros(run: "TrainedRun", how: "Settings", batches: list["Batch"], store: "Unfinished") -> "TrainedRun":
     """Returns the run with zeros in the matrices of its layers."""
     from jaxstack.compress import quantize, sparsify
     from jaxstack.compress.calibrate import Walk
 
     walk = Walk.of(run.model, run.context)
-    layers = []
-    own = batches if how.method != "magnitude" else []
-    for index, layer in enumerate(sparsify.sparsify(walk, run.params, own, how, kept.read)):
-        kept.write(index, layer)
-        layers.append(layer)
-        print(f"layer {index + 1} of {run.model.num_layers}{worst(layer.errors)}", flush=True)
+    if how.method == "magnitude":
+        batches = []
+    layers = write_layers(sparsify.sparsify(walk, run.params, batches, how, store.read), store, run)
     return replace(run, params=quantize.join(run.model, run.params, layers))
 
 
@@ -216,7 +208,7 @@ def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, kee
     from jaxstack.checkpoint import store
     from jaxstack.compress import draw, prune
     from jaxstack.hf import safetensors
-    from jaxstack.training.state import abstract_state, make_state, start_from
+    from jaxstack.training.state import Recipe, abstract_state, make_state, start_from
 
     old, _ = load_run.read_run(source)
     model = replace(run.model, pad_vocab_to=old.model.pad_vocab_to)
@@ -228,8 +220,8 @@ def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, kee
         model=run.model,
         optim=replace(old.optim, keep_zeros=False),
     )
-    state = make_state(alone, run.context, abstract_state(alone, run.context))
-    state = start_from(alone, state, run.params)
+    state = make_state(Recipe.of(alone), run.context, abstract_state(Recipe.of(alone), run.context))
+    state = start_from(alone.model, state, run.params)
     metadata = {"config": asdict(alone), "versions": store.versions(), "next_batch": 0}
     metadata["data"] = data.load_for(alone).fingerprint
     with safetensors.new_folder(out) as made:

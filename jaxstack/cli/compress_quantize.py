@@ -6,6 +6,7 @@ head, norms, biases and routers stay as they are.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -25,14 +26,14 @@ from jaxstack.loaded import load_run
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.common.tree import Batch
     from jaxstack.compress.calibrate import Walk
-    from jaxstack.compress.quantize import Codes, Settings
+    from jaxstack.compress.quantize import Codes, QuantizedLayer, Settings
+    from jaxstack.compress.unfinished import Unfinished
     from jaxstack.loaded.trained_run import Evaluation, TrainedRun
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
-    parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
+    add_run_arguments(parser)
     parser.add_argument("--weights", type=Name, default="int4", help="format of the matrices")
     parser.add_argument(
         "--group",
@@ -54,17 +55,42 @@ def add_arguments(parser: Parser) -> None:
         "--group=null",
     )
     parser.add_argument(
-        "--sequences", type=PositiveInt, default=128, help="sequences of the run's training data for the calibration"
-    )
-    parser.add_argument(
         "--dtype",
         type=Literal["float32", "bfloat16"],
         default="float32",
         help="dtype of the scales and of what is not quantised",
     )
+    add_calibration_arguments(parser)
+
+
+def add_run_arguments(parser: Parser) -> None:
+    """Declares the run and the run to make, for both commands of compression."""
+    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("out", metavar="OUT", type=user_path, help="run directory to make")
+
+
+def add_calibration_arguments(parser: Parser) -> None:
+    """Declares the arguments of the calibration, for both commands of compression."""
+    parser.add_argument(
+        "--sequences", type=PositiveInt, default=128, help="sequences of the run's training data for the calibration"
+    )
     parser.add_argument("--step", type=int, default=None, help="step of the checkpoint; null means the newest")
     parser.add_class_arguments(MeshConfig, "mesh")
     parser.set_defaults({"mesh.data": 1})
+
+
+def check_mesh(mesh: MeshConfig) -> None:
+    """Checks that a mesh can run one layer at a time, with all of its experts on each device.
+
+    Raises:
+      ConfigError: it has stages, or splits experts.
+    """
+    for axis in ("pipe", "expert"):
+        if (size := getattr(mesh, axis)) > 1:
+            raise ConfigError(
+                f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
+                f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
+            )
 
 
 def main(args: Namespace) -> None:
@@ -78,12 +104,7 @@ def main(args: Namespace) -> None:
     cfg, tokenizer = load_run.read_run(run)
     if out.exists():
         raise ConfigError(f"{out} exists and is never overwritten. Name another folder.")
-    for axis in ("pipe", "expert"):
-        if (size := getattr(args.mesh, axis)) > 1:
-            raise ConfigError(
-                f"mesh.{axis}={size} cannot be used: one layer runs at a time, with all of its experts on each "
-                f"device. Use --mesh.data, --mesh.fsdp or --mesh.tensor."
-            )
+    check_mesh(args.mesh)
     # With train.qat, the matrices are rounded here, from the master weights, and not before.
     cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None), train=replace(cfg.train, qat="none"))
     opened = load_run.open_run(run, cfg, tokenizer, args.mesh, args.step)
@@ -106,24 +127,17 @@ def main(args: Namespace) -> None:
     walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
         folding.shared_inputs(walk.cfg)
-    chosen = {key: getattr(args, key) for key in ("sequences", "method", "weights", "activations", "dtype")}
-    # The newest step may be another one when the command continues.
-    newest = max(manifest.complete_steps(run_dir.checkpoints(Path(opened.config.run.dir))), default=None)
-    chosen |= {"run": str(run.resolve()), "step": newest if args.step is None else args.step}
+    names = ("sequences", "method", "weights", "activations", "dtype")
     scales = describe(walk, how.scheme)  # raises an error, where it does, before there is a folder
-    kept = unfinished.open_folder(out, chosen | {"group": how.scheme.group})
+    store = unfinished.open_folder(out, settings_of(args, opened, names) | {"group": how.scheme.group})
     print(scales)
-    layers = []
     batches = calibration(opened, 0 if args.method == "rtn" else args.sequences)
-    for index, layer in enumerate(quantize.quantize(walk, opened.params, batches, how, kept.read)):
-        kept.write(index, layer)
-        layers.append(layer)
-        print(f"layer {index + 1} of {walk.cfg.num_layers}{worst(layer.errors)}", flush=True)
+    layers = write_layers(quantize.quantize(walk, opened.params, batches, how, store.read), store, opened)
     values = quantize.join(opened.model, opened.params, layers)
     computed = replace(opened.config, train=replace(opened.config.train, quant=quant))
     made = replace(opened, params=values, context=rounding, config=computed)
     write(made, quantize.hf_codes(opened.model, layers), how, out)
-    kept.remove()
+    store.remove()
     print_losses(opened.evaluate(), made.evaluate())
     print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
 
@@ -186,12 +200,26 @@ def calibration(run: "TrainedRun", sequences: int) -> list["Batch"]:
     return [loader.to_devices(batch) for batch in loader.iterate(0, -(-sequences // cfg.data.batch_size))]
 
 
-def worst(errors: dict[str, float]) -> str:
-    """Returns the largest relative error of a layer's outputs as text, or nothing if none was measured."""
-    if not errors:
-        return ""
-    path = max(errors, key=lambda path: errors[path])
-    return f": outputs off by at most {errors[path] ** 0.5:.2%} (root mean square, {path})"
+def settings_of(args: Namespace, run: "TrainedRun", names: Sequence[str]) -> dict[str, object]:
+    """Returns on what finished layers depend: the run, its step, and the arguments with these names."""
+    # The newest step may be another one when the command continues.
+    newest = max(manifest.complete_steps(run_dir.checkpoints(Path(run.config.run.dir))), default=None)
+    step = newest if args.step is None else args.step
+    return {name: getattr(args, name) for name in names} | {"run": str(Path(args.run).resolve()), "step": step}
+
+
+def write_layers(layers: "Iterable[QuantizedLayer]", store: "Unfinished", run: "TrainedRun") -> "list[QuantizedLayer]":
+    """Returns all layers. Each is stored and printed as soon as it is finished, with its largest error if known."""
+    finished = []
+    for index, layer in enumerate(layers):
+        store.write(index, layer)
+        finished.append(layer)
+        error = ""
+        if layer.errors:
+            path = max(layer.errors, key=lambda path: layer.errors[path])
+            error = f": outputs off by at most {layer.errors[path] ** 0.5:.2%} (root mean square, {path})"
+        print(f"layer {index + 1} of {run.model.num_layers}{error}", flush=True)
+    return finished
 
 
 def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None:
@@ -226,10 +254,9 @@ def print_losses(before: "Evaluation", after: "Evaluation") -> None:
     from math import isnan
 
     unit = "bits per byte"
-    a = before.bits_per_byte
-    b = after.bits_per_byte
-    if isnan(a):
+    losses = (before.bits_per_byte, after.bits_per_byte)
+    if isnan(before.bits_per_byte):
         unit = "nats per token"
-        a = before.loss
-        b = after.loss
+        losses = (before.loss, after.loss)
+    a, b = losses
     print(f"held-out loss: {a:.4f} before, {b:.4f} after ({b / a - 1:+.2%}), in {unit}")

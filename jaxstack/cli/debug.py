@@ -45,7 +45,7 @@ def main(args: Namespace) -> None:
 
     from jaxstack.debug import replay
 
-    for line in replay.explain_step(cfg, step, folder):
+    for line in replay.explain_step(replay.Replay(cfg), step, folder):
         print(line)
 
 

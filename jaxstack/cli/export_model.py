@@ -79,8 +79,7 @@ def main(args: Namespace) -> None:
 
 def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelConfig, "Params", list[str]]:
     """Returns a model and its parameters without heads that no Hugging Face model has, and the tasks of these."""
-    from jaxstack import hf
-    from jaxstack.models import family
+    from jaxstack import families, hf
 
     tasks: list[str] = [*model.sentences.tasks]
     if not tasks:
@@ -89,7 +88,7 @@ def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelCon
         hf.family_of(model)
     except ConfigError:
         alone = replace(model, sentences=SentencesConfig())
-        return alone, {name: values[name] for name in family.spec(alone)}, tasks
+        return alone, {name: values[name] for name in families.spec(alone)}, tasks
     return model, values, []
 
 
@@ -140,11 +139,11 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     """Makes a run directory of one branch with the trunk, which begins at step 0 with the parameters of a run."""
     from jaxstack import sharding
     from jaxstack.checkpoint import manifest, run_dir, store
+    from jaxstack.families import branches
     from jaxstack.families.context import make_context
     from jaxstack.hf import safetensors
-    from jaxstack.models import branches
     from jaxstack.training.services import init_from
-    from jaxstack.training.state import abstract_state, make_state, start_from
+    from jaxstack.training.state import Recipe, abstract_state, make_state, start_from
 
     source = init_from.find_source(str(run), "RUN")
     if source.model.family != "branches" or not isinstance(source, Config):
@@ -164,7 +163,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     )
     mesh = sharding.make_mesh(MeshConfig(data=1), cfg.microbatch_size, sharding.find_devices()[:1])
     ctx = make_context(cfg, mesh)
-    state = start_from(cfg, make_state(cfg, ctx, abstract_state(cfg, ctx)), values)
+    state = start_from(cfg.model, make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)), values)
     metadata = store.metadata(saved, max(manifest.complete_steps(saved))) | {"config": asdict(cfg), "next_batch": 0}
     metadata.pop("position", None)  # of the data of the other run
     with safetensors.new_folder(folder) as made:

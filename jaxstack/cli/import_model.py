@@ -49,10 +49,10 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the folder cannot be read, or a flag contradicts it.
     """
-    from jaxstack import data, hf
+    from jaxstack import data, families, hf
     from jaxstack.data import chat
     from jaxstack.hf import originals, safetensors
-    from jaxstack.models import family, params
+    from jaxstack.models import params
     from jaxstack.training.services import init_from
 
     folder = Path(args.folder)
@@ -73,7 +73,7 @@ def main(args: Namespace) -> None:
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
         originals.keep(folder, made)
-    size = params.count(family.spec(cfg.model.base))
+    size = params.count(families.spec(cfg.model.base))
     print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.formats:
         print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")

@@ -15,10 +15,10 @@ def add_arguments(parser: Parser) -> None:
 
 def main(args: Namespace) -> None:
     """Trains, checks the machines, or prints the shardings."""
-    from jaxstack import train  # here: help and errors need not wait for it
+    from jaxstack import start, train  # here: help and errors need not wait for it
 
     searched = given_keys(args.words, SEARCHED_KEYS) if args.auto_mesh else None
     if args.print_shardings:
-        train.show(args.cfg, searched)
+        start.show(args.cfg, searched)
     else:
         train.main(args.cfg, searched, args.preflight)

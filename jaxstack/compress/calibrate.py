@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree, path_of
 from jaxstack.config import ModelConfig
 from jaxstack.generate.engine import dropless
 from jaxstack.kernels import taps
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Params, flat_spec, is_compressed, map_spec, unstack
@@ -141,11 +142,11 @@ class Walk:
 
     @property
     def _stack(self) -> tuple[str, Stack]:
-        return family.only_stack(self.cfg)
+        return families.only_stack(self.cfg)
 
     @cached_property
     def _layer(self) -> params.Spec:
-        layer: params.Spec = unstack(family.spec(self.cfg)[self._stack[0]])
+        layer: params.Spec = unstack(families.spec(self.cfg)[self._stack[0]])
         return layer
 
     @cached_property
@@ -168,17 +169,17 @@ class Walk:
     @cached_property
     def _embed(self) -> Callable[[Params, Batch], jax.Array]:
         def work(values: Params, batch: Batch) -> jax.Array:
-            its = family.of(self.cfg)
+            its = families.of(self.cfg)
             layer_inputs = its.make_layer_inputs(self.cfg, batch, self.ctx)
             return its.embed(self.cfg, self._cast(values), layer_inputs, self.ctx)[0]
 
         if not self._meshed:
             return jax.jit(work)
-        where = self.ctx.layout.parameters(family.spec(self.cfg))
+        where = self.ctx.layout.parameters(families.spec(self.cfg))
         return jax.jit(self.ctx.layout.local(work, (where, self._batch_spec), self._stream_spec))
 
     def _cast(self, values: Params) -> Params:
-        return params.cast_matrices(family.spec(self.cfg), values, self.ctx.dtype)
+        return params.cast_matrices(families.spec(self.cfg), values, self.ctx.dtype)
 
     @cached_property
     def _take(self) -> Callable[[Params, int], Params]:
@@ -200,7 +201,7 @@ class Walk:
         def work(
             layers: list[Params], before: jax.Array, batch: Batch
         ) -> tuple[jax.Array, list[dict[str, Statistics]], Turn]:
-            layer_inputs = family.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
+            layer_inputs = families.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
             cast = [params.cast_matrices(self._layer, layer, self.ctx.dtype) for layer in layers]
             run = partial(self._stack[1].step, self.cfg, self.ctx)
             (x, _), seen = taps.record_inputs(lambda weights: run(weights, before, 0, layer_inputs), cast, wanted)

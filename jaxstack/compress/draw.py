@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxstack.compress.importance import Importance
 from jaxstack.compress.prune import Losses
-from jaxstack.models.surgery import Kept
+from jaxstack.families.surgery import Kept
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes

@@ -45,7 +45,7 @@ class _Layer(NamedTuple):
     channels: np.ndarray
 
 
-def measure(walk: Walk, values: Params, batches: Sequence[Batch]) -> Importance:
+def measure(walk: Walk, params: Params, batches: Sequence[Batch]) -> Importance:
     """Returns the importance of all parts, from one pass over the batches.
 
     The rows of an expert are not in the order of sequences. The norm of its units is that over all tokens, times the
@@ -63,7 +63,7 @@ def measure(walk: Walk, values: Params, batches: Sequence[Batch]) -> Importance:
         layers.append(_of_layer(walk, layer, jax.device_get(measure()), sequences))
         return layer
 
-    for _ in walk.run(values, batches, one):
+    for _ in walk.run(params, batches, one):
         pass
     return Importance(
         np.array([turns[step] for step in sorted(turns)]),

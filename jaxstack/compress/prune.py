@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.compress.importance import Importance
 from jaxstack.config import Config, ConfigError, ModelConfig
-from jaxstack.models import family, surgery
+from jaxstack.families import surgery
+from jaxstack.families.surgery import Kept
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, flat_spec
-from jaxstack.models.surgery import Kept
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.assemble import make_eval_step
 
 
 class Sizes(NamedTuple):
@@ -139,20 +140,20 @@ class LayerSearch:
     Attributes:
       cfg: the run on the mesh, with a model without adapters.
       ctx: how its model is computed.
-      values: parameters of its model.
+      params: the parameters of its model.
       batches: on the devices.
     """
 
     cfg: Config
     ctx: Context
-    values: Params
+    params: Params
     batches: Sequence[Batch]
 
     def loss(self, steps: Sequence[int]) -> float:
         """Returns the mean loss of the model with these steps of layers alone."""
         layers = jnp.asarray(_layers_of(self._period, np.asarray(steps)))
         run = self._programs(len(layers))
-        sums = [jax.device_get(run(self.values, layers, batch)) for batch in self.batches]
+        sums = [jax.device_get(run(self.params, layers, batch)) for batch in self.batches]
         return float(sum(s for s, _ in sums) / sum(n for _, n in sums))
 
     def leave_out(self, keep: int, say: Callable[[str], None] = lambda line: None) -> tuple[np.ndarray, Losses]:
@@ -181,12 +182,12 @@ class LayerSearch:
     def _programs(self, depth: int) -> Callable[[Params, jax.Array, Batch], tuple[jax.Array, jax.Array]]:
         """Returns the program of models with this number of layers, which it receives by their indices."""
         if depth not in self._compiled:
-            name, _ = family.only_stack(self.cfg.model)
-            step = make_eval_step(replace(self.cfg, model=replace(self.cfg.model, num_layers=depth)), self.ctx)
+            name, _ = families.only_stack(self.cfg.model)
+            step = make_eval_step(replace(self.cfg.model, num_layers=depth), self.ctx, self.cfg.train.grad_accum)
 
-            def work(values: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-                stacked = jax.tree.map(lambda a: jnp.take(a, layers, axis=0), values[name])
-                sums = step({**values, name: stacked}, batch)
+            def work(params: Params, layers: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+                stacked = jax.tree.map(lambda a: jnp.take(a, layers, axis=0), params[name])
+                sums = step({**params, name: stacked}, batch)
                 return sum(sums.losses.values(), jnp.zeros(())), sum(sums.weights.values(), jnp.zeros(()))
 
             self._compiled[depth] = jax.jit(work)
@@ -236,11 +237,11 @@ def largest(importance: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-importance, axis=-1, kind="stable")[..., :count], axis=-1)
 
 
-def keep(cfg: ModelConfig, ctx: Context, values: Params, kept: Kept) -> Params:
+def keep(cfg: ModelConfig, ctx: Context, params: Params, kept: Kept) -> Params:
     """Returns the parameters of the parts that stay, sharded over the mesh."""
-    spec = family.spec(smaller_model(cfg, sizes_of_kept(kept)))
+    spec = families.spec(smaller_model(cfg, sizes_of_kept(kept)))
     shardings = None if ctx.layout.mesh is None else jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
-    new: Params = jax.jit(lambda values: surgery.keep(cfg, values, kept), out_shardings=shardings)(values)
+    new: Params = jax.jit(lambda params: surgery.keep(cfg, params, kept), out_shardings=shardings)(params)
     assert all(leaf.shape == p.shape for leaf, p in zip(flatten(new).values(), flat_spec(spec).values(), strict=True))
     return new
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.common.tree import Batch
 from jaxstack.compress.awq import awq_scales
 from jaxstack.compress.calibrate import Measure, Statistics, Walk
@@ -18,7 +18,6 @@ from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import weights
 from jaxstack.kernels.rounding import output_error, round_to_nearest
-from jaxstack.models import family
 from jaxstack.models.folding import divide_outputs, shared_inputs
 from jaxstack.models.params import Param, Params
 
@@ -62,27 +61,22 @@ class QuantizedLayer(NamedTuple):
 
 def quantize(
     walk: Walk,
-    values: Params,
+    params: Params,
     batches: Sequence[Batch],
     how: Settings,
     finished: Callable[[int], QuantizedLayer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer]:
-    """Yields one layer after the other, quantised.
+    """Yields one layer after the other, quantised; see `each_layer`."""
 
-    Args:
-      batches: calibration batches on the devices; none are needed for rounding to the nearest.
-      finished: returns a layer that an earlier call has yielded, or `None`.
-    """
-
-    def one(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+    def compress(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
         return quantize_layer(walk, layer, statistics, how)
 
-    return each_layer(walk, values, batches, one, finished)
+    return each_layer(walk, params, batches, compress, finished)
 
 
 def each_layer(
     walk: Walk,
-    values: Params,
+    params: Params,
     batches: Sequence[Batch],
     compress: Callable[[Params, dict[str, Statistics]], QuantizedLayer],
     finished: Callable[[int], QuantizedLayer | None],
@@ -104,7 +98,7 @@ def each_layer(
         results[index] = found
         return found.params
 
-    for index, _ in walk.run(values, batches, one):
+    for index, _ in walk.run(params, batches, one):
         yield results.pop(index)
 
 
@@ -187,15 +181,15 @@ def _scale_inputs(
     return layer, factors
 
 
-def join(cfg: ModelConfig, values: Params, layers: Sequence[QuantizedLayer]) -> Params:
+def join(cfg: ModelConfig, params: Params, layers: Sequence[QuantizedLayer]) -> Params:
     """Returns the parameters of a model with its layers replaced, sharded as before."""
-    name, _ = family.only_stack(cfg)
+    name, _ = families.only_stack(cfg)
     stacked = jax.tree.map(lambda *each: np.stack(each), *(layer.params for layer in layers))
 
     def place(new: np.ndarray, old: jax.Array) -> jax.Array:
         return jax.device_put(new.astype(old.dtype), old.sharding)
 
-    return {**values, name: jax.tree.map(place, stacked, values[name])}
+    return {**params, name: jax.tree.map(place, stacked, params[name])}
 
 
 def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
@@ -205,9 +199,9 @@ def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
       ConfigError: a family whose tensors join matrices or are transposed.
     """
     name = hf.family_of(replace(cfg, pad_vocab_to=None))
-    (group, _) = family.only_stack(cfg)
+    (group, _) = families.only_stack(cfg)
     found: Codes = {}
-    for tensor, held in weights.hf_tensors(name, family.spec(replace(cfg, pad_vocab_to=None))).items():
+    for tensor, held in weights.hf_tensors(name, families.spec(replace(cfg, pad_vocab_to=None))).items():
         path, layout, at = held.sources[0]
         stack, _, own = path.partition("/")
         if stack == group and own in layers[at[0]].codes:

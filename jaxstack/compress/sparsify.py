@@ -46,22 +46,17 @@ def check_groups(cfg: ModelConfig, pattern: Pattern) -> None:
 
 def sparsify(
     walk: Walk,
-    values: Params,
+    params: Params,
     batches: Sequence[Batch],
     how: Settings,
     finished: Callable[[int], QuantizedLayer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer]:
-    """Yields one layer after the other, with zeros in its matrices and without codes.
+    """Yields one layer after the other, with zeros in its matrices and without codes; see `each_layer`."""
 
-    Args:
-      batches: calibration batches on the devices; none are needed for `magnitude`.
-      finished: returns a layer that an earlier call has yielded, or `None`.
-    """
-
-    def one(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+    def compress(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
         return sparsify_layer(walk, layer, statistics, how)
 
-    return each_layer(walk, values, batches, one, finished)
+    return each_layer(walk, params, batches, compress, finished)
 
 
 def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistics], how: Settings) -> QuantizedLayer:

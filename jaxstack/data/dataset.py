@@ -12,13 +12,12 @@ from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
 from jaxstack.data.buckets import choose_lengths
 from jaxstack.data.captions import class_texts, encode_captions
-from jaxstack.data.class_names import ClassNames
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.images import Images, fingerprint, read_images, split_images
 from jaxstack.data.labelled import Labels, labels_of
 from jaxstack.data.seq2seq import SpecialIds, ids_of, special_ids
 from jaxstack.data.sources import documents
-from jaxstack.data.tokenizers import Tokenizer, make_tokenizer, same_vocabulary
+from jaxstack.data.tokenizers import ClassNames, Tokenizer, make_tokenizer, same_vocabulary
 from jaxstack.data.tokens import Tokens, assign_domains, encode, read_header, read_token_file, split
 from jaxstack.data.translations import read_translations
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxstack.common import files, host_memory, inputs
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.data.class_names import ClassNames
 from jaxstack.data.position import Counts, Start
+from jaxstack.data.tokenizers import ClassNames
 from jaxstack.data.windows import Order
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
-from jaxstack.data.class_names import ClassNames
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, such as the content of a tokenizer.json."""
@@ -92,6 +91,35 @@ class _ByteTable:
         return self._bytes[np.repeat(shift, count) + np.arange(count.sum())], count
 
 
+class _WithBytes:
+    """A tokenizer whose ids represent known bytes."""
+
+    _bytes: _ByteTable
+
+    def num_bytes(self, ids: ArrayLike) -> int:
+        """Returns the number of UTF-8 bytes that ids represent."""
+        return self._bytes.num_bytes(ids)
+
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes that ids represent, and the number of bytes of each id."""
+        return self._bytes.to_bytes(ids)
+
+
+class _WithoutText:
+    """A tokenizer whose ids represent no text that is known."""
+
+    eos_id: int | None = None
+    keeps_text = False
+
+    def num_bytes(self, ids: ArrayLike) -> int:
+        """Returns 0, because the bytes that ids represent are not known."""
+        return 0
+
+    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Returns no bytes, because the text of these ids is not available."""
+        return np.zeros(0, np.uint8), np.zeros(np.size(ids), np.int64)
+
+
 class ByteTokenizer:
     """Uses UTF-8 bytes as ids. Byte 0 does not occur in text; it ends each document and counts as one byte."""
 
@@ -128,7 +156,7 @@ class ByteTokenizer:
         return {"kind": "bytes"}
 
 
-class CharTokenizer:
+class CharTokenizer(_WithBytes):
     """Uses one id per character. The alphabet is the sorted set of characters of the training text, as in nanoGPT."""
 
     name = "chars"
@@ -167,25 +195,15 @@ class CharTokenizer:
         """Returns the text that ids represent."""
         return self._points[np.asarray(ids, np.int64)].tobytes().decode("utf-32-le")
 
-    def num_bytes(self, ids: ArrayLike) -> int:
-        """Returns the number of UTF-8 bytes that ids represent."""
-        return self._bytes.num_bytes(ids)
-
-    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the bytes that ids represent, and the number of bytes of each id."""
-        return self._bytes.to_bytes(ids)
-
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""
         return {"kind": "chars", "alphabet": self.alphabet}
 
 
-class IdTokenizer:
+class IdTokenizer(_WithoutText):
     """Shows ids as decimal numbers: `17 4 250`. It is for token files whose own tokenizer is not known."""
 
     name = "ids"
-    eos_id: int | None = None
-    keeps_text = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -216,17 +234,55 @@ class IdTokenizer:
         """Returns the ids as numbers."""
         return " ".join(map(str, np.asarray(ids).tolist()))
 
-    def num_bytes(self, ids: ArrayLike) -> int:
-        """Returns 0, because the bytes that ids represent are not known."""
-        return 0
-
-    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """Returns no bytes, because the text of these ids is not available."""
-        return np.zeros(0, np.uint8), np.zeros(np.size(ids), np.int64)
-
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""
         return {"kind": "ids", "vocab_size": self.vocab_size}
+
+
+class ClassNames(_WithoutText):
+    """Shows classes by their names: `0 7 7`. A run directory keeps it in place of a tokenizer.
+
+    Attributes:
+      names: of the classes, without spaces, in the order of their ids.
+      image: height, width and channels of the pictures.
+    """
+
+    name = "classes"
+
+    def __init__(self, names: tuple[str, ...], image: tuple[int, ...]) -> None:
+        self.names = names
+        self.image = image
+        self.vocab_size = len(names)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of the names that a text lists.
+
+        Raises:
+          ConfigError: a word is not the name of a class.
+        """
+        for word in text.split():
+            if word not in self.names:
+                shown = ", ".join(self.names[:12]) + (", ..." if len(self.names) > 12 else "")
+                raise ConfigError(f"{word!r} is not a class of the pictures. Use some of {shown}.")
+        return np.array([self.names.index(word) for word in text.split()], np.min_scalar_type(self.vocab_size))
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the ids of the names, and the start and end of each name in the text, all [names]."""
+        words = text.split()
+        starts = np.array([text.index(word, 0) for word in words], np.int64)
+        at = 0
+        for i, word in enumerate(words):
+            starts[i] = at = text.index(word, at)
+            at += len(word)
+        return self.encode(text), starts, starts + [len(word) for word in words]
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Returns the names of classes."""
+        return " ".join(self.names[i] for i in np.asarray(ids).ravel().tolist())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything that `tokenizer_from_json` needs."""
+        return {"kind": "classes", "names": list(self.names), "image": list(self.image)}
 
 
 def _code_points(text: str) -> np.ndarray:
@@ -247,7 +303,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2, Llama 3, Llama 2, Gemma, BERT
 
 
-class HFTokenizer:
+class HFTokenizer(_WithBytes):
     """Runs a tokenizer.json with the `tokenizers` library (extra `[hf]`).
 
     The end-of-document id is the first of the usual end-of-text tokens that the file declares as special. No other
@@ -340,14 +396,6 @@ class HFTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         """Returns the text that ids represent."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-
-    def num_bytes(self, ids: ArrayLike) -> int:
-        """Returns the number of UTF-8 bytes that ids represent."""
-        return self._bytes.num_bytes(ids)
-
-    def to_bytes(self, ids: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the bytes that ids represent, and the number of bytes of each id."""
-        return self._bytes.to_bytes(ids)
 
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.files import short_path
 from jaxstack.config import ModelConfig
 from jaxstack.debug.guide import Place, RunGuide, is_stack
 from jaxstack.debug.search import Finding
 from jaxstack.debug.statistics import statistics
 from jaxstack.debug.way import Loop
-from jaxstack.models import family
 from jaxstack.pipeline.operations import TICKS
 
 LAYERS_SHOWN = 4
@@ -101,12 +101,12 @@ def _unit(finding: Finding, unit: Place, guide: RunGuide) -> str:
 
 
 def _layer(model: ModelConfig, finding: Finding, loop: Loop) -> str:
-    names = [name for name in family.of(model).stacks(model) if f"stack_{name}" in loop.scopes]
+    names = [name for name in families.of(model).stacks(model) if f"stack_{name}" in loop.scopes]
     return _layer_name(model, finding, names[-1] if names else None, loop.step)
 
 
 def _layer_name(model: ModelConfig, finding: Finding, stack: str | None, group: int) -> str:
-    stacks = family.of(model).stacks(model)
+    stacks = families.of(model).stacks(model)
     name = stack or next(iter(stacks))
     inner, size = _layers_of_step(finding)
     number = group * size + inner

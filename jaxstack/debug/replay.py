@@ -30,12 +30,11 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
 from jaxstack.planner.job import Job
-from jaxstack.training.features import teacher
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import jit_train_step, make_gradients
 from jaxstack.training.services import init_from
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
-from jaxstack.training.state import TrainState, abstract_state, make_state
-from jaxstack.training.step import dropout_key, jit_train_step
+from jaxstack.training.state import Recipe, TrainState, abstract_state, make_state
+from jaxstack.training.step import dropout_key
 
 
 def mesh_of(mesh: MeshConfig, microbatch_size: int) -> Mesh:
@@ -64,7 +63,7 @@ class Replay:
         self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg
         self._dataset = data.load_for(self.cfg)
         self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
-        self._teach = teacher.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
+        self._teach = init_from.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
 
     def before(self, step: int) -> tuple[TrainState, Batch, int]:
         """Returns the state before a step, the batch of the step, and from which saved step the state was computed.
@@ -76,10 +75,10 @@ class Replay:
         ctx = self.context
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         start = max((number for number in manifest.steps(saved) if number < step), default=0)
-        abstract = abstract_state(cfg, ctx)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
         next_batch = 0
         if start:
-            layout = checkpoint_layout(cfg, ctx, abstract)
+            layout = checkpoint_layout(Recipe.of(cfg), ctx, abstract)
             if why := verify.corruption(saved, start, layout.abstract):
                 raise ConfigError(f"step {start} in {saved} is damaged: {why}. Remove it, or restore a copy.")
             state = layout.unpack(store.restore(saved, start, layout.abstract))
@@ -89,7 +88,7 @@ class Replay:
         elif cfg.run.init_from:
             state = init_from.init_state_from(cfg, ctx, abstract, self._dataset.tokenizer)
         else:
-            state = make_state(cfg, ctx, abstract)
+            state = make_state(Recipe.of(cfg), ctx, abstract)
         count = step - 1 - start
         self._require_same_batches(saved, step, next_batch + count)
         batches = self._loader.iterate(next_batch, count + 1)
@@ -116,24 +115,24 @@ class Replay:
 
     def explain(self, state: TrainState, batch: Batch) -> search.Finding | None:
         """Returns the operation of a step that made the first value that is not finite, or `None` if all are finite."""
-        return explain(self.cfg, self.context, state.params, batch, dropout_key(self.cfg, state.step))
+        key = dropout_key(self.cfg.model, self.cfg.run.seed, state.step)
+        return explain(self.cfg, self.context, state.params, batch, key)
 
     def describe_batch(self, index: int) -> str:
         """Returns one line that lists where a batch was read."""
         return self._loader.describe_batch(index)
 
 
-def explain_step(cfg: Config, step: int, out: Path) -> Iterator[str]:
+def explain_step(again: Replay, step: int, out: Path) -> Iterator[str]:
     """Runs a step of a run again on its mesh, and yields the lines that say what was found.
 
-    Steps count from 1. `cfg` has the run's present folder in `run.dir`. The operation is saved to `out`, see `save`.
+    Steps count from 1. The operation is saved to `out`, see `save`.
     """
-    again = Replay(cfg)
     state, batch, start = again.before(step)
     origin = f"the checkpoint of step {start}" if start else "the beginning"
     kind = again.mesh.devices.flat[0].device_kind
     count = again.mesh.size
-    yield f"step     {step} of {cfg.run.dir}, from {origin}, on {count} x {kind}"
+    yield f"step     {step} of {again.cfg.run.dir}, from {origin}, on {count} x {kind}"
     if lines := bad_inputs(state.params, batch):
         yield from (f"before   not finite already: {line}" for line in lines)
         return

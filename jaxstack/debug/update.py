@@ -7,16 +7,17 @@ import jax
 import numpy as np
 import optax
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, OptimConfig
 from jaxstack.debug import rules, search
 from jaxstack.debug.describe import code_lines
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import TrainState, make_optimizer
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import dropout_key
 
 NAMED = 5
@@ -28,10 +29,10 @@ def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -
 
     `state` is the state before the step, whose loss and gradients are finite.
     """
-    optimizer = make_optimizer(cfg, ctx)
+    optimizer = make_optimizer(Recipe.of(cfg), ctx)
     gradients = make_gradients(cfg, ctx)
-    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg, state.step))
-    trained, _ = params.partition(family.spec(cfg.model), state.params)
+    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg.model, cfg.run.seed, state.step))
+    trained, _ = params.partition(families.spec(cfg.model), state.params)
     flat, tree = jax.tree.flatten((trained, state.opt_state, grads))
 
     def program(*flat: jax.Array) -> Any:

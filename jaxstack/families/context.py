@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxstack import families
 from jaxstack.config import Config
 from jaxstack.config.checks.buckets import require_lengths
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.models.ops import OPS, Ops, implementations, op_cases
@@ -108,5 +108,5 @@ def pipeline_program(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | Non
     replicas = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
     static = {"auto": platform == "gpu", "static": True, "dynamic": False}[cfg.pipeline.loops]
-    stacks = {name: (stack.depth, stack.period) for name, stack in family.of(cfg.model).stacks(cfg.model).items()}
+    stacks = {name: (stack.depth, stack.period) for name, stack in families.of(cfg.model).stacks(cfg.model).items()}
     return resolve(cfg, stages, sequences, static, stacks)

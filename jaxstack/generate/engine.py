@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import in_turn, sampling
@@ -31,7 +32,6 @@ from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.pair_cache import CachedModel
 from jaxstack.generate.prompts import Rows
 from jaxstack.generate.sampling import Logprobs, RowSample
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.pipeline import Visit
@@ -251,9 +251,9 @@ class RowSampler:
             old = {name: state[name] for name in changed}
             state = state | in_turn.put_rows(old, changed, visit.group)
             begins = visit.turn + 1 + (visit.group > 0)
-            (ending,) = self._count(changed["done"] & ~rows["done"])
+            going, ending = self._count(~state["done"], changed["done"] & ~rows["done"])
             passes = jnp.where(wait & (ending > 0), jnp.minimum(passes, begins), passes)
-            return state, jnp.where(self._count(~state["done"])[0] > 0, passes, 0)
+            return state, jnp.where(going > 0, passes, 0)
 
         passes = jnp.where(self._count(~state["done"])[0] > 0, count, 0)
         start = state | {"added": self._nothing_added(state), "load": model.no_load()}
@@ -413,7 +413,7 @@ class Engine:
         """How the parameters and the rows of a batch are sharded."""
         if self.ctx.layout.mesh is None:
             return Specs(PartitionSpec(), PartitionSpec())
-        return Specs(self.ctx.layout.parameters(family.spec(self.cfg)), self.ctx.layout.batch)
+        return Specs(self.ctx.layout.parameters(families.spec(self.cfg)), self.ctx.layout.batch)
 
     def decoder(
         self, params: Params, copies: PyTree, first: jax.Array, num_slots: int, spare: int = 0
@@ -590,10 +590,10 @@ class Programs:
             at: Sampler, state: PyTree, read: PyTree, rows: dict[str, PyTree], place: PyTree
         ) -> tuple[PyTree, Added]:
             logits, cache = read
-            end, at = place
+            end, index = place
             key = jax.random.key_data(row_keys(rows["seed"], rows["marks"]))
             row = {name: rows[name] for name in ("sample", "index", "limit", "used")} | {"key": key}
-            return at(end).fill(state, logits, cache, end, row, at)
+            return at(end).fill(state, logits, cache, end, row, index)
 
         where = CARRIED, CARRIED, self._rows, self._rows
         return self._call("admit", work, where, self._added, state, read, rows, place, donated=0)
@@ -725,7 +725,7 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
     options = select_decode_options(ctx.ops.platform or jax.default_backend())
     if ctx.layout.mesh is None:
         return jax.jit(work, compiler_options=options)
-    where = (ctx.layout.parameters(family.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
+    where = (ctx.layout.parameters(families.spec(cfg)), *[ctx.layout.batch] * parts, PartitionSpec())
     shardings = ctx.layout.sharding(PartitionSpec())
     return jax.jit(ctx.layout.local(work, where, ctx.layout.batch), out_shardings=shardings, compiler_options=options)
 

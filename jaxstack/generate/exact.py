@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import sampling
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
@@ -24,7 +25,7 @@ from jaxstack.generate.engine import Engine, row_keys
 from jaxstack.generate.kv_cache import known_logits
 from jaxstack.generate.prompts import Rows, check_prompts, row_seeds
 from jaxstack.generate.score import Scorer
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 
@@ -162,5 +163,5 @@ class Exact:
 
         if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
             return jax.jit(work)
-        where = (ctx.layout.parameters(family.spec(scorer.cfg)), *[ctx.layout.batch] * 3, PartitionSpec())
+        where = (ctx.layout.parameters(families.spec(scorer.cfg)), *[ctx.layout.batch] * 3, PartitionSpec())
         return jax.jit(ctx.layout.local(work, where, ctx.layout.batch))

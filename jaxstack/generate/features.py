@@ -14,8 +14,8 @@ from jaxstack.data.captions import encode_texts
 from jaxstack.data.images import to_patches
 from jaxstack.data.seq2seq import special_ids
 from jaxstack.data.tokenizers import Tokenizer
+from jaxstack.families import contrastive
 from jaxstack.generate.engine import jit_on_mesh
-from jaxstack.models import contrastive
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 
@@ -74,7 +74,7 @@ def _features(
 
     def work(params: Params, patches: jax.Array, tokens: jax.Array, pair_weights: jax.Array, _: jax.Array) -> jax.Array:
         batch: Batch = {"patches": patches, "tokens": tokens, "pair_weights": pair_weights}
-        hidden = contrastive.hidden_states(cfg, params, batch, ctx)[0]
+        hidden = contrastive.FAMILY.hidden_states(cfg, params, batch, ctx)[0]
         return contrastive.features(cfg, params, hidden, batch, ctx)[which]
 
     computed = jit_on_mesh(work, cfg, ctx, parts=3)(params, *arrays.values(), np.int32(0))

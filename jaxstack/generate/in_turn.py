@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.generate.kv_cache import SLOT_AXIS, CachedDecoder
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.blocks import Stack, group_layers
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.pipeline import Rotation, RotationFns, Visit, groups_of, rotate
@@ -56,10 +57,10 @@ def decode_in_turn(model: CachedDecoder, state: PyTree, slot: jax.Array | int, p
     ctx = model.ctx
     assert ctx.layout.pipeline is not None
     stages = ctx.layout.pipeline.stages
-    name, stack = family.only_stack(cfg)
+    name, stack = families.only_stack(cfg)
     own = model.params[name]
     if ctx.layout.gather == "once":
-        own = ctx.layout.gather_params(family.spec(cfg)[name], own)
+        own = ctx.layout.gather_params(families.spec(cfg)[name], own)
     group_of_slot = collectives.local_slice(jnp.asarray(stages.group_of_slot), ("pipe",), 0)
     rotation = Rotation(stages.stages, stages.chunks, groups_of(model.first.shape[0], stages.stages))
     turns = _Turns(model, slot, add, stack, group_layers(stack.period, own), group_of_slot, stages.max_groups, rotation)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.kernels.coded_weight import CodedWeight
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import Aux
@@ -86,9 +87,9 @@ class CachedDecoder:
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
         exact = params
-        params = cast_matrices(family.spec(cfg), params, ctx.dtype)
+        params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         if token_weights is None and ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None:
-            name, stack = family.only_stack(cfg)
+            name, stack = families.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
             if ctx.ops.decode_weights is not None and (ctx.layout.mesh is None or ctx.layout.mesh.size == 1):
@@ -113,7 +114,7 @@ class CachedDecoder:
         }
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
-        x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
+        x, aux = decoder.FAMILY.hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
         new = {name: aux[name] for name in ("keys", "values")}
         cache: PyTree = [
             map_cache(partial(_allocate, T), block)
@@ -260,7 +261,7 @@ class CachedDecoder:
             groups = self.token_weights.layer_groups
             x, new, aux = decoder.hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
             return x, new, self.load_of(aux)
-        x, aux = decoder.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
+        x, aux = decoder.FAMILY.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
         new = group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
         return x, new, self.load_of(aux)
 
@@ -294,7 +295,7 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
       groups: in the dtype of the computation.
       stacked: the same as they were given, before a cast, with all groups on a leading axis.
     """
-    layer = unstack(family.spec(cfg)[family.only_stack(cfg)[0]])
+    layer = unstack(families.spec(cfg)[families.only_stack(cfg)[0]])
     scheme = ctx.ops.decode_weights
     assert scheme is not None
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.families import encoder_decoder
 from jaxstack.generate.kv_cache import SLOT_AXIS, CachedDecoder, known_logits
-from jaxstack.models import encoder_decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import cast_matrices
 from jaxstack.sharding import collectives

@@ -21,10 +21,10 @@ from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset
 from jaxstack.data.captions import Given
 from jaxstack.data.images import Images, from_patches
+from jaxstack.families import diffusion
+from jaxstack.families.noise_path import Path, time_of
 from jaxstack.generate.engine import jit_on_mesh
-from jaxstack.models import diffusion
 from jaxstack.models.context import Context
-from jaxstack.models.noise_path import Path, time_of
 from jaxstack.models.params import Params
 
 ROWS = 1000
@@ -59,7 +59,7 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
 
     def velocity(params: Params, noisy: jax.Array, condition: Batch, level: jax.Array) -> jax.Array:
         batch = {"noisy": noisy, "gate_ids": jnp.zeros(noisy.shape[:2], jnp.int32) + level, **condition}
-        hidden, _ = diffusion.hidden_states(cfg, params, batch, ctx)
+        hidden, _ = diffusion.FAMILY.hidden_states(cfg, params, batch, ctx)
         return diffusion.gather_predicted(diffusion.predict(cfg, params, hidden, batch, ctx), ctx)
 
     def guided(params: Params, noisy: jax.Array, condition: Batch, nothing: Batch, level: jax.Array) -> jax.Array:

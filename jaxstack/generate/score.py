@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.generate.engine import dropless
 from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
-from jaxstack.models import decoder, family
+from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
@@ -168,7 +169,7 @@ class Scorer:
         batch: Batch = {"tokens": tokens}
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
-        return decoder.hidden_states(self.cfg, values, batch, self.ctx)[0]
+        return decoder.FAMILY.hidden_states(self.cfg, values, batch, self.ctx)[0]
 
     @cached_property
     def _score(self) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -241,5 +242,5 @@ class Scorer:
         ctx = self.ctx
         if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
             return jax.jit(work)
-        where = ctx.layout.parameters(family.spec(self.cfg)), *[ctx.layout.batch] * arrays
+        where = ctx.layout.parameters(families.spec(self.cfg)), *[ctx.layout.batch] * arrays
         return jax.jit(ctx.layout.local(work, where, results))

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxstack import families
 from jaxstack.common import inputs
 from jaxstack.common.errors import shortened
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig
 from jaxstack.hf import safetensors, weights
 from jaxstack.hf.tensor_layout import TensorLayout
-from jaxstack.models import family as families
 from jaxstack.models import lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec

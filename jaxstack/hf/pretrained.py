@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import configs, peft, quantized_folders, safetensors, weights
 from jaxstack.hf.compressed import KEY, Codes
 from jaxstack.hf.configs import NO_IDS, SpecialIds
-from jaxstack.models import family as families
 from jaxstack.models import lora, params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec, pad_to_slots

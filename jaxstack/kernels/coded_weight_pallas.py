@@ -51,7 +51,9 @@ def product(x: jax.Array, codes: jax.Array, scales: jax.Array, bits: int) -> jax
 
 def _kernel(bits, share, inputs_of_scale, block, x_ref, codes_ref, scales_ref, y_ref):
     M, J = block
-    (R, D), (B, F), G = (x_ref.shape, codes_ref.shape, scales_ref.shape[0])
+    R, D = x_ref.shape
+    B, F = codes_ref.shape
+    G = scales_ref.shape[0]
     row = pl.program_id(0) * M + jnp.arange(M)
     column = pl.program_id(1) * J + jnp.arange(J)
     part = pl.program_id(2)

@@ -249,6 +249,20 @@ def scan_chunks(limit, chunk, total, *tokens):
     return total, rows
 
 
+def chunk_gradients(x: jax.Array, head: jax.Array, d_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of x [B, C, D] and head [D, V/n] in float32, from the logits' gradient [B, C, V/n]."""
+    d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
+    dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
+    return dx, jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+
+
+def save_gradients(limit, chunk, x, head, weights, *tokens):
+    """Returns the sum over all tokens and its gradients. `chunk` returns ((summand, d_head), dx), see `scan_chunks`."""
+    zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
+    (total, d_head), dx = scan_chunks(limit, chunk, zero, x, *tokens)
+    return total, SavedGradients(dx, d_head)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(options, x, head, targets, weights):
     def chunk(x, targets, weights):
@@ -269,14 +283,10 @@ def _chunked_forward(options, x, head, targets, weights):
             d_logits *= 1 - jnp.square(logits / softcap)
         if vocab_size is not None:  # with a softcap, the gradient of padding is 0 times infinity here
             d_logits = jnp.where(exists(head.shape[1], vocab_size, vocab_axes), d_logits, 0)
-        d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)  # [B, C, D]
-        d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)  # [D, V/n]
+        dx, d_head = chunk_gradients(x, head, d_logits)
         return ((weights * nll).sum(), d_head), dx
 
-    zero = collectives.zeros((), jnp.float32, weights), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = scan_chunks(size, chunk, zero, x, targets, weights)
-    return total, SavedGradients(dx, d_head)
+    return save_gradients(size, chunk, x, head, weights, targets, weights)
 
 
 def _chunked_backward(options, saved, d_total):

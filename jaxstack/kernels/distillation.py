@@ -9,10 +9,11 @@ from jax import lax
 
 from jaxstack.kernels.cross_entropy import (
     CHUNK_TOKENS,
-    SavedGradients,
+    chunk_gradients,
     exists,
     log_sum_exp,
     negative_log_likelihood,
+    save_gradients,
     scan_chunks,
 )
 from jaxstack.sharding import collectives
@@ -123,14 +124,10 @@ def _loss(options, x, head, *tokens):
 def _forward(options, x, head, *tokens):
     def chunk(x, *tokens):
         loss, d_logits = _chunk(options, head, x, *tokens)
-        d_logits = lax.optimization_barrier(d_logits.astype(x.dtype))
-        dx = jnp.matmul(d_logits, head.T, preferred_element_type=jnp.float32)
-        d_head = jnp.einsum("bsd,bsv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        dx, d_head = chunk_gradients(x, head, d_logits)
         return (loss.sum(), d_head), dx
 
-    zero = collectives.zeros((), jnp.float32, tokens[1]), collectives.zeros(head.shape, jnp.float32, head)
-    (total, d_head), dx = scan_chunks(options[4], chunk, zero, x, *tokens)
-    return total, SavedGradients(dx, d_head)
+    return save_gradients(options[4], chunk, x, head, tokens[1], *tokens)
 
 
 def _backward(options, saved, d_total):

@@ -19,25 +19,25 @@ Kernel = Callable[..., None]
 
 
 def gpu(
-    kernel: Kernel, *args: jax.Array, out: Sequence[Out], warps: int = 4, stages: int = 2, **options: Any
+    kernel: Kernel, *args: jax.Array | None, out: Sequence[Out], warps: int = 4, stages: int = 2, **options: Any
 ) -> list[jax.Array]:
     """Runs a Triton kernel. Blocks must have powers of two as sizes; the kernel masks what is beyond its arrays.
 
     `options` are arguments of `pl.pallas_call`.
     """
     args = collectives.match_varying(*args)
+    options.setdefault("interpret", bool(interpret_setting()))
     return pl.pallas_call(
         kernel,
         out_shape=[_result_type(o, args[0]) for o in out],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=bool(interpret_setting()),
         **options,
     )(*args)
 
 
 def tpu(
     kernel: Kernel,
-    *args: jax.Array,
+    *args: jax.Array | None,
     out: Sequence[Out],
     semantics: tuple[Literal["parallel", "arbitrary"], ...],
     vmem: int | None = None,
@@ -50,15 +50,15 @@ def tpu(
     `options` are arguments of `pl.pallas_call`.
     """
     args = collectives.match_varying(*args)
+    options.setdefault("interpret", interpret_setting())
     return pl.pallas_call(
         kernel,
         out_shape=[_result_type(o, args[0]) for o in out],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem),
-        interpret=interpret_setting(),
         **options,
     )(*args)
 
 
-def _result_type(out: Out, like: jax.Array) -> jax.ShapeDtypeStruct:
+def _result_type(out: Out, like: Any) -> jax.ShapeDtypeStruct:
     """Adds the varying mesh axes of `like` to a shape and a dtype. `shard_map` cannot infer them for a kernel."""
     return jax.ShapeDtypeStruct(*out, manual_axis_type=jax.typeof(like).mat)

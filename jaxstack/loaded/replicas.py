@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.config import ConfigError, MeshConfig, ModelConfig
 from jaxstack.loaded.trained_run import TrainedRun
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.moe import placement
@@ -53,7 +53,7 @@ def place(run: TrainedRun, path: Path, found: Placement) -> TrainedRun:
     """
     ctx = run.context
     placement.require_devices(path, found, 1 if ctx.layout.mesh is None else ctx.layout.mesh.shape["expert"])
-    stack, _ = family.only_stack(run.model)
+    stack, _ = families.only_stack(run.model)
     layers = run.params[stack]
     moe = layers["moe"] | _stored(run, found, ctx)
     params = {**run.params, stack: {**layers, "moe": moe}}
@@ -65,7 +65,7 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
 
     The devices gather one layer at a time.
     """
-    stack, _ = family.only_stack(run.model)
+    stack, _ = families.only_stack(run.model)
     moe = run.params[stack]["moe"]
     experts = {name: moe[name] for name in placement.EXPERT_WEIGHTS if name in moe}
     order = found.stored if ctx.layout.stages is None else found.stored[np.maximum(ctx.layout.stages.layer_of_slot, 0)]
@@ -80,7 +80,7 @@ def _stored(run: TrainedRun, found: Placement, ctx: Context) -> Params:
 
     if ctx.layout.mesh is None or ctx.layout.mesh.size == 1:
         return jax.jit(work)(experts, jnp.asarray(order))
-    declared = ctx.layout.parameters(family.spec(run.model))[stack]["moe"]
+    declared = ctx.layout.parameters(families.spec(run.model))[stack]["moe"]
     where = {name: declared[name] for name in experts}
     first = next(iter(where.values()))
     return jax.jit(ctx.layout.local(work, (where, PartitionSpec(*first[:2])), where))(experts, order)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxstack import data, hf, sharding
+from jaxstack import data, families, hf, sharding
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
@@ -25,14 +25,14 @@ from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
+from jaxstack.training.assemble import make_eval_step
 from jaxstack.training.features import qat
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.services import init_from
-from jaxstack.training.step import make_eval_step
 
 
 class Evaluation(NamedTuple):
@@ -82,7 +82,7 @@ class TrainedRun:
 
     def __repr__(self) -> str:
         devices = 1 if self.context.layout.mesh is None else self.context.layout.mesh.size
-        count = params.count(family.spec(self.model))
+        count = params.count(families.spec(self.model))
         return f"TrainedRun({self.config.run.dir}: {count:,} parameters on {devices} x {jax.devices()[0].device_kind})"
 
     @classmethod
@@ -113,7 +113,7 @@ class TrainedRun:
         if isinstance(source, hf.PretrainedFolder):
             with source:
                 values = source.read_params(ctx, cfg.model.pad_vocab_to)
-                return cls(cfg, qat.round_arrays(replace(cfg, model=cfg.model.base), values), tokenizer, ctx)
+                return cls(cfg, qat.round_arrays(cfg.model.base, cfg.train.rounding, values), tokenizer, ctx)
         # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
         model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
         cfg = replace(cfg, run=replace(cfg.run, dir=source.run.dir), model=model)
@@ -429,7 +429,7 @@ class TrainedRun:
 
     @cached_property
     def _eval_step(self) -> Callable[[Params, Batch], EvalSums]:
-        return jax.jit(make_eval_step(replace(self.config, model=self.model), self.context))
+        return jax.jit(make_eval_step(self.model, self.context, self.config.train.grad_accum))
 
     @cached_property
     def scorer(self) -> Scorer:

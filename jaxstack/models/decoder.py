@@ -24,8 +24,7 @@ from jaxstack.models import layers, lora, moe_layer, shape_errors
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block, layer_scope
 from jaxstack.models.context import Context
-from jaxstack.models.forward import CACHED, Parts
-from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.family import CACHED, Family
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, pad, random_key, unstack
 from jaxstack.models.params import stack as stack_layers
@@ -210,20 +209,6 @@ def gather_dense(ctx: Context, spec: Spec, params: Params) -> Params:
     return {**params, **ctx.layout.gather_params(dense, {name: params[name] for name in dense})}
 
 
-def hidden_states(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    ctx: Context | None = None,
-    *,
-    dropout_key: jax.Array | None = None,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Computes everything before the head, see `forward.hidden_states`."""
-    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
-    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key, cache=cache)
-
-
 def hidden_states_unrolled(
     cfg: ModelConfig, params: Params, steps: list[list[Params]], batch: Batch, cache: list[PyTree], ctx: Context
 ) -> tuple[jax.Array, list[PyTree], Aux]:
@@ -397,5 +382,18 @@ def forward(
     _check_tokens(cfg, tokens)
     arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids, "gate_ids": gate_ids}
     batch = {name: array for name, array in arrays.items() if array is not None}
-    x, aux = hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
+    x, aux = FAMILY.hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
     return logits(cfg, params, x, ctx), aux
+
+
+FAMILY = Family(
+    spec=spec,
+    batch_spec=batch_spec,
+    stacks=stacks,
+    make_layer_inputs=make_layer_inputs,
+    embed=embed,
+    final_norm=final_norm,
+    loss=loss,
+    logits=logits,
+    after_update=update_router_bias,
+)

@@ -22,6 +22,7 @@ from jaxstack.common.files import short_path
 from jaxstack.config import Config, ModelConfig
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
+from jaxstack.models.family import FAMILIES
 from jaxstack.models.params import Param, flat_spec
 from jaxstack.sharding.rules import MeshAxes, names_of
 
@@ -274,11 +275,10 @@ class _Found:
         self.stack = next((v for v in every if isinstance(v, Stack)), None)
         self.declared: dict[str, Param] = {}
         self.name = ""
-        if self.cfg is not None:
-            from jaxstack.models import family  # it imports modules that import this one
-
+        family = None if self.cfg is None else FAMILIES.get(self.cfg.family)
+        if self.cfg is not None and family is not None:
             self.declared = flat_spec(family.spec(self.cfg))
-            stacks = family.of(self.cfg).stacks(self.cfg)
+            stacks = family.stacks(self.cfg)
             self.name = next((name for name, stack in stacks.items() if stack == self.stack), "")
 
     def path(self, wanted: Any) -> str:

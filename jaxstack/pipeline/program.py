@@ -50,6 +50,7 @@ class Program:
       stages: the layers of each stage.
       partition: how the layer groups were cut by their costs. `None` means evenly.
       static: whether all loops have static trip counts, with masked turns, see `phases`.
+      split: the planner's choice for `pipeline.split=null`. `None` means that it has not chosen.
 
     Raises (on construction):
       ScheduleError: schedule and stages differ in their number of stages or chunks.
@@ -59,6 +60,7 @@ class Program:
     stages: Stages
     partition: Partition | None = None
     static: bool = False
+    split: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         a = (self.schedule.stages, self.schedule.chunks)

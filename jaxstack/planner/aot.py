@@ -24,7 +24,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training import assemble
 from jaxstack.training.state import TrainState
 
 TARGETS = ("v4", "v5e", "v5p", "v6e", "h100", "h200")
@@ -180,7 +180,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.layout.mesh is not None
     job, _ = estimate.resolve_split(Job(cfg, ctx))
-    jitted: Any = step.jit_train_step(job.cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(job.cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
     memory = compiled.memory_analysis()
     return CompiledStep(

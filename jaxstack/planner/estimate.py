@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
-from jaxstack.models import batches, family
+from jaxstack.models import batches
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
@@ -28,7 +29,7 @@ from jaxstack.planner.sizes import (
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 GROUPS = 16
 """Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
@@ -43,13 +44,13 @@ MUON_WORK = "work of Muon's update"
 
 def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
-    return abstract_state(job.cfg, job.ctx), abstract_batch(job)
+    return abstract_state(Recipe.of(job.cfg), job.ctx), abstract_batch(job)
 
 
 def abstract_batch(job: Job) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
     return batches.abstract_batch(
-        family.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
+        families.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
     )
 
 

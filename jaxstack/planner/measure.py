@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack import kernels
+from jaxstack import families, kernels
 from jaxstack.common.hardware import Chip
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels import implementation
-from jaxstack.models import family, layers, params
+from jaxstack.models import layers, params
 from jaxstack.models.batches import random_batch
 from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context
@@ -28,8 +28,8 @@ from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations
 from jaxstack.planner.timing import seconds_per_call, seconds_per_run
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
-from jaxstack.training.state import TrainState, abstract_state, make_optimizer, make_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, TrainState, abstract_state, make_optimizer, make_state
 
 
 def this_chip(device: jax.Device, dtype: str) -> Chip:
@@ -216,14 +216,14 @@ def _matmul(matrix: tuple[int, int, int, int], dtype: str, form: str, experts: s
 def _layer(model: ModelConfig, ctx: Context, x: jax.Array) -> float:
     """Returns the seconds of one whole layer, as a mean over the alternating windows."""
     model = replace(model, num_layers=len(model.windows))
-    name, stack = family.only_stack(model)
-    spec = family.spec(model)[name]
+    name, stack = families.only_stack(model)
+    spec = families.spec(model)[name]
     values = params.cast_matrices(spec, params.init(jax.random.key(0), spec), ctx.dtype)
     weights = [jax.tree.map(lambda a, i=i: a[i], values) for i in range(stack.period)]
     tokens = jnp.zeros(x.shape[:2], jnp.int32)
 
     def forward(weights: PyTree, x: jax.Array) -> jax.Array:
-        layer_inputs = family.of(model).make_layer_inputs(model, {"tokens": tokens}, ctx)
+        layer_inputs = families.of(model).make_layer_inputs(model, {"tokens": tokens}, ctx)
         return remat(ctx, lambda w, x: stack.step(model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
 
     @jax.jit
@@ -237,11 +237,10 @@ def _layer(model: ModelConfig, ctx: Context, x: jax.Array) -> float:
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     """Measures a whole training step, and the optimizer alone."""
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
-    batch = random_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
-    train_step = step.jit_train_step(cfg, ctx, abstract)
-    optimizer = make_optimizer(cfg)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
+    batch = random_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    train_step, optimizer = assemble.jit_train_step(cfg, ctx, abstract), make_optimizer(Recipe.of(cfg))
 
     def run_steps(count: int) -> TrainState:
         nonlocal state

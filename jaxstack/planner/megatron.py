@@ -10,7 +10,7 @@ devices, p pipeline stages, v model chunks of a stage.
 
 import math
 
-from jaxstack.models import flops
+from jaxstack.families import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.explain import Figure

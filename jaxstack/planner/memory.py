@@ -23,7 +23,7 @@ from jaxstack.planner import aot, estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 GIB = 2**30
 
@@ -127,7 +127,7 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
       ShardingError: if they do not divide a parameter.
     """
     ctx = context(cfg, devices, platform)
-    return need_of(Job(cfg, ctx), abstract_state(cfg, ctx), platform)
+    return need_of(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx), platform)
 
 
 def need_of(job: Job, state: TrainState, platform: str) -> Need:

@@ -17,15 +17,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, get_args, get_type_hints
 
+from jaxstack import families
 from jaxstack.config import Config, ConfigError, DataConfig, PipelineConfig, resolve, with_values
-from jaxstack.models import family
 from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import AXES
-from jaxstack.training.state import TrainState, abstract_state
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 PIPELINE_KEYS = ("pipeline.schedule", "pipeline.chunks", "pipeline.microbatches")
 
@@ -213,7 +213,7 @@ class Space:
 def _divides(job: Job) -> bool:
     """Returns whether the mesh divides every parameter."""
     try:
-        job.ctx.layout.parameters(family.spec(job.model))
+        job.ctx.layout.parameters(families.spec(job.model))
     except ConfigError:
         return False
     return True
@@ -245,7 +245,7 @@ class Search:
         key = tuple(job.cfg.mesh.sizes.values()), slots
         if key not in self._states:
             try:
-                self._states[key] = abstract_state(job.cfg, job.ctx)
+                self._states[key] = abstract_state(Recipe.of(job.cfg), job.ctx)
             except ConfigError:
                 self._states[key] = None
         return self._states[key]

@@ -23,11 +23,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxstack import families
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.tree import Batch, PyTree, flatten
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.pipeline.costs import Costs
@@ -45,7 +46,7 @@ from jaxstack.planner.pipeline_programs import (
 )
 from jaxstack.planner.timing import seconds_per_run
 from jaxstack.sharding import AXES, BATCH_AXES, make_mesh, transformer
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 WEIGHT_SCHEDULES = ("zb1", "zb_h1")
 """Schedules with weight units."""
@@ -213,8 +214,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     ctx = Context(Layout(on, transformer(cfg.mesh), gather=cfg.pipeline.gather))  # type: ignore[arg-type]
     one_group = len(cfg.model.windows) * mesh["pipe"]  # on each stage
     one = replace(cfg, model=replace(cfg.model, num_layers=one_group))
-    spec = family.spec(one.model)
-    state = abstract_state(one, ctx)
+    spec, state = families.spec(one.model), abstract_state(Recipe.of(one), ctx)
 
     def local_shapes(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), tree)
@@ -228,7 +228,7 @@ def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
     stored = local_shapes(state.params)
     copied = jax.tree.map(lambda a, b: None if (a.shape, a.dtype) == (b.shape, b.dtype) else a, read, stored)
     leaves = flatten({"params": stored, "optimizer": local_shapes(state.opt_state), "grads": gathered, "read": copied})
-    name, _ = family.only_stack(one.model)
+    name, _ = families.only_stack(one.model)
     layers = [leaf for path, leaf in leaves.items() if f"/{name}/" in path]
     shared = [leaf for path, leaf in leaves.items() if f"/{name}/" not in path]
     return bytes_of_arrays(layers), bytes_of_arrays(shared)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import batches, family, params
+from jaxstack.models import batches, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.pipeline.operations import add_trees, add_where, barrier, index_leading, read_at, write_at
@@ -21,6 +21,8 @@ from jaxstack.planner.job import Job
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
+from jaxstack.training.assemble import objective_of
+from jaxstack.training.features import experts
 from jaxstack.training.features.pipelined import pipeline_fns, split_matrices
 
 PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
@@ -37,7 +39,7 @@ Loops = dict[str, tuple[Body, Callable[[], PyTree]]]
 def initial_values(model: ModelConfig, ctx: Context) -> PyTree:
     """Returns initial parameters in the compute dtype."""
     assert ctx.layout.mesh is not None
-    spec = family.spec(model)
+    spec = families.spec(model)
     shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec))
 
     def make() -> PyTree:
@@ -50,7 +52,9 @@ def initial_values(model: ModelConfig, ctx: Context) -> PyTree:
 
 def random_batch(job: Job) -> Batch:
     """Returns a made-up batch; with packing, each row is one document."""
-    return batches.random_batch(family.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch))
+    return batches.random_batch(
+        families.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
+    )
 
 
 @dataclass(frozen=True)
@@ -74,21 +78,22 @@ class _Stage:
     @classmethod
     def create(cls, job: Job, values: PyTree, batch: Batch) -> "_Stage":
         """Builds the stage on a device's shards of parameters and batch."""
-        values = job.ctx.layout.defer_grad_sync(family.spec(job.model), values)
+        values = job.ctx.layout.defer_grad_sync(families.spec(job.model), values)
         batch = job.ctx.layout.shard_sequence(batch)
         terms = job.model.objective.terms
         rows, length = batch[terms[0].weights].shape
         if job.model.dropout:
             batch = batch | {"rows": job.ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
-        name, stack = family.only_stack(job.model)
-        counted = {name: float(rows * length)}, {name: float(rows)}
-        fns = pipeline_fns(job.cfg, job.ctx, losses.BatchTotals({t.name: 1.0 for t in terms}, *counted))
-        shared, stacks = family.split_stacks(job.model, values)
+        name, stack = families.only_stack(job.model)
+        counts = experts.Counts({name: float(rows * length)}, {name: float(rows)})
+        totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
+        fns = pipeline_fns(job.model, job.ctx, objective_of(job.model), job.pipeline.split or (), totals)
+        shared, stacks = families.split_stacks(job.model, values)
         stage = cls(
             fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
         )
         if job.pipeline.split:
-            split = [split_matrices(job.cfg, family.spec(job.model)[name])] * stack.period
+            split = [split_matrices(job.pipeline.split, families.spec(job.model)[name])] * stack.period
             i = jnp.int32(0)
             stage.layer.find_sites(split, index_leading(stage.stacked, i), stage.embed(i), i, stage.inputs(i))
         return stage
@@ -220,7 +225,7 @@ def part_program(job: Job, name: str) -> Callable[[PyTree, Batch, int], jax.Arra
         return jnp.stack(firsts).sum()
 
     replicated = PartitionSpec()
-    specs = (job.ctx.layout.parameters(family.spec(job.model)), job.ctx.layout.batch, replicated)
+    specs = (job.ctx.layout.parameters(families.spec(job.model)), job.ctx.layout.batch, replicated)
     return jax.jit(job.ctx.layout.local(local, specs, replicated))
 
 
@@ -243,7 +248,7 @@ def activation_bytes(job: Job, values: PyTree, batch: Batch) -> tuple[float, flo
 
     sharded = PartitionSpec(job.ctx.layout.mesh.axis_names)
     run = job.ctx.layout.local(
-        local, (job.ctx.layout.parameters(family.spec(job.model)), job.ctx.layout.batch), sharded
+        local, (job.ctx.layout.parameters(families.spec(job.model)), job.ctx.layout.batch), sharded
     )
     x, residuals, pairs = jax.eval_shape(run, values, batch)
     stream, stash, waiting = (bytes_of_arrays(jax.tree.leaves(some)) for some in (x, residuals, pairs))

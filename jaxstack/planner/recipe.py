@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.config import ConfigError, ModelConfig, OptimConfig
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.planner.scaling_law import BESIROGLU
 
 REFERENCE_BATCH = 2**19
@@ -29,7 +30,7 @@ def parameters_of(model: ModelConfig) -> int:
     moe = model.moe
     return sum(
         p.size * moe.choices // moe.num_experts if "experts" in p.axes else p.size
-        for p in params.flat_spec(family.spec(model)).values()
+        for p in params.flat_spec(families.spec(model)).values()
     )
 
 

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh
 
 from jaxstack.common.hardware import Chip
 from jaxstack.config import Config, ConfigError
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import PARTS, Op, Traffic

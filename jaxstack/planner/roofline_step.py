@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxstack import families
 from jaxstack.config import ModelConfig
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
 from jaxstack.planner.sizes import has_formulas, require_formulas
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
@@ -207,7 +207,7 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
     e = build.itemsize
-    spec = pad_to_slots(family.spec(model), ctx.layout.stages)
+    spec = pad_to_slots(families.spec(model), ctx.layout.stages)
     (_, embedding) = find_role(spec, "token_table")
     (_, weight) = find_role(spec, "head")
     table = shards.used_shape(embedding, ctx)
@@ -255,7 +255,7 @@ def _update(job: Job) -> list[Op]:
     if sums:
         summed = float(sum(math.prod(shards.summed_shape(spec[path], job.ctx)) for path in trained))
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
-    state = abstract_state(job.cfg, job.ctx)
+    state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
     found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))

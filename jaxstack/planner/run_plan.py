@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from jaxstack import families
 from jaxstack.common.hardware import Chip
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
-from jaxstack.models import family, flops, params
+from jaxstack.families import flops
+from jaxstack.models import params
 from jaxstack.planner import memory, mesh_plan, recipe
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.scaling_law import BESIROGLU, FLOPS_PER_PARAMETER_AND_TOKEN, PUBLISHED_RANGE
@@ -63,7 +65,7 @@ class RunPlan:
     @property
     def stored_parameters(self) -> int:
         """All parameters, with every expert."""
-        return params.count(family.spec(self.cfg.model))
+        return params.count(families.spec(self.cfg.model))
 
     @property
     def batch(self) -> int:

@@ -7,9 +7,9 @@ from functools import lru_cache
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, MoEConfig
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.models.params import Param, flat_spec, pad_to_slots
@@ -42,7 +42,7 @@ def flat_params(model: ModelConfig, ctx: Context) -> dict[str, Param]:
 @lru_cache(maxsize=32)
 def _padded_params(model: ModelConfig, stages: Stages | None) -> dict[str, Param]:
     """Returns the declarations with the slots of these stages for layers; `None` means one slot for each layer."""
-    return flat_spec(pad_to_slots(family.spec(model), stages))
+    return flat_spec(pad_to_slots(families.spec(model), stages))
 
 
 def param_axes(p: Param, layout: Layout) -> DimAxes:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxstack.models import flops
+from jaxstack.families import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import shards
 from jaxstack.planner.estimate import split_of

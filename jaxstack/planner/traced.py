@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
+from jaxstack import families
 from jaxstack.config import Config
 from jaxstack.families.context import make_context
-from jaxstack.models import family
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace
 from jaxstack.planner.hlo import Collective
@@ -25,8 +25,8 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.trace import PARAMETERS, Array, Run, Trace
 from jaxstack.sharding import abstract_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state
 
 PLAIN = {
     "attention": {"cudnn": "chunked", "pallas_gpu": "chunked", "pallas_tpu": "chunked"},
@@ -50,7 +50,7 @@ WORK = "work: all other arrays"
 def labels_of(job: Job) -> dict[str, str]:
     """Returns what the arrays are for that are made in a named scope and wait for the backward pass."""
     found = {}
-    for name, stack in family.of(job.model).stacks(job.model).items():
+    for name, stack in families.of(job.model).stacks(job.model).items():
         saved = f"saved by {stack.depth} layers of {name}, remat {job.train.remat}"
         scope = name if job.ctx.layout.pipeline is not None and job.ctx.layout.pipeline.stages.stacks else ""
         found[f"stash_{scope}" if job.ctx.layout.pipeline is not None else f"stack_{name}"] = saved
@@ -69,8 +69,8 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     ctx = make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
     ctx = replace(ctx, layout=replace(ctx.layout, partitioner="manual"), ops=replace(ctx.ops, **plain))
-    state = abstract_state(cfg, ctx)
-    batch = family.of(cfg.model).batch_spec(cfg)
+    state = abstract_state(Recipe.of(cfg), ctx)
+    batch = families.of(cfg.model).batch_spec(cfg)
     arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
     key = jax.eval_shape(lambda: jax.random.key(0)) if cfg.model.dropout else None
     program = jax.make_jaxpr(make_gradients(cfg, ctx))(state.params, arrays, key).jaxpr

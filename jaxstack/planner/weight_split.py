@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxstack import families
 from jaxstack.config import ConfigError
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
 from jaxstack.planner import shards
@@ -120,11 +121,11 @@ def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) ->
       wanted: whether to return the weight of a path.
     """
     assert job.ctx.layout.pipeline is not None
-    name, _ = family.only_stack(job.model)
+    name, _ = families.only_stack(job.model)
     layers = job.ctx.layout.pipeline.pair_slots * job.ctx.layout.pipeline.stages.max_layers
     in_rounds = shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"])
     by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
-    for path, p in params.flat_spec(params.unstack(family.spec(job.model).get(name, {}))).items():
+    for path, p in params.flat_spec(params.unstack(families.spec(job.model).get(name, {}))).items():
         if p.kind == "matrix" and not p.frozen and not (in_rounds and "experts" in p.axes) and wanted(path):
             group, _, weight = path.rpartition("/")
             inputs = p.axes[p.batch_axes : p.batch_axes + p.in_axes]

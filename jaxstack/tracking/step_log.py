@@ -9,12 +9,13 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config
 from jaxstack.config.objective import Term
 from jaxstack.data.loader import DataLoader
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.runtime import platform
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput, watched
@@ -94,7 +95,7 @@ class StepLogger:
         """Connects the logger to what it writes to, and to the clocks that it reads."""
         self._cfg, self._loader, self._log, self._console = cfg, loader, log, console
         self._throughput, self._watchdog, self._goodput = throughput, watchdog, recorder
-        self._parameters = params.count(family.spec(cfg.model))
+        self._parameters = params.count(families.spec(cfg.model))
         self._noise_scale = NoiseScale(cfg.data.batch_size, log.records) if cfg.train.noise_scale else None
         self._bad: Record = {}
         self.not_finite: int | None = None

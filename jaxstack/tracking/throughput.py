@@ -7,26 +7,29 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxstack.config import Config
-from jaxstack.models import flops as plan
+from jaxstack.config import DataConfig, ModelConfig
+from jaxstack.families import flops as plan
 
 
 class ThroughputMeter:
     """Times finished steps. The clock does not run before `restart`, so compilation and evaluation are not counted."""
 
-    def __init__(self, cfg: Config, devices: list[jax.Device]) -> None:
-        """Prepares a meter for the model and batches of `cfg`, on the devices of the mesh."""
+    def __init__(self, model: ModelConfig, data: DataConfig, dtype: str, devices: list[jax.Device]) -> None:
+        """Prepares a meter for a model and its batches, in a compute dtype, on the devices of the mesh."""
         self._conventions = {}  # FLOPs of a token, by the length of its row
-        for length in cfg.data.lengths:
-            rows = cfg.data.with_length(length)
-            flops = plan.flops_per_token(cfg.model, length, rows.target_length, rows.batch_size)
+        for length in data.lengths:
+            rows = data.with_length(length)
+            flops = plan.flops_per_token(model, length, rows.target_length, rows.batch_size)
             self._conventions[length] = {"mfu": flops.full, "mfu_causal": flops.causal}
-        self._longest = cfg.data.seq_len
-        self._tokens = cfg.data.batch_size * cfg.data.seq_len
-        self._dtype = cfg.train.dtype
-        self._kind, self._devices = devices[0].device_kind, len(devices)
+        self._longest = data.seq_len
+        self._tokens = data.batch_size * data.seq_len
+        self._dtype = dtype
+        self._kind = devices[0].device_kind
+        self._devices = len(devices)
         self._since: float | None = None
-        self._steps, self._waited, self._lengths = 0, 0.0, Counter[int]()
+        self._steps = 0
+        self._waited = 0.0
+        self._lengths = Counter[int]()
 
     @property
     def started(self) -> bool:
@@ -35,7 +38,10 @@ class ThroughputMeter:
 
     def restart(self) -> None:
         """Restarts the clock, and discards the steps timed so far."""
-        self._since, self._steps, self._waited, self._lengths = time.perf_counter(), 0, 0.0, Counter()
+        self._since = time.perf_counter()
+        self._steps = 0
+        self._waited = 0.0
+        self._lengths = Counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ def updates_are_bounded(cfg: OptimConfig, steps: int) -> bool:
     - `lion`: 1, which is a sign.
 
     What all steps add to a parameter is then far below float32's largest number, 3.4e38. Weight decay brings a
-    parameter nearer to zero. For other settings a step checks its update, see `step.make_train_step`.
+    parameter nearer to zero. For other settings a step checks its update, see `assemble.make_train_step`.
 
     Args:
       cfg: the optimizer.

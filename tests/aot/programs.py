@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxstack import kernels
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.planner import aot, hlo
-from jaxstack.training import step
+from jaxstack.training import assemble
 
 TOKENS, WIDTH, VOCAB = 8192, 2048, 131072
 HIDDEN, EXPERTS = 5632, 8
@@ -144,5 +144,5 @@ def small_step(target: str, **mesh: int) -> str:
     on = KernelsConfig(attention="pallas", norm="pallas", cross_entropy="pallas", moe="pallas")
     cfg = replace(cfg, kernels=on, train=replace(cfg.train, quant="int8"))
     ctx, state, batch = aot.abstract_inputs(cfg, target)
-    jitted: Any = step.jit_train_step(cfg, ctx, state)
+    jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     return jitted.lower(state, batch).compile().as_text()

@@ -21,7 +21,7 @@ from cases import (
 )
 
 from jaxstack.planner import aot, hlo
-from jaxstack.training import step
+from jaxstack.training import assemble
 
 
 def test_dense_on_16_v5e():
@@ -74,7 +74,7 @@ def test_selective_recomputation_costs_at_most_a_twentieth_more_flops():
     for name in ("v5p_plain_1.4b", "v5p_selective_1.4b"):
         target, cfg = CASES[name]
         ctx, state, batch = aot.abstract_inputs(cfg, target)
-        flops[name] = aot.matmul_flops(step.make_train_step(cfg, ctx), state, batch)
+        flops[name] = aot.matmul_flops(assemble.make_train_step(cfg, ctx), state, batch)
     ratio = flops["v5p_selective_1.4b"] / flops["v5p_plain_1.4b"]
     print(f"FLOPs with selective recomputation over those without: {ratio:.4f}")
     assert 1 < ratio <= 1.05

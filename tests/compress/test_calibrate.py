@@ -171,7 +171,7 @@ def test_factors_of_inputs_change_nothing(name: str) -> None:
                 layer = {**layer, group: {**layer[group], last: scaled}}
         layers.append(layer)
     changed = {**values, "layers": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
-    before, after = (decoder.hidden_states(cfg, v, batches[0], walk.ctx)[0] for v in (values, changed))
+    before, after = (decoder.FAMILY.hidden_states(cfg, v, batches[0], walk.ctx)[0] for v in (values, changed))
     np.testing.assert_allclose(after, before, rtol=1e-3, atol=1e-4 * float(jnp.abs(before).max()))
 
 
@@ -190,7 +190,7 @@ def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method:
         for layer in layers:
             assert set(layer.codes) == set(walk.matrices) == set(layer.errors)
         new = join(walk.cfg, values, layers)
-        wanted, got = (decoder.hidden_states(walk.cfg, v, batches[1], walk.ctx)[0] for v in (values, new))
+        wanted, got = (decoder.FAMILY.hidden_states(walk.cfg, v, batches[1], walk.ctx)[0] for v in (values, new))
         found[kind] = float(jnp.mean((wanted - got) ** 2))
     assert found[method] < 0.9 * found["rtn"], found
 

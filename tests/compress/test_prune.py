@@ -16,9 +16,9 @@ from jaxstack.compress import prune
 from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.importance import Importance, measure
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
+from jaxstack.families.surgery import Kept
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.models.surgery import Kept
 from jaxstack.training.losses import evaluate
 
 _SHARED = replace(meshes.EXPERTS["sigmoid"], num_groups=2)

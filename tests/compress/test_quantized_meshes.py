@@ -16,7 +16,7 @@ from jaxstack.config import Config, DataConfig, RunConfig, TrainConfig
 from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 SHAPES = {"llama3": replace(FAMILIES["llama3"], num_layers=2), "mixtral": replace(EXPERTS["mixtral"], num_layers=2)}
 FORMATS = {"int8": ["--weights=int8", "--group=null"], "int4": ["--weights=int4", "--group=16"]}
@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_dir.write(cfg, ByteTokenizer().to_json())
         ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
         with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
-            state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+            state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
             # With noise in all weights, no next token is nearly as probable as another, and texts differ.
             noise = np.random.default_rng(1)
             varied = jax.tree.map(lambda a: a + noise.normal(0, 0.1, a.shape).astype(np.float32), state.params)

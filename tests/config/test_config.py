@@ -9,17 +9,18 @@ import jax
 import pytest
 import yaml
 
+from jaxstack import families
 from jaxstack.cli import parser
 from jaxstack.common import errors
 from jaxstack.config import Config, ConfigError, flat, resolve
 from jaxstack.config.reading import key_help, parse, suggestions
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, family, params
+from jaxstack.models import decoder, params
 from jaxstack.models.batches import abstract_batch
 from jaxstack.runtime import platform
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
-from jaxstack.training.state import abstract_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, abstract_state
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -54,9 +55,9 @@ def test_every_config_builds_abstractly(path):
     cfg = resolve(parse.parse_config([f"--config={path}"], QUICKSTART), 256, (8, 8, 1))
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
     ctx = make_context(cfg, mesh)
-    state = abstract_state(cfg, ctx)
-    batch = abstract_batch(family.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
-    new, metrics = jax.eval_shape(step.make_train_step(cfg, ctx), state, batch)
+    state = abstract_state(Recipe.of(cfg), ctx)
+    batch = abstract_batch(families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+    new, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == ()
     if path.stem in PARAMETERS:

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import test_meshes as meshes
 
-from jaxstack import train
 from jaxstack.config import ConfigError, DebugConfig, PipelineConfig
 from jaxstack.debug import eager
 from jaxstack.families.context import make_context
 from jaxstack.models import layers
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.assemble import jit_train_step
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +71,7 @@ def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, axis):
     devices = 2 if axis else 1
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:devices])
     ctx = make_context(cfg, mesh)
-    abstract = abstract_state(cfg, ctx)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
     batch = jax.device_put(
         meshes.random_batch(0, False, cfg.model, cfg.data.batch_size), ctx.layout.sharding(ctx.layout.batch)
     )
@@ -83,9 +82,9 @@ def test_an_eager_step_is_that_of_the_compiled_program(monkeypatch, axis):
         return real(cfg, params, x, ctx)
 
     monkeypatch.setattr(eager.Debugger, "set_trace", lambda self, frame: stops.append(frame.f_locals["x"].shape))
-    expected = jit_train_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
+    expected = jit_train_step(cfg, ctx, abstract)(make_state(Recipe.of(cfg), ctx, abstract), batch)
     monkeypatch.setattr(layers, "mlp", mlp)
-    found = eager.make_eager_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), batch)
+    found = eager.make_eager_step(cfg, ctx, abstract)(make_state(Recipe.of(cfg), ctx, abstract), batch)
     rows = cfg.data.batch_size // devices
     # Two microbatches run through two stages in three ticks; a stage has one of the layers.
     assert stops == [(rows, cfg.data.seq_len, cfg.model.d_model)] * (3 if axis == "pipe" else cfg.model.num_layers)
@@ -101,7 +100,7 @@ def test_a_pipeline_whose_stages_have_other_trip_counts_is_refused(family, sched
     cfg = dataclasses.replace(cfg, debug=DebugConfig(eager=True), pipeline=pipeline)
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
     with pytest.raises(ConfigError, match=rf"mesh\.pipe=2 has .*pipeline\.schedule={schedule}\. Use"):
-        train.make_step(cfg, ctx, abstract_state(cfg, ctx))
+        eager.make_eager_step(cfg, ctx, abstract_state(Recipe.of(cfg), ctx))
 
 
 def test_an_array_of_a_device_is_not_a_tracer(monkeypatch, capsys):

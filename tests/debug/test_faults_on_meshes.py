@@ -19,14 +19,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import jaxstack
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, PipelineConfig
 from jaxstack.debug import replay
 from jaxstack.debug.describe import describe, device, place
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad
+from jaxstack.families import encoder_decoder
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, encoder_decoder, family, moe_layer, params
+from jaxstack.models import blocks, decoder, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 
@@ -396,7 +398,7 @@ def setting(fault: Fault) -> tuple[Config, Context, Any, Any]:
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     ctx = dataclasses.replace(ctx, dtype=jnp.dtype(fault.dtype))
-    spec = family.spec(cfg.model)
+    spec = families.spec(cfg.model)
     initial = params.init(jax.random.key(0), spec)
     values = {path: np.array(value) for path, value in flatten(initial).items()}
     for path, value in values.items():

@@ -17,19 +17,21 @@ import pytest
 import test_meshes as meshes
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.debug import describe, replay, rules, search
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import Statistics, is_bad, statistics
 from jaxstack.debug.way import Guide
+from jaxstack.families import encoder_decoder
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, encoder_decoder, family, params
+from jaxstack.models import blocks, decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state
-from jaxstack.training.step import jit_train_step
+from jaxstack.training.assemble import jit_train_step
+from jaxstack.training.state import Recipe, abstract_state
 
 HERE = str(Path(__file__))
 
@@ -122,7 +124,7 @@ def setting(kind, **how):
     """Returns configuration, context, parameters and batch; the first norm of layer i begins with 100 + i."""
     cfg = meshes.config(kind, {}, **how)
     ctx = Context(ops=Ops(**implementations("cpu")))
-    values = params.init(jax.random.key(0), family.spec(cfg.model))
+    values = params.init(jax.random.key(0), families.spec(cfg.model))
 
     def numbered(path, a):
         if "attention_norm/scale" not in path:
@@ -380,7 +382,7 @@ def test_train_debug_does_not_change_the_program():
         cfg = meshes.config("gpt2", {"data": 2})
         cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, debug=debug))
         ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:2]))
-        abstract = abstract_state(cfg, ctx)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
         batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
         return jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
 

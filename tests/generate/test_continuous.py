@@ -171,7 +171,7 @@ def test_a_text_that_is_given_up_makes_room():
 
 def test_other_prompts_compile_nothing(rng, monkeypatch):
     cfg = MODELS["llama3"]
-    engine = Engine.create(cfg, values_of(cfg), ctx=Context(decode="unrolled"))
+    engine = Engine.create(cfg, values_of(cfg), ctx=Context(ops=Ops(decode="unrolled")))
     compiled, compile_program = [], engines.compile_program
     monkeypatch.setattr(engines, "compile_program", lambda *a, **how: compiled.append(a) or compile_program(*a, **how))
     for count in (4, 7):

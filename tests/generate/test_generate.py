@@ -49,7 +49,7 @@ from jaxstack.models.ops import Ops
 from jaxstack.planner import generation_memory, memory
 from jaxstack.sharding import make_mesh
 from jaxstack.training.services import init_from
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 MODELS = FAMILIES | EXPERTS
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
@@ -237,7 +237,7 @@ def on_mesh(name: str, mesh: dict[str, int]) -> tuple[ModelConfig, Any, dict[str
         cfg = replace(cfg, model=replace(cfg.model, num_layers=8), pipeline=chunks)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
-    values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+    values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     values = jax.tree.map(lambda a: 4 * a, values)  # so that logits differ by more than rounding
     return cfg.model, values, {"gate": 1 if cfg.model.moe.router == "domain" else None, "ctx": ctx}
 
@@ -458,7 +458,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rundir.write(cfg, ByteTokenizer().to_json())
     with Checkpoints(cfg.checkpoint, rundir.checkpoints(path)) as checkpoints:
         for number in (3, 5):
-            state = make_state(replace(cfg, run=replace(cfg.run, seed=number)), ctx, abstract_state(cfg, ctx))
+            state = make_state(Recipe.of(cfg)._replace(seed=number), ctx, abstract_state(Recipe.of(cfg), ctx))
             checkpoints.save(number, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
     return path
 

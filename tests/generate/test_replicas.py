@@ -23,7 +23,7 @@ from jaxstack.generate.engine import Engine
 from jaxstack.models import decoder
 from jaxstack.moe.placement import read_load
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 TEXTS = ["ab", "c", "defg", "ab", "hij"]
 FLAGS = ["--sample.temperature=0", "--sample.tokens=10"]
@@ -44,7 +44,7 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg = begin_run(path, replace(EXPERTS["mixtral"], num_layers=2))
     ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     with Checkpoints(cfg.checkpoint, run_dir.checkpoints(path)) as checkpoints:
-        state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+        state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
         checkpoints.save(1, replace(state, params=jax.tree.map(lambda a: 4 * a, state.params)), {})
     return path
 
@@ -124,7 +124,7 @@ def test_the_load_counts_what_the_uncached_forward_counts(name, mesh, tokens):
     batch = {"tokens": tokens, "loss_weights": read}
     if options["gate"] is not None:
         batch["gate_ids"] = np.full_like(tokens, options["gate"])
-    forward = jax.jit(lambda values: decoder.hidden_states(decode.dropless(cfg), values, batch)[1]["load"])
+    forward = jax.jit(lambda values: decoder.FAMILY.hidden_states(decode.dropless(cfg), values, batch)[1]["load"])
     expected = jax.device_get(forward(jax.device_get(alone)))
     np.testing.assert_array_equal(engine.counted["load"], expected)
 

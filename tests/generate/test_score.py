@@ -27,7 +27,7 @@ def by_definition(cfg: Any, values: Any, texts: list[list[int]], gate: int | Non
     model = decode.dropless(cfg)
 
     def work(values: Any, batch: Any) -> Any:
-        return decoder.logits(model, values, decoder.hidden_states(model, values, batch)[0])
+        return decoder.logits(model, values, decoder.FAMILY.hidden_states(model, values, batch)[0])
 
     found = []
     for text, logits in zip(texts, np.asarray(jax.jit(work)(values, batch), np.float64), strict=True):

@@ -14,10 +14,11 @@ from jaxstack.cli import parser
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, SampleConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.families import encoder_decoder
 from jaxstack.families.context import make_context
 from jaxstack.generate import translate
 from jaxstack.generate.translate import make_translate
-from jaxstack.models import encoder_decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 
@@ -42,7 +43,7 @@ def whole_model(cfg, values, row, gate):
     for _ in range(N):
         pair = Pair(np.asarray(row, np.int32), np.append(targets, 0).astype(np.int32), gate)
         batch = make_batch([[pair]], len(row), N, 0, gates=bool(cfg.moe.num_experts))
-        hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, Context())
+        hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, Context())
         logits = encoder_decoder.logits(cfg, values, hidden)[0, len(targets), : cfg.vocab]
         targets = np.append(targets, int(logits.argmax()))
         if targets[-1] == 1:

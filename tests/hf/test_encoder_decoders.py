@@ -17,15 +17,16 @@ from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, Sample
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.data.seq2seq import Pair, make_batch
+from jaxstack.families import encoder_decoder
 from jaxstack.generate.translate import make_translate
 from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import encoder_decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
-from jaxstack.training import step
-from jaxstack.training.state import init_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, init_state
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [parity]")
@@ -111,7 +112,7 @@ def their_loss(theirs, batch):
 
 
 def our_logits(cfg, values, batch):
-    hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
+    hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, CPU)
     return encoder_decoder.logits(cfg, values, hidden, CPU)
 
 
@@ -134,7 +135,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
     wanted = to_ours(cfg, with_gradients(theirs))
 
     def work(values):
-        hidden, _ = encoder_decoder.hidden_states(cfg, values, batch, CPU)
+        hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, CPU)
         total = encoder_decoder.loss(cfg, values, hidden, batch, CPU)["loss"]
         return total / batch["loss_weights"].sum(), encoder_decoder.logits(cfg, values, hidden, CPU)
 
@@ -167,8 +168,8 @@ def test_five_steps_of_adamw(kind, tmp_path, rng):
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
     data = DataConfig(seq_len=S, target_len=T, batch_size=4, denoisers=(DenoiserConfig(),))
     cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
-    state = dataclasses.replace(init_state(cfg), params=start)
-    train_step = jax.jit(step.make_train_step(cfg, CPU))
+    state = dataclasses.replace(init_state(Recipe.of(cfg)), params=start)
+    train_step = jax.jit(assemble.make_train_step(cfg, CPU))
     named = dict(theirs.named_parameters())
     decayed = {name for name, w in named.items() if w.ndim > 1 and "relative" not in name}
     groups = [

@@ -16,13 +16,13 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, TrainConfig
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import encoder
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import encoder
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
-from jaxstack.training import step
-from jaxstack.training.state import init_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, init_state
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [parity]")
@@ -179,7 +179,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(family, each, 
     wanted = to_ours(family, cfg, ((name, weight.grad) for name, weight in theirs.named_parameters()))
 
     def work(values):
-        hidden, _ = encoder.hidden_states(cfg, values, batch, CPU)
+        hidden, _ = encoder.FAMILY.hidden_states(cfg, values, batch, CPU)
         sums = encoder.loss(cfg, values, hidden, batch, CPU)
         total = sum(sums[term.name] / batch[term.weights].sum() for term in cfg.objective.terms)
         return total, encoder.logits(cfg, values, hidden, CPU)
@@ -210,8 +210,8 @@ def test_five_steps_of_adamw(family, each, tmp_path, rng):
     optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", weight_decay=0.1, clip_norm=1.0, eps=1e-4)
     data = DataConfig(seq_len=S, batch_size=B, **({"source": "labels", "path": "x"} if model.labels else {}))
     cfg = Config(model=model, data=data, optim=optim, train=TrainConfig(steps=5))
-    state = dataclasses.replace(init_state(cfg), params=start)
-    train_step = jax.jit(step.make_train_step(cfg, CPU))
+    state = dataclasses.replace(init_state(Recipe.of(cfg)), params=start)
+    train_step = jax.jit(assemble.make_train_step(cfg, CPU))
     weights = list(theirs.parameters())
     groups = [
         {"params": [w for w in weights if w.ndim > 1], "weight_decay": optim.weight_decay},

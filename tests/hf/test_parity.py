@@ -24,8 +24,8 @@ from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
-from jaxstack.training import losses, step
-from jaxstack.training.state import init_state
+from jaxstack.training import assemble, losses
+from jaxstack.training.state import Recipe, init_state
 
 torch = pytest.importorskip("torch", reason="needs the extra [parity]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [parity]")
@@ -219,8 +219,8 @@ def test_five_steps_of_adamw(family, rng):
     theirs = build(family, rng)
     start = to_ours(family, theirs.named_parameters())
 
-    state = dataclasses.replace(init_state(cfg), params=start)
-    train_step = jax.jit(step.make_train_step(cfg, CONTEXTS["cpu"]))
+    state = dataclasses.replace(init_state(Recipe.of(cfg)), params=start)
+    train_step = jax.jit(assemble.make_train_step(cfg, CONTEXTS["cpu"]))
     weights = list(theirs.parameters())
     groups = [
         {"params": [w for w in weights if w.ndim > 1], "weight_decay": optim.weight_decay},  # including embeddings

@@ -15,12 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.hf.configs import from_json
 from jaxstack.hf.families import FAMILIES
-from jaxstack.models import family as families
 from jaxstack.models import params
 
 CHECKPOINTS = {

@@ -328,6 +328,6 @@ def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
     from jaxstack.models.ops import Ops
 
     for name in OP_IMPLEMENTATIONS["attention"]:
-        chosen = Context(ops=Ops(attention=name)).whole_sequences().attention
+        chosen = Context(ops=Ops(attention=name)).whole_sequences().ops.attention
         assert chosen == (choose("auto", "gpu", segments=True) if name == "cudnn" else name)
         assert not OP_IMPLEMENTATIONS["attention"][chosen].unsupported_reason({"segments": True})

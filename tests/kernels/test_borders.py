@@ -27,10 +27,11 @@ from test_kernels import (
 )
 
 from jaxstack import kernels
+from jaxstack.families import encoder
 from jaxstack.kernels import cross_entropy_pallas, norm_pallas, tiles
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import AttentionMask
-from jaxstack.models import encoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 
@@ -202,7 +203,7 @@ def test_an_encoder_with_windows_learns_on_a_tpu(rng):
         ctx = Context(ops=Ops(attention=attention))
 
         def loss(values):
-            hidden, _ = encoder.hidden_states(cfg, values, batch, ctx)
+            hidden, _ = encoder.FAMILY.hidden_states(cfg, values, batch, ctx)
             return encoder.loss(cfg, values, hidden, batch, ctx)["loss"]
 
         return jax.jit(jax.value_and_grad(loss))(values)

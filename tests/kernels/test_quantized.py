@@ -21,8 +21,8 @@ from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state
 
 SHAPES = {  # x, w, contracted axes
     "matrix": ((6, 33), (33, 20), 1),
@@ -226,7 +226,7 @@ def test_one_scale_for_an_array_is_that_of_all_devices():
     cfg = test_meshes.config("llama3", {"data": 2, "tensor": 2})
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, quant="fp8_tensorwise"))
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
-    values = abstract_state(cfg, ctx).params
+    values = abstract_state(Recipe.of(cfg), ctx).params
     batch = test_meshes.random_batch(0, False, cfg.model)
 
     def axes(jaxpr):

@@ -12,11 +12,12 @@ import pytest
 import test_meshes as meshes
 from jax import lax
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.kernels import taps
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
 from jaxstack.pipeline.operations import index_leading
@@ -24,9 +25,10 @@ from jaxstack.pipeline.split_vjp import SplitVJP
 from jaxstack.sharding import make_mesh
 from jaxstack.sharding.collectives import varies_along, varying
 from jaxstack.training import losses
+from jaxstack.training.assemble import make_gradients, objective_of
+from jaxstack.training.features.experts import Counts
 from jaxstack.training.features.pipelined import pipeline_fns, with_frozen
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def config(name: str, mesh: dict[str, Any], dtype: str, quant: str, remat: str, linear: str) -> Config:
@@ -45,14 +47,15 @@ def layer_gradients(cfg: Config, ctx: Context, part: str, values: Any, batch: An
     The part "one VJP" and "both halves" compute all gradients. "dx" computes the first half, "dw" the second half of
     pairs of zeros.
     """
-    (name, stack), spec = family.only_stack(cfg.model), family.spec(cfg.model)
+    (name, stack), spec = families.only_stack(cfg.model), families.spec(cfg.model)
     values, batch = ctx.layout.defer_grad_sync(spec, values), ctx.layout.shard_sequence(batch)
     batch |= {"rows": ctx.layout.row_indices(len(batch["tokens"])), "key": jax.random.key_data(jax.random.key(1))}
     values = ctx.layout.gather_params(spec, params.cast_matrices(spec, values, ctx.dtype))
     trained, frozen = params.partition(spec, values)
     rows, length = batch["tokens"].shape
-    counted = {"layers": float(rows * length)}, {"layers": float(rows)}
-    fns = pipeline_fns(cfg, ctx, losses.BatchTotals({"loss": 1.0}, *counted))
+    counts = Counts({"layers": float(rows * length)}, {"layers": float(rows)})
+    totals = losses.BatchTotals({"loss": 1.0}, counts)
+    fns = pipeline_fns(cfg.model, ctx, objective_of(cfg.model), cfg.pipeline.split or (), totals)
     layer = fns.layer
 
     def first(tree: Any) -> Any:  # the blocks of the first step
@@ -86,7 +89,7 @@ def on_devices(cfg: Config, seed: int, part: str) -> tuple[Any, Any, dict[str, A
     """Returns the compiled program of a part of the gradients, its arguments, and the weights that can have taps."""
     count = math.prod(cfg.mesh.sizes.values())
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
-    spec, axes = family.spec(cfg.model), tuple(ctx.layout.mesh.axis_names)
+    spec, axes = families.spec(cfg.model), tuple(ctx.layout.mesh.axis_names)
     rng = np.random.default_rng(seed)
     values = params.map_spec(lambda p: rng.normal(0, 0.3, p.shape).astype(np.float32), spec)
     batch = meshes.random_batch(seed, False, cfg.model, cfg.data.batch_size)
@@ -161,7 +164,8 @@ def test_without_taps_the_program_has_no_trace_of_them(name, monkeypatch):
     cfg = config(*CASES[name])
     count = math.prod(cfg.mesh.sizes.values())
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:count]))
-    values, batch = abstract_state(cfg, ctx).params, meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
+    values = abstract_state(Recipe.of(cfg), ctx).params
+    batch = meshes.random_batch(0, False, cfg.model, cfg.data.batch_size)
 
     def text() -> str:
         return jax.jit(make_gradients(cfg, ctx)).lower(values, batch, jax.random.key(0)).as_text()

@@ -33,7 +33,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = [*FLAGS.split(), "--data.source=path", f"--data.path={folder / 'text.txt'}", f"--run.dir={folder / 'run'}"]
     cfg = parse.parse_config(flags)
     # `execute` would ask for a number of devices; these tests have eight.
-    from jaxstack import data, train
+    from jaxstack import data, start, train
     from jaxstack.checkpoint import run_dir as directory
     from jaxstack.config import resolve
 
@@ -43,7 +43,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     four, devices = jax.devices()[:4], jax.devices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *a: four if not a else devices(*a))
-        train.train(cfg, dataset, [])
+        train.train(start.resolve(cfg, dataset), [])
     return folder / "run"
 
 

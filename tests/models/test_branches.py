@@ -19,9 +19,10 @@ from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.loader import window_sizes
 from jaxstack.data.mixture import MixtureReader
 from jaxstack.data.tokens import Tokens
-from jaxstack.models import branches, decoder, encoder, params
+from jaxstack.families import branches, encoder
+from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_gradients
 
 SEQ, ROWS, IDS = 16, 2, 60
 IN_BRANCH = {"understanding": (encoder, "masked_"), "generation": (decoder, "")}

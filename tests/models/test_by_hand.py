@@ -17,6 +17,7 @@ from jaxstack.config import LoraConfig, ModelConfig, MoEConfig
 from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.training import losses
+from jaxstack.training.assemble import extras_of
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
@@ -280,9 +281,10 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
         rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
         logits, _ = decoder.forward(cfg, values, batch["tokens"], **rest)
         sums, aux = losses.loss_sums(cfg, values, batch, Context())
-        totals = losses.batch_totals(cfg, batch, Context())
-        figures = losses.routing_metrics(aux | losses.routing_totals(cfg, totals)) if aux else {}
-        return logits, sums["loss"], losses.auxiliary(cfg, aux, totals), figures, aux
+        extras = extras_of(cfg)
+        counts = extras.count(batch, Context())
+        figures = extras.metrics(aux | extras.totals(counts))
+        return logits, sums["loss"], extras.loss(aux, counts, None), figures, aux
 
     logits, loss, auxiliary, figures, aux = run(values, batch)
     expected, sums = expected_of(cfg, values, batch)

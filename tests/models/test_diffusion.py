@@ -17,11 +17,12 @@ from jaxstack.config import ConfigError, MoEConfig, SampleConfig
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import images
 from jaxstack.data.captions import Given
+from jaxstack.families import diffusion
 from jaxstack.families.context import make_context
+from jaxstack.families.diffusion import Path
 from jaxstack.generate import pictures
-from jaxstack.models import diffusion, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
-from jaxstack.models.diffusion import Path
 from jaxstack.train import main
 from jaxstack.training import losses
 

@@ -15,8 +15,9 @@ import pytest
 import test_meshes as meshes
 from test_family import TWO_STACKS
 
+from jaxstack import families as model_families
 from jaxstack.config import ConfigError
-from jaxstack.models import decoder, family, layers, params
+from jaxstack.models import decoder, layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.step import dropout_key
 
@@ -49,12 +50,14 @@ def masks_of_step(cfg, batch, monkeypatch) -> list[np.ndarray]:
         return x
 
     monkeypatch.setattr(layers, "dropout", recorded)
-    model, half = family.of(cfg.model), cfg.data.batch_size // 2
+    model, half = model_families.of(cfg.model), cfg.data.batch_size // 2
     values = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params.abstract(model.spec(cfg.model)))
 
     @jax.jit
     def hidden_states(values, micro):
-        return model.hidden_states(cfg.model, values, micro, Context(), dropout_key=dropout_key(cfg, 3))
+        return model.hidden_states(
+            cfg.model, values, micro, Context(), dropout_key=dropout_key(cfg.model, cfg.run.seed, 3)
+        )
 
     for rows in (np.arange(half), np.arange(half, 2 * half)):
         micro = {name: array[rows] for name, array in batch.items()} | {"rows": rows.astype(np.int32)}
@@ -73,7 +76,7 @@ def masks_of_step(cfg, batch, monkeypatch) -> list[np.ndarray]:
 def test_no_two_masks_of_a_step_are_equal(name, seed, monkeypatch):
     """The masks of all tokens, at all sites of both microbatches, differ from each other."""
     if name == "two_stacks":  # a family of a user, whose stacks share one function
-        monkeypatch.setitem(family.FAMILIES, "decoder", TWO_STACKS)
+        monkeypatch.setitem(model_families.FAMILIES, "decoder", TWO_STACKS)
     cfg = meshes.config("llama3" if name == "two_stacks" else name, {}, dropout=RATE)
     # With 128 units, two independent masks are equal with a probability of 2^-128.
     cfg = dataclasses.replace(
@@ -96,12 +99,12 @@ def test_no_two_masks_of_a_step_are_equal(name, seed, monkeypatch):
 
 def test_every_family_is_held_to_this():
     covered = SITES.keys() - {"two_stacks"}
-    assert {meshes.MODELS[name].family for name in covered} | WITHOUT_DROPOUT == set(family.FAMILIES)
+    assert {meshes.MODELS[name].family for name in covered} | WITHOUT_DROPOUT == set(model_families.FAMILIES)
     for model in families.DIFFUSION.values():
         with pytest.raises(ConfigError, match=r"model.dropout=0.5"):
             meshes.config("dit", {}, dropout=0.5)
         with pytest.raises(AssertionError):
-            family.of(model).hidden_states(model, {}, {}, dropout_key=jax.random.key(0))
+            model_families.of(model).make_layer_inputs(model, {"key": jax.random.key(0)}, Context())
 
 
 def test_a_step_draws_random_numbers_in_two_places():
@@ -125,7 +128,7 @@ def test_a_step_draws_random_numbers_in_two_places():
 @pytest.mark.parametrize("name", meshes.MODELS)
 def test_no_two_parameters_share_a_key(name):
     """The hashes of paths differ, and the key of dropout is none of theirs."""
-    paths = [*params.flat_spec(family.spec(meshes.MODELS[name])), "dropout"]
+    paths = [*params.flat_spec(model_families.spec(meshes.MODELS[name])), "dropout"]
     assert len({zlib.crc32(path.encode()) for path in paths}) == len(paths)
 
 
@@ -134,6 +137,6 @@ def test_the_keys_of_dropout_are_not_those_of_initial_values():
     cfg = meshes.config("llama3", {}, dropout=0.5)
     root = jax.random.key(cfg.run.seed)
     path = next(iter(params.flat_spec(decoder.spec(cfg.model))))
-    ours = dropout_key(cfg, np.uint32(zlib.crc32(path.encode())))
+    ours = dropout_key(cfg.model, cfg.run.seed, np.uint32(zlib.crc32(path.encode())))
     assert (jax.random.key_data(ours) != jax.random.key_data(params.random_key(root, path))).any()
-    assert dropout_key(meshes.config("llama3", {}), 0) is None
+    assert dropout_key(meshes.config("llama3", {}).model, 0, 0) is None

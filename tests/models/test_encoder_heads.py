@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from families import ENCODERS, PAIRS
 
-from jaxstack.models import encoder, params
+from jaxstack.families import encoder
+from jaxstack.models import params
 
 PLAIN, PAIR = ENCODERS["bert"], PAIRS["bert_pairs"]
 LABELLED = dataclasses.replace(PLAIN, labels=("a", "b"))

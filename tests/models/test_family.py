@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import re
-import types
 from pathlib import Path
 
 import jax
@@ -14,20 +13,18 @@ import numpy as np
 import pytest
 from families import SMALL
 
-from jaxstack import kernels
+from jaxstack import families, kernels
 from jaxstack.common.tree import path_of
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.objective import Objective, Term
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, family, params
-from jaxstack.models.blocks import Stack, scan_stack, split_steps
+from jaxstack.models import decoder, params
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
-from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.family import Family
 from jaxstack.sharding import collectives, make_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import jit_train_step, make_eval_step
+from jaxstack.training.assemble import jit_train_step, make_eval_step, make_gradients
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 ROOT = Path(__file__).parents[2] / "jaxstack"
 SIZES = SMALL | {"vocab_size": 64}
@@ -49,8 +46,12 @@ def groups_named(path: Path) -> list[str]:
 
 
 def test_only_models_and_hf_name_groups_of_parameters():
-    """Everything else asks `models.family`, so that a family with other names needs no edit elsewhere."""
-    files = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] not in ("models", "hf")]
+    """Everything else asks `jaxstack.families`, so that a family with other names needs no edit elsewhere."""
+    files = [
+        path
+        for path in sorted(ROOT.rglob("*.py"))
+        if path.relative_to(ROOT).parts[0] not in ("models", "families", "hf")
+    ]
     assert [line for path in files for line in groups_named(path)] == []
     assert groups_named(ROOT / "models" / "decoder.py")  # the test finds what it looks for
 
@@ -59,20 +60,11 @@ def renamed(tree: dict, old: str, new: str) -> dict:
     return {new if name == old else name: group for name, group in tree.items()}
 
 
-def tower_hidden_states(cfg, values, batch, ctx=None, *, dropout_key=None, cache=None):
-    ctx = ctx or Context()
-    values = params.cast_matrices(family.spec(cfg), values, ctx.dtype)
-    inputs = decoder.make_layer_inputs(cfg, batch, ctx)
-    name, stack = family.only_stack(cfg)
-    x, _ = decoder.embed(cfg, values, inputs, ctx)
-    x, aux = scan_stack(cfg, ctx, stack, split_steps(stack, values[name]), x, inputs)
-    return decoder.final_norm(cfg, values, x, inputs, ctx), aux
-
-
-TOWER = types.SimpleNamespace(**{name: getattr(decoder, name) for name in dir(decoder) if name.islower()})
-TOWER.spec = lambda cfg: renamed(decoder.spec(cfg), "layers", "tower")
-TOWER.stacks = lambda cfg: renamed(decoder.stacks(cfg), "layers", "tower")
-TOWER.hidden_states = tower_hidden_states
+TOWER = dataclasses.replace(
+    decoder.FAMILY,
+    spec=lambda cfg: renamed(decoder.spec(cfg), "layers", "tower"),
+    stacks=lambda cfg: renamed(decoder.stacks(cfg), "layers", "tower"),
+)
 
 
 def config(model: ModelConfig, accum: int = 1, **mesh: int) -> Config:
@@ -86,7 +78,7 @@ def config(model: ModelConfig, accum: int = 1, **mesh: int) -> Config:
 
 @pytest.fixture
 def tower(monkeypatch) -> ModelConfig:
-    monkeypatch.setitem(family.FAMILIES, "tower", TOWER)
+    monkeypatch.setitem(families.FAMILIES, "tower", TOWER)
     return ModelConfig(**SIZES, family="tower")
 
 
@@ -99,13 +91,13 @@ def random_batch(cfg: ModelConfig, rng) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "fsdp": 2}], ids=["one_device", "pipeline"])
 def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
     """Its steps and evaluations are those of the decoder that it renames, on a mesh with a pipeline, too."""
-    assert set(family.spec(tower)) == {"embedding", "tower", "final_norm", "head"}
+    assert set(families.spec(tower)) == {"embedding", "tower", "final_norm", "head"}
     batch, results = random_batch(tower, rng), []
     for model in (ModelConfig(**SIZES), tower):
         cfg = config(model, **mesh)
         ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
-        abstract = abstract_state(cfg, ctx)
-        state = make_state(cfg, ctx, abstract)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
+        state = make_state(Recipe.of(cfg), ctx, abstract)
         values = params.init(jax.random.key(0), decoder.spec(tower))
         values = renamed(values, "layers", "tower") if model is tower else values
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
@@ -116,7 +108,7 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
             state, metrics = train_step(state, placed)
         results.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         if not mesh:
-            found = jax.jit(make_eval_step(cfg, ctx))(state.params, placed)
+            found = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum))(state.params, placed)
             results[-1] += [float(found.losses["loss"]), float(found.weights["loss"])]
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
@@ -152,17 +144,9 @@ def two_enter(cfg, values, x, side, layer_inputs, ctx):
     return jnp.tanh(x), {"condition": side["condition"] / 2}
 
 
-def two_hidden_states(parts, cfg, values, batch, ctx=None, *, dropout_key=None, cache=None):
-    return run_parts(parts, cfg, values, batch, ctx or Context(), dropout_key=dropout_key)
-
-
-def family_of(stacks, spec=two_spec) -> types.SimpleNamespace:
+def family_of(stacks, spec=two_spec) -> Family:
     """Returns a family with a side input, three losses and these stacks."""
-    made = types.SimpleNamespace(**{name: getattr(decoder, name) for name in dir(decoder) if name.islower()})
-    made.stacks, made.embed, made.loss, made.spec = stacks, two_embed, two_loss, spec
-    parts = Parts(spec, stacks, decoder.make_layer_inputs, two_embed, decoder.final_norm)
-    made.hidden_states = functools.partial(two_hidden_states, parts)
-    return made
+    return dataclasses.replace(decoder.FAMILY, spec=spec, stacks=stacks, embed=two_embed, loss=two_loss)
 
 
 ONE_STACK = family_of(lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step)})
@@ -208,7 +192,7 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
     """
     mesh = dict(MESHES[split])
     made = {1: ONE_STACK, 2: TWO_STACKS}[stacks]
-    monkeypatch.setitem(family.FAMILIES, "two", made)
+    monkeypatch.setitem(families.FAMILIES, "two", made)
     monkeypatch.setattr(ModelConfig, "objective", Objective("held-out loss", "nats per token", None, TERMS))
     model = ModelConfig(**SIZES | {"num_layers": 4}, family="two")
     pipeline = PipelineConfig(schedule="1f1b" if split == "pipeline" else "interleaved_1f1b", microbatches=2,

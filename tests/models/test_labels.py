@@ -15,17 +15,17 @@ from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, MeshConfig, PipelineConfig
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import encoder
 from jaxstack.families.context import make_context
 from jaxstack.kernels import context_order
-from jaxstack.models import encoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.report import runs
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_eval_step, make_gradients
 from jaxstack.training.losses import count_right
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 MODEL = [
     "--model.family=encoder", "--model.tied_embeddings=true", "--model.norm_after=true", "--model.norm=layer",
@@ -49,7 +49,7 @@ def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
     cfg = meshes.config(family, {})
     batch = meshes.random_batch(seed, False, cfg.model)
     values = moved(params.init(jax.random.key(seed), encoder.spec(cfg.model)), rng)
-    hidden, _ = encoder.hidden_states(cfg.model, values, batch, Context())
+    hidden, _ = encoder.FAMILY.hidden_states(cfg.model, values, batch, Context())
     scores = np.asarray(encoder.logits(cfg.model, values, hidden))[..., : cfg.model.classes]
     likely = scores.argmax(-1)
     batch["targets"] = np.where(rng.random(likely.shape) < 0.4, likely, batch["targets"]).astype(np.int32)
@@ -59,9 +59,11 @@ def test_right_predictions_are_those_with_the_largest_logit(family, rng, seed):
         own = dataclasses.replace(cfg, mesh=MeshConfig(**{"data": 1} | mesh), pipeline=PipelineConfig(microbatches=2))
         devices = jax.devices()[: 8 if mesh else 1]
         ctx = make_context(own, make_mesh(own.mesh, meshes.BATCH, devices))
-        state = make_state(own, ctx, abstract_state(own, ctx))
+        state = make_state(Recipe.of(own), ctx, abstract_state(Recipe.of(own), ctx))
         placed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), values, state.params)
-        sums = jax.jit(make_eval_step(own, ctx))(placed, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)))
+        sums = jax.jit(make_eval_step(own.model, ctx, own.train.grad_accum))(
+            placed, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+        )
         np.testing.assert_allclose(float(sums.right), expected)
         np.testing.assert_allclose(float(sums.weights["loss"]), batch["loss_weights"].sum(dtype=np.float64))
         assert 0 < expected < float(sums.weights["loss"])
@@ -88,7 +90,7 @@ def test_the_mean_of_a_text_is_that_of_its_tokens_beside_others_and_on_other_dev
 
     def logits(values, batch, ctx):
         batch = ctx.layout.shard_sequence(batch)
-        return encoder.logits(cfg, values, encoder.hidden_states(cfg, values, batch, ctx)[0], ctx)
+        return encoder.logits(cfg, values, encoder.FAMILY.hidden_states(cfg, values, batch, ctx)[0], ctx)
 
     run = meshes.config("modernbert_labels", {"context": 2, "tensor": 2, **meshes.GATHER})
     ctx = make_context(run, make_mesh(run.mesh, 1, jax.devices()[:4]))

@@ -21,13 +21,14 @@ from jaxstack.checkpoint import store
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig
 from jaxstack.config.reading import parse
+from jaxstack.families import encoder_decoder
+from jaxstack.families import flops as plan
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, encoder_decoder, lora, params
-from jaxstack.models import flops as plan
+from jaxstack.models import decoder, lora, params
 from jaxstack.models.context import Context
-from jaxstack.training import losses, step
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, init_state
+from jaxstack.training import assemble, losses
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state, init_state
 
 ALL = FAMILIES | EXPERTS
 LORA = LoraConfig(rank=3, alpha=6)
@@ -216,13 +217,13 @@ def test_only_adapters_move_and_have_moments(family, optim, rng):
 def trained(cfg, batch, steps):
     """Returns the losses of `steps` steps; the base has stayed, bit for bit, the adapters have not, and they alone have
     moments."""
-    state = jax.jit(lambda: init_state(cfg))()
+    state = jax.jit(lambda: init_state(Recipe.of(cfg)))()
     before, spec = flatten(jax.device_get(state.params)), decoder.spec(cfg.model)
     adapters = params.flat_spec(params.partition(spec, spec)[0])
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert moments
     assert sum(m.size for m in moments) <= 2 * sum(np.prod(p.shape) for p in adapters.values()) + len(adapters) * 2
-    train_step, heard = jax.jit(step.make_train_step(cfg, Context())), []
+    train_step, heard = jax.jit(assemble.make_train_step(cfg, Context())), []
     for i in range(steps):
         state, metrics = train_step(state, batch(i))
         heard.append(float(metrics["loss"]))
@@ -352,7 +353,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tuned)))
     mesh = sharding.make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1])
     ctx = replace(make_context(replace(cfg, mesh=replace(cfg.mesh, data=1)), mesh), remat="none")
-    wanted = abstract_state(cfg, ctx)
+    wanted = abstract_state(Recipe.of(cfg), ctx)
     state = store.restore(tuned / "checkpoints", 60, wanted)
     spec = decoder.spec(cfg.model)
     frozen = flatten(params.partition(spec, state.params)[1])

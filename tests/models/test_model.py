@@ -143,7 +143,7 @@ def test_causality_by_gradients(family, context, rng):
         grown = dataclasses.replace(cfg, vocab_size=rows.shape[0] + cfg.vocab)
         if not cfg.tied_embeddings:
             own = own | {"head": {"w": jnp.ones((cfg.d_model, grown.vocab)) * jnp.arange(grown.vocab)}}
-        x, _ = decoder.hidden_states(grown, own, {"tokens": unique}, CONTEXTS[context])
+        x, _ = decoder.FAMILY.hidden_states(grown, own, {"tokens": unique}, CONTEXTS[context])
         return jnp.sin(x[0, t]).sum()
 
     grads = jnp.abs(jax.grad(logit_sum)(table[tokens[0]])).max(axis=1)

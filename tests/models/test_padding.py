@@ -11,14 +11,15 @@ from families import FAMILIES
 
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig, PipelineConfig, SampleConfig, TrainConfig
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode
-from jaxstack.models import decoder, flops, params
+from jaxstack.models import decoder, params
 from jaxstack.models.params import Param
 from jaxstack.sharding import make_mesh
-from jaxstack.training import optimizer, step
+from jaxstack.training import assemble, optimizer
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 SLOW = pytest.mark.matrix
 CASES = [  # family, mesh, implementation of the cross-entropy, dtype, optimizer
@@ -45,8 +46,8 @@ def first_state(family, mesh, kernel, dtype, optim, padding, layers=2):
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, meshes.BATCH, devices))
     ctx = replace(ctx, ops=replace(ctx.ops, cross_entropy=kernel))
-    abstract = abstract_state(cfg, ctx)
-    return cfg, ctx, abstract, make_state(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    return cfg, ctx, abstract, make_state(Recipe.of(cfg), ctx, abstract)
 
 
 @pytest.mark.parametrize(("family", "mesh", "kernel", "dtype", "optim"), CASES, ids=str)
@@ -59,10 +60,10 @@ def test_a_step_is_that_without_padding(family, mesh, kernel, dtype, optim, seed
     # The same random numbers, but XLA may compile their logarithms in another way: one rounding.
     assert_close(layout.pack(state), expected, 1e-7)
     batch = meshes.random_batch(seed, False, cfg.model)
-    state, metrics = step.jit_train_step(cfg, ctx, abstract)(
+    state, metrics = assemble.jit_train_step(cfg, ctx, abstract)(
         state, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     )
-    expected, metrics_of_expected = jax.jit(step.make_train_step(plain, alone))(expected, batch)
+    expected, metrics_of_expected = jax.jit(assemble.make_train_step(plain, alone))(expected, batch)
     for name in ("loss", "grad_norm"):  # the sums of a softmax in another order, in float32
         assert float(metrics[name]) == pytest.approx(float(metrics_of_expected[name]), rel=1e-5), name
     packed = layout.pack(state)

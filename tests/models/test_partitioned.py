@@ -16,8 +16,8 @@ from jaxstack.families.context import make_context
 from jaxstack.planner import estimate
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 ROOT = Path(__file__).parents[2]
 MATRIX = pytest.mark.matrix
@@ -28,8 +28,8 @@ def build(partitioner: str, optim: OptimConfig, dtype: str):
     cfg = meshes.config("llama3", {**MESH, "partitioner": partitioner}, accum=2)
     cfg = dataclasses.replace(cfg, optim=optim, train=dataclasses.replace(cfg.train, dtype=dtype, steps=10))
     ctx = make_context(cfg, make_mesh(cfg.mesh, meshes.BATCH // 2, jax.devices()[:8]))
-    abstract = abstract_state(cfg, ctx)
-    return cfg, ctx, abstract, step.jit_train_step(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    return cfg, ctx, abstract, assemble.jit_train_step(cfg, ctx, abstract)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_a_step_under_either_partitioner_is_the_same(name, dtype, seed):
         lambda a: (a.shape, a.dtype, a.sharding.spec), same
     )
     batch = jax.device_put(meshes.random_batch(seed, False, cfg.model), ctx.layout.sharding(ctx.layout.batch))
-    one, other = (make_state(cfg, ctx, abstract) for _ in range(2))
+    one, other = (make_state(Recipe.of(cfg), ctx, abstract) for _ in range(2))
     for first, second in ((explicit, by_xla), (by_xla, explicit)):
         one, metrics = first(one, batch)
         other, other_metrics = second(other, batch)
-    before = flatten(jax.device_get(make_state(cfg, ctx, abstract).params))
+    before = flatten(jax.device_get(make_state(Recipe.of(cfg), ctx, abstract).params))
     # In bfloat16, the order of sums moves single roundings by one place in 2^8; Adam's first steps divide by the
     # gradient's own size, so a gradient near zero moves a weight as far as any other.
     loss, moved = (1e-6, 1e-3) if dtype == "float32" else (1e-3, 0.1)
@@ -91,7 +91,7 @@ def test_gathered_weights_are_not_saved():
         cfg = dataclasses.replace(cfg, model=wide)
         ctx = make_context(cfg, make_mesh(cfg.mesh, meshes.BATCH, jax.devices()[:8]))
         state, batch = estimate.abstract_inputs(Job(cfg, ctx))
-        compiled = step.jit_train_step(cfg, ctx, state).lower(state, batch).compile()
+        compiled = assemble.jit_train_step(cfg, ctx, state).lower(state, batch).compile()
         temporary[partitioner] = compiled.memory_analysis().temp_size_in_bytes
     assert temporary["auto"] < 1.2 * temporary["manual"]  # 1.08; it was 2.3 when they were saved
 

@@ -17,7 +17,7 @@ from jaxstack.common.errors import ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, layers, moe_layer, params, shape_errors
 from jaxstack.sharding import make_mesh
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_gradients
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).name

@@ -14,18 +14,20 @@ from families import CONTRASTIVE
 from test_diffusion import mlp, rms
 
 import jaxstack
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.config.reading.parse import parse_config
+from jaxstack.families import contrastive
 from jaxstack.families.context import make_context
 from jaxstack.generate import features
-from jaxstack.models import contrastive, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
 from jaxstack.training import losses
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.assemble import make_eval_step, objective_of
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 
 def norm(cfg, p, x):
@@ -130,12 +132,14 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(model, rng):
         wanted, gradient = jax.jit(jax.value_and_grad(lambda v: losses_by_hand(cfg, v, wide_batch)))(wide)
         gradient = jax.tree.map(np.asarray, gradient)
     size = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradient)))
-    totals = losses.batch_totals(cfg, batch, Context())
+    goal = objective_of(cfg)
+    totals = goal.totals(batch, Context())
     for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.06)):
         ctx = Context(dtype=jnp.dtype(dtype))
 
         def objective(values, ctx=ctx):
-            return losses.add_up(losses.shares(cfg, losses.loss_sums(cfg, values, batch, ctx)[0], totals))
+            hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, ctx)
+            return losses.add_up(goal.shares(goal.loss(cfg, values, hidden, batch, ctx), totals))
 
         found, grads = jax.jit(jax.value_and_grad(objective))(values)
         assert float(found) == pytest.approx(float(wanted), rel=bound)
@@ -151,7 +155,7 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     cfg, values = model
     batch = meshes.random_captions(rng, cfg, 6)
     ctx = Context()
-    hidden, _ = contrastive.hidden_states(cfg, values, batch, ctx)
+    hidden, _ = contrastive.FAMILY.hidden_states(cfg, values, batch, ctx)
     image, text = rows = contrastive.features(cfg, values, hidden, batch, ctx)
     weights, ids = batch["pair_weights"].sum(1), batch["pair_ids"][:, 0]
     s = np.where(weights != 0, np.asarray(image @ text.T), -2)
@@ -160,7 +164,7 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     np.testing.assert_allclose(np.square(image).sum(1), 1, rtol=1e-5)
     other = batch | {"patches": batch["patches"][::-1]}
     again, swapped = contrastive.features(
-        cfg, values, contrastive.hidden_states(cfg, values, other, ctx)[0], batch, ctx
+        cfg, values, contrastive.FAMILY.hidden_states(cfg, values, other, ctx)[0], batch, ctx
     )
     np.testing.assert_allclose(swapped, text, atol=1e-5)
     np.testing.assert_allclose(again, image[::-1], atol=1e-5)
@@ -183,8 +187,10 @@ def test_an_evaluation_compares_all_rows_of_a_batch(mesh, how, seed):
         devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
         ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         batch = meshes.random_batch(seed, False, cfg.model)
-        values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
-        sums = jax.jit(make_eval_step(cfg, ctx))(values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch)))
+        values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
+        sums = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum))(
+            values, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+        )
         found.append(jax.tree.map(float, sums))
     one, other = found
     assert other.right == pytest.approx(one.right, rel=1e-6)  # sums of the weights in another order

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.models import decoder, encoder_decoder, family, flops, moe_layer, params, surgery
+from jaxstack.families import encoder_decoder, flops, surgery
+from jaxstack.models import decoder, moe_layer, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
-from jaxstack.training import losses, step
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import TrainState, make_optimizer
+from jaxstack.training import assemble, losses
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.features import experts
+from jaxstack.training.state import Recipe, TrainState, make_optimizer
 
 CONTEXTS = {
     "xla": Context(ops=Ops(moe="reference")),
@@ -58,8 +61,8 @@ def test_every_implementation_is_the_reference(name, rng):
 
     def objective(values, ctx):
         sums, aux = losses.loss_sums(cfg, values, batch, ctx)
-        totals = losses.BatchTotals({}, {"layers": 64.0}, {"layers": 4.0})
-        return sums["loss"] / 64 + losses.auxiliary(cfg, aux, totals), aux
+        counts = experts.Counts({"layers": 64.0}, {"layers": 4.0})
+        return sums["loss"] / 64 + experts.router_loss(cfg, aux, counts), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
     results = {
@@ -165,7 +168,7 @@ def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
     @jax.jit
     def gradients(batch):
         loss, grads, sums = make_gradients(run, Context(dtype=jnp.dtype(dtype)))(values, batch)
-        return sums, losses.routing_metrics(sums), {"loss": loss, **grads}
+        return sums, experts.routing_metrics(sums), {"loss": loss, **grads}
 
     sums, _, _ = alone = gradients(batch)
     assert sums["counted_tokens"] == (batch["loss_weights"] != 0).sum() < batch["loss_weights"].size
@@ -183,14 +186,14 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.5
     batch["loss_weights"][1] = 0
     _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
-    totals = losses.BatchTotals({}, *({"layers": sums[f"counted_{name}"]} for name in ("tokens", "sequences")))
-    assert (totals.tokens["layers"], totals.sequences["layers"]) == (batch["loss_weights"].sum(), 3)
-    figures = losses.routing_metrics(sums)
+    counts = experts.Counts(*({"layers": sums[f"counted_{name}"]} for name in ("tokens", "sequences")))
+    assert (counts.tokens["layers"], counts.sequences["layers"]) == (batch["loss_weights"].sum(), 3)
+    figures = experts.routing_metrics(sums)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
     # By the objective's weights, too: 0.01 for the balance loss, 1e-3 for the z-loss.
-    objective = losses.auxiliary(cfg.model, sums, totals)
+    objective = experts.router_loss(cfg.model, sums, counts)
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
@@ -201,7 +204,7 @@ def test_each_stack_counts_its_own_tokens(every, rng):
     of their layers have experts."""
     moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3, every=every)
     model = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=moe)
-    values = params.init(jax.random.key(0), family.spec(model))
+    values = params.init(jax.random.key(0), families.spec(model))
     for name in ("encoder", "decoder"):
         (values[name] if every == 1 else values[name]["layer_1"])["moe"]["router"] *= 0
     lengths = {"encoder": np.array([9, 3, 0, 1]), "decoder": np.array([2, 8, 1, 0])}
@@ -218,12 +221,12 @@ def test_each_stack_counts_its_own_tokens(every, rng):
     _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
     assert sums["counted_tokens"].tolist() == [13.0] * (6 // every) + [11.0] * (3 // every)
     assert sums["counted_sequences"].tolist() == [3.0] * (9 // every)
-    figures = losses.routing_metrics(sums)
+    figures = experts.routing_metrics(sums)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
     penalties = {name: sums[name] for name in ("balance_loss", "z_loss")}
-    objective = losses.auxiliary(model, penalties, losses.batch_totals(model, batch, Context()))
+    objective = experts.router_loss(model, penalties, experts.count(model, batch, Context()))
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
@@ -245,13 +248,13 @@ def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
 
 def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
     cfg = run_config("deepseek")
-    tx = make_optimizer(cfg)
+    tx = make_optimizer(Recipe.of(cfg))
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
     # One expert that everybody wants.
     values["layers"]["moe"]["balance"] = values["layers"]["moe"]["balance"].at[:, 3].set(10.0)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, zero, zero, jnp.zeros(cfg.train.spike.window), values, tx.init(values))
-    after, metrics = jax.jit(step.make_train_step(cfg, Context()))(state, random_batch(cfg.model, rng))
+    after, metrics = jax.jit(assemble.make_train_step(cfg, Context()))(state, random_batch(cfg.model, rng))
     assert (
         8 / 3 - 1e-4 < float(metrics["moe_load_max_over_mean"]) <= 8 / 3 + 1e-4
     )  # every token has it among its 3 of 8
@@ -333,23 +336,25 @@ def test_an_up_cycled_model_starts_as_the_dense_one(rng):
 def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
     """Up-cycled, it computes what the dense model does. One expert of the result has the dense weights, in order."""
     cfg = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3)
-    values = params.init(jax.random.key(0), family.spec(cfg))
+    values = params.init(jax.random.key(0), families.spec(cfg))
     positions = np.broadcast_to(np.arange(7, dtype=np.int32), (2, 7))
     batch = {f"{side}{name}": np.ones((2, 7), np.int32) for side in ("", "encoder_") for name in ("segment_ids",)}
     batch |= {f"{side}positions": positions for side in ("", "encoder_")}
     batch |= {f"{side}tokens": rng.integers(0, cfg.vocab, (2, 7)) for side in ("", "encoder_")}
     moe = MoEConfig(num_experts=4, top_k=2, every=every)
     grown, grown_values = surgery.upcycle(cfg, values, moe, jax.random.key(1))
-    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(lambda p: p.shape, params.abstract(family.spec(grown)))
-    dense, _ = encoder_decoder.hidden_states(cfg, values, batch)
-    sparse, _ = encoder_decoder.hidden_states(grown, grown_values, batch)
+    assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
+        lambda p: p.shape, params.abstract(families.spec(grown))
+    )
+    dense, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch)
+    sparse, _ = encoder_decoder.FAMILY.hidden_states(grown, grown_values, batch)
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
     gates = dataclasses.replace(grown, moe=MoEConfig(num_experts=4, router="domain", every=every))
-    routed = params.init(jax.random.key(2), family.spec(gates))
+    routed = params.init(jax.random.key(2), families.spec(gates))
     batch |= {f"{side}gate_ids": np.full((2, 7), 3) for side in ("", "encoder_")}
-    whole, _ = encoder_decoder.hidden_states(gates, routed, batch)
-    alone, _ = encoder_decoder.hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
+    whole, _ = encoder_decoder.FAMILY.hidden_states(gates, routed, batch)
+    alone, _ = encoder_decoder.FAMILY.hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
     np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 
 

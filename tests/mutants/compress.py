@@ -28,7 +28,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "models", "models/surgery.py", PRUNE,
+    "models", "families/surgery.py", PRUNE,
     ("factor = (cfg.d_model / len(kept.channels)) ** 0.5", "factor = cfg.d_model / len(kept.channels)"),
 )  # fmt: skip
 
@@ -41,13 +41,14 @@ mistakes(
 QAT = "training/test_qat.py"
 
 mistakes(
-    "compress", "training/gradients.py", QAT + " -k rounded_matrices",
-    ("values = round_params(cfg, values)", "values = values"),
+    "compress", "training/features/qat.py", QAT + " -k rounded_matrices",
+    ("gradients(round_params(model, scheme, params), batch, key)", "gradients(params, batch, key)"),
 )  # fmt: skip
 
 mistakes(
-    "compress", "training/state.py", QAT + " -k evaluation",
-    ("return round_arrays(cfg, values)", "return values"),
+    "compress", "training/features/qat.py", QAT + " -k evaluation",
+    ("return round_arrays(recipe.model, recipe.train.rounding, averaged_params(recipe.model, state))",
+     "return averaged_params(recipe.model, state)"),
 )  # fmt: skip
 
 mistakes(

@@ -23,7 +23,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "contrastive", "models/contrastive.py", TOWERS,
+    "contrastive", "families/contrastive.py", TOWERS,
     ("init=math.log(10.0)", "init=10.0"),
     ("init=-10.0", "init=10.0"),
     ("\"full\" if name == \"image\" else \"causal\"", "\"causal\" if name == \"image\" else \"causal\""),
@@ -39,24 +39,16 @@ mistakes(
 mistakes(
     "contrastive", "training/features/comparison.py", MESH,
     ("dropout_key=key)", "dropout_key=None)"),
-    ("terms, grads = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), (sums, grads))",
-     "terms = jax.tree.map(lambda a: losses.share(cfg.model, term, a, totals), sums)"),
-)  # fmt: skip
-
-mistakes(
-    "contrastive", "training/losses.py", MESH,
+    ("terms, grads = jax.tree.map(lambda a: objective.share(term, a, totals), (sums, grads))",
+     "terms = jax.tree.map(lambda a: objective.share(term, a, totals), sums)"),
     ("if \"feature_grads\" not in batch:", "if batch:"),
-    ("features = merge_microbatches(features)\n    if", "features = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)\n    if",
+    ("features = merge_microbatches(features)\n    right", "features = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)\n    right",
      TOWERS + " -k evaluation"),
+    ("grads=jax.tree.map(jnp.add, part.grads, grads)", "grads=part.grads"),
 )  # fmt: skip
 
 mistakes(
-    "contrastive", "training/gradients.py", MESH,
-    ("terms | compared.terms, jax.tree.map(jnp.add, grads, compared.grads)", "terms | compared.terms, grads"),
-)  # fmt: skip
-
-mistakes(
-    "contrastive", "models/flops.py", "planner/test_aot.py -k matmuls",
+    "contrastive", "families/flops.py", "planner/test_aot.py -k matmuls",
     ("6.0 * rows * (own.features or cfg.d_model)", "6.0 * (own.features or cfg.d_model)"),
     ("deep = cfg.num_layers + own.caption_layers", "deep = cfg.num_layers"),
     ("2.0 * own.patch_values * cfg.d_model * patches", "0.0 * own.patch_values * cfg.d_model * patches"),

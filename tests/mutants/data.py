@@ -48,7 +48,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "models", "models/encoder.py", "hf/test_encoders.py -k pairs",
+    "models", "families/encoder.py", "hf/test_encoders.py -k pairs",
     ('other = {"output"} if there.labels != here.labels else set()', "other = set()", "models/test_encoder_heads.py"),
     ("pooled = jnp.tanh(kernels.linear(", "pooled = (kernels.linear("),
 )  # fmt: skip

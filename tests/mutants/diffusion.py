@@ -5,7 +5,7 @@ from mutants.rows import mistakes
 DIT, IMAGES = "models/test_diffusion.py -k 'second or path or sampler'", "data/test_images.py"
 
 mistakes(
-    "diffusion", "models/diffusion.py", DIT,
+    "diffusion", "families/diffusion.py", DIT,
     ("(normal, 1 + scale.astype(jnp.float32))", "(normal, scale.astype(jnp.float32))"),
     ("x = x + kernels.multiply_in_float32(h, made[5])", "x = x + h"),
     ("{\"condition\": jax.nn.silu(h)}", "{\"condition\": h}"),
@@ -19,7 +19,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "diffusion", "models/noise_path.py", DIT,
+    "diffusion", "families/noise_path.py", DIT,
     ("+ 0.5) / cfg.moe.max_timestep", ") / cfg.moe.max_timestep"),
     ("return cls(a, b, -b, a)", "return cls(a, b, b, a)"),
 )  # fmt: skip
@@ -58,7 +58,7 @@ mistakes(
 
 mistakes(
     "diffusion",
-    "models/diffusion.py",
+    "families/diffusion.py",
     "training/test_arithmetic.py -k '(step and dit) or modulations'",
     ("x + kernels.multiply_in_float32(h, made[2])", "x + made[2] * h"),
     ("kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32))", "normal * (1 + scale)"),

@@ -67,7 +67,7 @@ mistakes(
 
 mistakes(
     "convert",
-    "models/surgery.py",
+    "families/surgery.py",
     "moe/test_experts.py moe/test_moe.py -k 'expert_is or up_cycled or upcycled or dense'",
     ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
     ("w[:, expert] for name", "w[:, 0] for name"),

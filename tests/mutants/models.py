@@ -108,18 +108,18 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "model", "models/encoder.py", "models/test_labels.py -k mean",
+    "model", "families/encoder.py", "models/test_labels.py -k mean",
     ("axes = ctx.layout.axes(\"residual\")\n        texts", "axes = ctx.layout.axes(\"sequence\")\n        texts"),
     ("sums[:, :-1] / sums[:, -1:]", "sums[:, :-1] / texts"),
 )  # fmt: skip
 
 mistakes(
-    "losses", "training/losses.py", BY_HAND,
+    "losses", "training/features/experts.py", BY_HAND,
     ("(balance / sequences + z / tokens) / sum(depths.values())", "balance / sequences + z / tokens"),
-    ("count(stack.counts or terms[0].weights)", "count(terms[0].weights)", "moe/test_experts.py -k each_stack"),
-    ('aux["balance_loss"].sum() if', 'aux["balance_loss"].mean() if'),
+    ("batch[stack.counts or cfg.objective.terms[0].weights]", "batch[cfg.objective.terms[0].weights]", "moe/test_experts.py -k each_stack"),
+    ('aux["balance_loss"].sum()', 'aux["balance_loss"].mean()'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
-    ("each = jnp.sum(batch[array] != 0, axis=1", "each = jnp.sum(batch[array] == batch[array], axis=1"),
+    ("jnp.sum(weights != 0, axis=1", "jnp.sum(weights == weights, axis=1"),
     ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
 )  # fmt: skip
 
@@ -152,12 +152,12 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "model", "models/encoder_decoder.py", DROPOUT,
+    "model", "families/encoder_decoder.py", DROPOUT,
     ('decoder.with_stream_key(ours, "decoder")', 'decoder.with_stream_key(ours, "encoder")'),
 )  # fmt: skip
 
 mistakes(
-    "model", "models/contrastive.py", DROPOUT,
+    "model", "families/contrastive.py", DROPOUT,
     ('"tokens": batch["tokens"], **shared}, "text")', '"tokens": batch["tokens"], **shared}, "image")'),
 )  # fmt: skip
 
@@ -179,7 +179,7 @@ mistakes(
 
 mistakes(
     "model",
-    "models/encoder.py",
+    "families/encoder.py",
     ARITHMETIC + " -k logits",
     (
         "head(cfg, params, ctx), preferred_element_type=jnp.float32)",
@@ -189,7 +189,7 @@ mistakes(
 
 mistakes(
     "model",
-    "models/encoder_decoder.py",
+    "families/encoder_decoder.py",
     ARITHMETIC + " -k 'step and t5'",
     ("x = kernels.multiply_in_float32(x, cfg.head_scale)", "x = (x * cfg.head_scale).astype(x.dtype)"),
 )

@@ -4,7 +4,7 @@ from mutants.rows import mistakes
 
 mistakes(
     "plan",
-    "models/flops.py",
+    "families/flops.py",
     "planner/test_plan.py tracking/test_metrics.py",
     ("(w * (w + 1) / 2 + (S - w) * w) / S", "(w * (w + 1) / 2 + (S - w)) / S"),
     (

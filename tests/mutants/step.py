@@ -15,18 +15,18 @@ mistakes(
      STEP + " -k 'recent or spike'"),
     ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "jnp.isfinite(loss)", STEP + " -k finite"),
     ("jnp.isfinite(loss) & jnp.isfinite(grad_norm)", "~jnp.isnan(loss) & ~jnp.isnan(grad_norm)", STEP + " -k finite"),
-    ("good = check_update(cfg, optimizer, good, grads, *old)", "good = good & True",
+    ("good = check_update(optimizer, good, grads, params, opt_state)", "good = good & True",
      "training/test_finite_updates.py -k counted"),
-    ("return all_finite((optax.apply_updates(values, changes), new_state))",
-     "return all_finite(optax.apply_updates(values, changes))", "training/test_finite_updates.py -k overflows"),
-    ("return all_finite((optax.apply_updates(values, changes), new_state))",
+    ("return all_finite((optax.apply_updates(params, changes), new_state))",
+     "return all_finite(optax.apply_updates(params, changes))", "training/test_finite_updates.py -k overflows"),
+    ("return all_finite((optax.apply_updates(params, changes), new_state))",
      "return all_finite(new_state)", "training/test_finite_updates.py -k counted"),
-    ('cfg.train.spike.action != "report"', 'cfg.train.spike.action == "rollback"', STEP + " -k spike"),
+    ('train.spike.action != "report"', 'train.spike.action == "rollback"', STEP + " -k spike"),
     ("(state.skipped_in_a_row + 1) * bad", "state.skipped_in_a_row + bad", STEP + " -k finite"),
     ("skipped=state.skipped + bad,", "skipped=state.skipped_in_a_row + bad,", STEP + " -k finite"),
     ('"lr": schedule(updates)', '"lr": schedule(state.step)', STEP + " -k finite"),
     ("updates = state.step - state.skipped", "updates = state.step", STEP + " -k 'finite or spike'"),
-    ('random_key(jax.random.key(cfg.run.seed), "dropout", step)', 'random_key(jax.random.key(cfg.run.seed), "dropout")', STEP + " -k dropout"),
+    ('random_key(jax.random.key(seed), "dropout", step)', 'random_key(jax.random.key(seed), "dropout")', STEP + " -k dropout"),
     ("middle + cfg.threshold * jnp.maximum", "cfg.threshold * jnp.maximum", "checkpoint/test_reliability.py -k spike"),
     ("1.4826 * jnp.median", "jnp.median", "checkpoint/test_reliability.py -k spike"),
     ("(updates >= cfg.window)", "(updates > cfg.window)", "checkpoint/test_reliability.py -k spike"),
@@ -36,7 +36,7 @@ mistakes(
     "step", "training/losses.py", STEP,
     ("{term.name: batch[term.weights].sum() for", "{term.name: jnp.ones_like(batch[term.weights]).sum() for",
      STEP + " -k evaluation"),
-    ("total = totals.weights[term.name]", "total = totals.weights[terms[0].name]", "models/test_family.py -k side"),
+    ("total = totals.weights[term.name]", "total = totals.weights[self.terms[0].name]", "models/test_family.py -k side"),
     ("term.scale * mean", "mean", "models/test_family.py -k side"),
     ("(logits > own) | ((logits == own) & (ids < target[:, None]))", "logits > own",
      "models/test_labels.py -k right"),
@@ -45,13 +45,13 @@ mistakes(
 
 mistakes(
     "step", "training/gradients.py", STEP,
-    ("return losses.add_up(shares) + losses.auxiliary(cfg.model, aux, totals), (shares, aux)", "return losses.add_up(shares), (shares, aux)",
+    ("return losses.add_up(terms) + objective.extras.loss(aux, totals.counts, None), (terms, aux)", "return losses.add_up(terms), (terms, aux)",
      "moe/test_experts.py -k balance"),
 )  # fmt: skip
 
 mistakes(
     "step", "training/state.py", STEP,
-    ('params.init(jax.random.key(cfg.run.seed), spec, ctx', "params.init(jax.random.key(0), spec, ctx",
+    ('parameters.init(jax.random.key(recipe.seed), spec, ctx', "parameters.init(jax.random.key(0), spec, ctx",
      STEP + " -k first_state"),
 )  # fmt: skip
 

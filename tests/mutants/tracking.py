@@ -8,7 +8,7 @@ mistakes(
     ("self._kind, self._devices, self._dtype)", "self._kind, 1, self._dtype)"),
     ('"data_wait_s": self._waited / self._steps', '"data_wait_s": self._waited'),
     ("self._since += time.perf_counter() - began", "self._since = time.perf_counter()"),
-    ("self._tokens = cfg.data.batch_size * cfg.data.seq_len", "self._tokens = cfg.data.batch_size * (cfg.data.seq_len + 1)"),
+    ("self._tokens = data.batch_size * data.seq_len", "self._tokens = data.batch_size * (data.seq_len + 1)"),
     ('"mfu": flops.full, "mfu_causal": flops.causal', '"mfu": flops.causal, "mfu_causal": flops.full'),
 )  # fmt: skip
 

@@ -26,12 +26,11 @@ import pytest
 import test_meshes as meshes
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, OptimConfig, PipelineConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels.taps import find_weights
-from jaxstack.models import family as families
 from jaxstack.models.context import Context
 from jaxstack.pipeline import (
     Program,
@@ -48,10 +47,10 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
-from jaxstack.training import losses, step
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training import assemble, losses
+from jaxstack.training.assemble import make_gradients
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 
@@ -293,17 +292,18 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
     """Computes `make_gradients` by autodiff through `pipeline.forward`, which is GPipe without a table."""
 
     def work(values: Any, batch: Any) -> Any:
-        totals = losses.batch_totals(cfg.model, batch, ctx)
+        objective = assemble.objective_of(cfg.model)
+        totals = objective.totals(batch, ctx)
         tokens = totals.weights[cfg.model.objective.terms[0].name]
 
-        def objective(values: Any) -> Any:
-            sums, aux = losses.loss_sums(cfg.model, values, batch, ctx)
-            total = losses.add_up(losses.shares(cfg.model, sums, totals))
-            return total + losses.auxiliary(cfg.model, aux, totals), (total, aux)
+        def full(values: Any) -> Any:
+            hidden, aux = families.of(cfg.model).hidden_states(cfg.model, values, batch, ctx)
+            total = losses.add_up(objective.shares(objective.loss(cfg.model, values, hidden, batch, ctx), totals))
+            return total + objective.extras.loss(aux, totals.counts, None), (total, aux)
 
-        (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(values)
+        (_, (loss, aux)), grads = jax.value_and_grad(full, has_aux=True)(values)
         loss, aux = jax.tree.map(lambda x: collectives.all_reduce(x, ctx.layout.token_axes), (loss, aux))
-        counted = losses.routing_totals(cfg.model, totals) if aux else {}
+        counted = objective.extras.totals(totals.counts)
         return loss, grads, {"tokens": tokens, **aux, **counted}
 
     where, whole = ctx.layout.parameters(families.spec(cfg.model)), PartitionSpec()
@@ -393,7 +393,7 @@ def moved(name: str) -> tuple[Config, Context, list[hlo.Collective]]:
     cfg = config(family, mesh, **how)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, devices))
-    values = abstract_state(cfg, ctx).params
+    values = abstract_state(Recipe.of(cfg), ctx).params
     shape, where = (cfg.data.batch_size, cfg.data.seq_len), ctx.layout.sharding(ctx.layout.batch)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
@@ -660,20 +660,20 @@ def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
     """A state is trained, converted to the layout of checkpoints and back; empty layer slots stay zero."""
     cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
-    abstract = abstract_state(cfg, ctx)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
     layout = checkpoint_layout(cfg, ctx, abstract)
-    state = make_state(cfg, ctx, abstract)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
     plain = config("llama3", {}, layers=5)
     plain = dataclasses.replace(plain, optim=cfg.optim)
     whole = make_context(plain, make_mesh(plain.mesh, plain.data.batch_size, jax.devices()[:1]))
-    reference = make_state(plain, whole, abstract_state(plain, whole))
+    reference = make_state(Recipe.of(plain), whole, abstract_state(Recipe.of(plain), whole))
     assert_states(layout.pack(state), reference, exactly=True)
 
     batch = meshes.random_batch(0, False, cfg.model)
-    state, _ = step.jit_train_step(cfg, ctx, abstract)(
+    state, _ = assemble.jit_train_step(cfg, ctx, abstract)(
         state, jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
     )
-    reference, _ = jax.jit(step.make_train_step(plain, whole))(reference, batch)
+    reference, _ = jax.jit(assemble.make_train_step(plain, whole))(reference, batch)
     packed = layout.pack(state)
     assert_states(packed, reference, exactly=False)
     assert jax.tree.map(lambda a: (a.shape, a.sharding), packed) == jax.tree.map(
@@ -691,7 +691,7 @@ def test_the_gathering_of_a_stage_changes_neither_state_nor_checkpoint():
     for gather in ("once", LAYER):
         cfg = config("gpt2", {"pipe": 2, "fsdp": 2}, layers=5, schedule=ONE, gather=gather)
         ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:4]))
-        state = abstract_state(cfg, ctx)
+        state = abstract_state(Recipe.of(cfg), ctx)
         found.append([
             jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)
             for tree in (state, checkpoint_layout(cfg, ctx, state).abstract)

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
 
+from jaxstack import families as models
 from jaxstack.cli.parser import execute
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
 from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.families import encoder, flops
 from jaxstack.families.context import make_context
-from jaxstack.models import encoder, flops
-from jaxstack.models import family as models
 from jaxstack.models.batches import abstract_batch
 from jaxstack.models.context import Context
 from jaxstack.planner import aot, estimate
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, init_state, make_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state, init_state, make_state
 
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
 _SWITCH = MoEConfig(num_experts=4, top_k=1, normalize=False, d_ff=24, every=3)
@@ -38,7 +38,7 @@ def test_matmuls_counted_are_those_of_the_formula(family, monkeypatch):
     source = "digits" if family in DIFFUSION else "stdlib"
     data = DataConfig(source=source, seq_len=32, batch_size=2)
     cfg, ctx = Config(model=model, data=data, train=TrainConfig(remat="none")), Context()
-    values = jax.eval_shape(lambda: init_state(cfg)).params
+    values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     arrays = models.of(model).batch_spec(cfg).items()
     batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays}
     counted = aot.matmul_flops(make_gradients(cfg, ctx), values, batch)
@@ -51,7 +51,7 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     # Without relative biases, whose selection is a product on some devices. It is not one of the model.
     model = dataclasses.replace(PAIR_MODELS[kind], positions="none")
     cfg = Config(model=model, data=data, train=TrainConfig(remat="none"), run=RunConfig(init_from="x"))
-    values = jax.eval_shape(lambda: init_state(cfg)).params
+    values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     batch = abstract_batch(models.of(cfg.model).batch_spec(cfg), one)
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
@@ -63,7 +63,7 @@ def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     """Both rows of the batch are compared with both."""
     model = dataclasses.replace((CONTRASTIVE | DIFFUSION)[kind], positions="none")  # see pairs
     cfg = Config(model=model, data=DataConfig(source="digits", seq_len=32, target_len=12, batch_size=2))
-    values = jax.eval_shape(lambda: init_state(cfg)).params
+    values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32, 12, 2).full, rel=1e-12)
@@ -76,7 +76,7 @@ def test_matmuls_of_branches_are_those_of_the_formula(kind, frozen, monkeypatch)
     own = dataclasses.replace(BRANCHES[kind].branches, freeze_trunk=frozen)
     model = dataclasses.replace(BRANCHES[kind], branches=own)
     cfg = Config(model=model, data=DataConfig(seq_len=32, batch_size=2), run=RunConfig(init_from="x"))
-    values = jax.eval_shape(lambda: init_state(cfg)).params
+    values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32).full, rel=1e-12)
@@ -91,8 +91,8 @@ def test_memory_of_the_state_is_what_lies_on_a_device(accum):
         mesh=MeshConfig(data=2, fsdp=2, tensor=2),
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, 8 // accum, jax.devices()[:8]))
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 32), jnp.int32, sharding=ctx.layout.sharding(ctx.layout.batch))}
     memory = estimate.memory(Job(cfg, ctx), abstract, batch)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
@@ -112,7 +112,11 @@ def test_the_formula_falls_with_what_is_split_and_recomputed():
         )
         devices = int(np.prod(list(cfg.mesh.sizes.values())))
         ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[:devices]))
-        return sum(v for k, v in estimate.memory(Job(cfg, ctx), abstract_state(cfg, ctx), {}).items() if "saved" in k)
+        return sum(
+            v
+            for k, v in estimate.memory(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx), {}).items()
+            if "saved" in k
+        )
 
     assert saved("none") > saved("selective") > saved("full") > 0
     assert saved("full", tensor=2) * 2 == saved("full") == saved("full", tensor=2, sequence_parallel=False)

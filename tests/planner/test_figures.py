@@ -11,7 +11,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.models.flops import flops_per_token
+from jaxstack.families.flops import flops_per_token
 from jaxstack.planner import estimate, figures, memory, plan_plot, roofline
 from jaxstack.planner.explain import Figure
 from jaxstack.planner.job import Job

@@ -11,7 +11,7 @@ import pytest
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.models.flops import matmul_params
+from jaxstack.families.flops import matmul_params
 from jaxstack.planner import megatron, roofline
 from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import CALIBRATED

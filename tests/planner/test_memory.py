@@ -33,8 +33,8 @@ from jaxstack.planner import aot, estimate, generation_memory, memory
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import GIB, RATIOS, Room
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state
-from jaxstack.training.step import make_eval_step
+from jaxstack.training.assemble import make_eval_step
+from jaxstack.training.state import Recipe, abstract_state
 
 RESULTS = Path(step_memory.__file__).parent / "results"
 MODEL = ModelConfig(num_layers=4, d_model=256, num_heads=4, d_ff=704, vocab_size=2048)
@@ -86,7 +86,7 @@ def test_evaluation_needs_no_more_than_a_microbatch():
         cfg = config(batch, train=TrainConfig(grad_accum=accum))
         ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 4, jax.devices()[:1]))
         state, abstract = estimate.abstract_inputs(Job(cfg, ctx))
-        compiled = jax.jit(make_eval_step(cfg, ctx)).lower(state.params, abstract).compile()
+        compiled = jax.jit(make_eval_step(cfg.model, ctx, cfg.train.grad_accum)).lower(state.params, abstract).compile()
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporary[1] < 1.05 * temporary[0]
 
@@ -98,7 +98,7 @@ def room(gib: float) -> Room:
 def test_a_run_is_refused_by_the_lower_bound_only(monkeypatch):
     cfg = config()
     ctx = make_context(cfg, make_mesh(MeshConfig(data=1), 8, jax.devices()[:1]))
-    run = Job(cfg, ctx), abstract_state(cfg, ctx)
+    run = Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx)
     found = memory.need(cfg, 1, "cpu")
     low, high = found.bounds
     assert found.state < low < found.formula < high
@@ -313,5 +313,5 @@ def test_a_refusal_names_the_largest_part(monkeypatch):
     assert size == max(found.parts.values())
     monkeypatch.setattr(memory, "room_of", lambda devices: room(0.99 * found.bounds[0] / GIB))
     with pytest.raises(ConfigError, match=r"optim.name=muon with .* needs at least") as error:
-        memory.check(Job(cfg, ctx), abstract_state(cfg, ctx))
+        memory.check(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx))
     assert f"The largest part by formula is {estimate.MUON_WORK}: {memory.gib(size)}." in str(error.value)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack import sharding, train
+from jaxstack import sharding, start
 from jaxstack.checkpoint import run_dir
 from jaxstack.cli import parser
 from jaxstack.common.hardware import CHIPS
@@ -33,8 +33,8 @@ from jaxstack.planner.memory import Room
 from jaxstack.planner.mesh_search import Space
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
-from jaxstack.training import step
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 DENSE = Config(
     model=ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=64),
@@ -84,7 +84,7 @@ def by_brute_force(cfg: Config, devices: int) -> set[tuple[object, ...]]:
             values |= dict(zip(("pipeline.schedule", "pipeline.chunks", "pipeline.microbatches"), piped, strict=True))
             try:
                 made = resolve(with_values(cfg, values), 64)
-                abstract_state(made, memory.context(made, devices, "cpu"))
+                abstract_state(Recipe.of(made), memory.context(made, devices, "cpu"))
             except ConfigError:
                 continue
             found.add(chosen(made))
@@ -116,7 +116,7 @@ def test_the_search_finds_what_trying_everything_finds(cfg, clock, fraction):
     everything = []
     for one in Space(cfg, 4, "gpu").candidates():
         job = Job(one, memory.context(one, 4, "gpu"))
-        need = memory.need_of(job, abstract_state(one, job.ctx), "gpu")
+        need = memory.need_of(job, abstract_state(Recipe.of(one), job.ctx), "gpu")
         everything.append((one, clock.seconds(job), need.formula))
     needs = [need for _, _, need in everything]
     room = Room("a device", min(needs) + fraction * (np.median(needs) - min(needs)), 0)
@@ -212,25 +212,25 @@ def test_auto_is_parsed_beside_other_keys():
 
 
 def test_a_resumed_run_keeps_its_mesh(monkeypatch, capsys):
-    cfg = train.open_mesh(with_values(DENSE, {"mesh.fsdp": 2}), ())
+    cfg = start.open_mesh(with_values(DENSE, {"mesh.fsdp": 2}), ())
     assert cfg.mesh.sizes == {"pipe": 1, "data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     before = with_values(DENSE, {"mesh.data": 2, "mesh.context": 4, "train.remat": "full"})
     monkeypatch.setattr(run_dir, "earlier_config", lambda run: before)
     monkeypatch.setattr(auto_mesh, "find_devices", jax.devices)
-    kept = train.earlier_mesh(cfg, ())
+    kept = start.earlier_mesh(cfg, ())
     assert (
         auto_mesh.choose(cfg, (), kept)
         == kept
         == with_values(cfg, {"mesh.data": 2, "mesh.context": 4, "train.remat": "full"})
     )
     assert "mesh     of the run so far: --mesh.data=2 --mesh.context=4" in capsys.readouterr().out
-    assert train.earlier_mesh(with_values(cfg, {"mesh.tensor": 2}), {"mesh.tensor"}) is None  # asked for another one
-    assert train.earlier_mesh(replace(cfg, data=DataConfig(seq_len=16, batch_size=3)), ()) is None
+    assert start.earlier_mesh(with_values(cfg, {"mesh.tensor": 2}), {"mesh.tensor"}) is None  # asked for another one
+    assert start.earlier_mesh(replace(cfg, data=DataConfig(seq_len=16, batch_size=3)), ()) is None
     before = with_values(DENSE, {"mesh.data": 4})  # a run on fewer devices: searched again
-    assert math.prod(auto_mesh.choose(cfg, (), train.earlier_mesh(cfg, ())).mesh.sizes.values()) == 8
+    assert math.prod(auto_mesh.choose(cfg, (), start.earlier_mesh(cfg, ())).mesh.sizes.values()) == 8
     assert "; runner-up --mesh." in capsys.readouterr().out
     before = DENSE  # an open axis was not chosen by a search
-    assert train.earlier_mesh(cfg, ()) is None
+    assert start.earlier_mesh(cfg, ()) is None
 
 
 def test_one_device_has_nothing_to_choose(monkeypatch, capsys):
@@ -256,8 +256,8 @@ def test_chosen_meshes_train(rng):
         count = math.prod(cfg.mesh.sizes.values())
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
         cfg = estimate.resolve_split(Job(cfg, ctx))[0].cfg
-        abstract = abstract_state(cfg, ctx)
+        abstract = abstract_state(Recipe.of(cfg), ctx)
         placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
-        _, metrics = step.jit_train_step(cfg, ctx, abstract)(make_state(cfg, ctx, abstract), placed)
+        _, metrics = assemble.jit_train_step(cfg, ctx, abstract)(make_state(Recipe.of(cfg), ctx, abstract), placed)
         losses.append(float(metrics["loss"]))
     assert losses[:2] == pytest.approx(losses[2:] * 2, rel=1e-5)

@@ -9,8 +9,8 @@ import pytest
 from families import EXPERTS, FAMILIES
 
 from jaxstack.config import ModelConfig
+from jaxstack.families import flops as plan
 from jaxstack.models import decoder, params
-from jaxstack.models import flops as plan
 
 
 def test_gpt2_by_hand():

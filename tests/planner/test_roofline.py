@@ -27,14 +27,14 @@ from jaxstack.config import (
     RunConfig,
     TrainConfig,
 )
-from jaxstack.models import flops as plan
+from jaxstack.families import flops as plan
 from jaxstack.planner import aot, estimate, roofline
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import PARTS, DeviceShapes, Op, OpBuilder
 from jaxstack.planner.roofline_step import one_layer, operations
-from jaxstack.training import step
-from jaxstack.training.state import abstract_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, abstract_state
 
 LORA = LoraConfig(rank=4, targets=("attention/w_q", "attention/w_o", "mlp/w_up", "mlp/w_down"))
 USUAL = ("llama3", "gemma2", "lora", "deepseek")
@@ -73,7 +73,7 @@ def in_program(cfg: Config) -> float:
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
     batch["loss_weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return aot.matmul_flops(step.make_train_step(cfg, ctx), abstract_state(cfg, ctx), batch)
+    return aot.matmul_flops(assemble.make_train_step(cfg, ctx), abstract_state(Recipe.of(cfg), ctx), batch)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import train_gpu
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxstack.models.flops import flops_per_token
+from jaxstack.families.flops import flops_per_token
 from jaxstack.pipeline import zb_h1
 from jaxstack.pipeline.stages import Stages
 from jaxstack.planner import memory, roofline, traffic

@@ -14,14 +14,14 @@ from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, PipelineConfig, TrainConfig
+from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import flops
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, figures, hlo, memory, roofline, trace, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import step_time
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
+from jaxstack.training import assemble
 
 ROWS = json.loads((Path(step_memory.__file__).parent / "results" / "step_memory_cpu.json").read_text())["cases"]
 FAMILIES = ("t5", "switch", "branches", "dit", "coca")
@@ -248,7 +248,7 @@ def test_traffic_is_what_compiled_programs_send(name, options):
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
     state, batch = estimate.abstract_inputs(Job(cfg, ctx))
-    text = step.jit_train_step(cfg, ctx, state).lower(state, batch).compile().as_text()
+    text = assemble.jit_train_step(cfg, ctx, state).lower(state, batch).compile().as_text()
     sent = hlo.sent(hlo.collectives(text, ctx.layout.mesh.shape, ctx.layout.trip_counts))
     expected = hlo.sent(estimate.traffic(Job(cfg, ctx)))
     least, gathers = 1e-2 * sum(sent.values()), ("fsdp", "all-gather")

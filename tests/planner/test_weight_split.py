@@ -16,7 +16,7 @@ from jaxstack.pipeline.stages import Stages
 from jaxstack.planner import estimate, roofline, step_bytes, weight_split
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_gradients
 
 ALL = (".*",)
 

@@ -18,8 +18,8 @@ from jaxstack.moe import rounds
 from jaxstack.planner import estimate, hlo, hlo_text
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state
+from jaxstack.training.assemble import make_gradients
+from jaxstack.training.state import Recipe, abstract_state
 
 # All of these sizes, and their parts, differ, so that a shape identifies an array.
 L, B, S, D, F, V, H = 5, 8, 32, 64, 176, 624, 8
@@ -41,7 +41,7 @@ def _compiled(moe: bool, remat: str, accum: int, mesh: tuple[tuple[str, int], ..
         mesh=MeshConfig(**{"data": 1} | dict(mesh)),
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, B // accum, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
-    values = abstract_state(cfg, ctx).params
+    values = abstract_state(Recipe.of(cfg), ctx).params
     batch = {
         name: jax.ShapeDtypeStruct((B, S), dtype, sharding=ctx.layout.sharding(ctx.layout.batch))
         for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]

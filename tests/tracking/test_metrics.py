@@ -27,7 +27,9 @@ def clock(monkeypatch):
 
 
 def meter(cfg=CFG, kind="NVIDIA H100 80GB HBM3", devices=4):
-    return throughput.ThroughputMeter(cfg, [SimpleNamespace(device_kind=kind)] * devices)
+    return throughput.ThroughputMeter(
+        cfg.model, cfg.data, cfg.train.dtype, [SimpleNamespace(device_kind=kind)] * devices
+    )
 
 
 def test_figures_of_timed_steps(clock):

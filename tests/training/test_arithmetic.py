@@ -22,19 +22,19 @@ import test_precision as precision
 from families import CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES
 from jax.extend.core import Literal
 
-from jaxstack import kernels, moe
+from jaxstack import families, kernels, moe
 from jaxstack.config import Config, KernelsConfig, LoraConfig, SampleConfig
+from jaxstack.families import diffusion
 from jaxstack.families.context import make_context
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import sample_tokens
 from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.taps import Tapped
-from jaxstack.models import decoder, diffusion, layers, lora, params
-from jaxstack.models import family as families
+from jaxstack.models import decoder, layers, lora, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
-from jaxstack.training.state import abstract_state
-from jaxstack.training.step import make_train_step
+from jaxstack.training.assemble import make_train_step
+from jaxstack.training.state import Recipe, abstract_state
 
 PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 REDUCTIONS = {"reduce_sum", "reduce", "cumsum", "reduce_window_sum", "scatter-add", "add"}
@@ -244,7 +244,7 @@ def traced_step(cfg: Config) -> Any:
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
     ctx = make_context(cfg, mesh)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), precision.text_like(0, cfg))
-    return jax.make_jaxpr(make_train_step(cfg, ctx))(abstract_state(cfg, ctx), batch).jaxpr
+    return jax.make_jaxpr(make_train_step(cfg, ctx))(abstract_state(Recipe.of(cfg), ctx), batch).jaxpr
 
 
 @pytest.mark.parametrize(

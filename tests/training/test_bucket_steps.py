@@ -15,6 +15,7 @@ import test_meshes as meshes
 import test_train
 from lines import lines, values
 
+from jaxstack import families
 from jaxstack.checkpoint import manifest
 from jaxstack.config import Config, ConfigError, PipelineConfig
 from jaxstack.data.buckets import BucketReader
@@ -22,12 +23,13 @@ from jaxstack.data.loader import bucket_sizes
 from jaxstack.data.pairs import PairTokens
 from jaxstack.data.tokens import Tokens
 from jaxstack.families.context import make_context
-from jaxstack.models import family as families
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.planner import memory, mesh_search
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
+from jaxstack.training.assemble import extras_of
+from jaxstack.training.features.experts import Counts
 from jaxstack.training.services.compile_ahead import CompileAhead
 
 SIZES = {8: (3, 8), 16: (9, 13), 32: (19, 32)}
@@ -75,7 +77,7 @@ def alone(real_BK: np.ndarray):
             total = batch["loss_weights"].sum()
             rows = float(real_BK.shape[0])
             stacks = dict.fromkeys(families.of(cfg.model).stacks(cfg.model), total)
-            totals = losses.BatchTotals({term.name: total}, stacks, dict.fromkeys(stacks, rows))
+            counts = Counts(stacks, dict.fromkeys(stacks, rows))
 
             def objective(trained, frozen):
                 loss, added = 0.0, 0.0
@@ -86,7 +88,7 @@ def alone(real_BK: np.ndarray):
                     def one(row):
                         row = {name: a[None] for name, a in row.items()}
                         sums, aux = losses.loss_sums(cfg.model, params.combine(trained, frozen), row, ctx)
-                        return sums[term.name], losses.auxiliary(cfg.model, aux, totals)
+                        return sums[term.name], extras_of(cfg.model).loss(aux, counts, None)
 
                     sums, aux = jax.lax.map(one, cut)
                     loss, added = loss + sums.sum() / total, added + jnp.sum(aux)
@@ -148,10 +150,15 @@ def test_in_bfloat16_a_batch_is_near_each_document_alone_in_float32(rng):
         assert np.linalg.norm(short[path] - g) < 0.03 * np.linalg.norm(g), path
 
 
+def ahead_of(cfg: Config, ctx: Context) -> CompileAhead:
+    """Builds what compiles the steps of a run ahead."""
+    return CompileAhead(cfg.data, families.of(cfg.model).batch_spec(cfg), ctx.layout.sharding(ctx.layout.batch))
+
+
 def toy(cfg: Config, step, lengths) -> tuple[CompileAhead, Any, list[dict[str, np.ndarray]]]:
     """A jitted step that is compiled ahead for batches of three lengths, and such batches."""
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1])
-    ahead = CompileAhead(cfg, make_context(cfg, mesh)).__enter__()
+    ahead = ahead_of(cfg, make_context(cfg, mesh)).__enter__()
     first = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     run = ahead.wrap(jax.jit(step), first, lengths)
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -180,7 +187,7 @@ def test_a_length_has_one_program_that_a_thread_compiles_before_it_is_needed():
     plain = meshes.config("llama3", {})
     ctx = make_context(plain, make_mesh(plain.mesh, plain.microbatch_size, jax.devices()[:1]))
     function = jax.jit(step)
-    assert CompileAhead(plain, ctx).wrap(function, total, [32]) is function, "rows of one length"
+    assert ahead_of(plain, ctx).wrap(function, total, [32]) is function, "rows of one length"
 
 
 def test_a_program_that_cannot_be_compiled_is_an_error_of_the_next_step():

@@ -10,8 +10,8 @@ import pytest
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
 from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
-from jaxstack.training import step
-from jaxstack.training.state import abstract_state
+from jaxstack.training import assemble
+from jaxstack.training.state import Recipe, abstract_state
 
 
 def lower_step(model: ModelConfig, sizes: MeshConfig) -> jax.stages.Lowered:
@@ -19,13 +19,13 @@ def lower_step(model: ModelConfig, sizes: MeshConfig) -> jax.stages.Lowered:
     cfg = Config(model=model, data=DataConfig(seq_len=16, batch_size=2), mesh=sizes)
     mesh = make_mesh(sizes, 2, jax.devices()[:2])
     ctx = make_context(cfg, mesh)
-    state = abstract_state(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
     placed = ctx.layout.sharding(ctx.layout.batch)
     batch = {
         name: jax.ShapeDtypeStruct((2, 16), dtype, sharding=placed)
         for name, dtype in [("tokens", jnp.int32), ("targets", jnp.int32), ("loss_weights", jnp.float32)]
     }
-    return jax.jit(step.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)
+    return jax.jit(assemble.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)
 
 
 def operations(num_layers: int) -> tuple[Counter[str], Counter[str]]:

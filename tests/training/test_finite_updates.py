@@ -19,8 +19,8 @@ from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.models.params import flat_spec, map_spec
 from jaxstack.sharding import make_mesh
-from jaxstack.training import optimizer, step
-from jaxstack.training.state import abstract_state, init_state, make_state
+from jaxstack.training import assemble, optimizer, step
+from jaxstack.training.state import Recipe, abstract_state, init_state, make_state
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "sgd")
@@ -150,11 +150,11 @@ def test_stages_accumulation_and_adapters_go_the_same_way(rng):
         mesh=MeshConfig(data=1, pipe=2, fsdp=2),
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, 4, jax.devices()[:4]))
-    abstract = abstract_state(cfg, ctx)
-    state = make_state(cfg, ctx, abstract)
+    abstract = abstract_state(Recipe.of(cfg), ctx)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
     before = jax.device_get(state)
     batch = jax.device_put(unseen_tokens(cfg, rng), ctx.layout.sharding(ctx.layout.batch))
-    after, metrics = step.jit_train_step(cfg, ctx, abstract)(state, batch)
+    after, metrics = assemble.jit_train_step(cfg, ctx, abstract)(state, batch)
     assert np.isfinite(metrics["grad_norm"])
     assert int(after.skipped) == 1
     assert same((after.params, after.opt_state), (before.params, before.opt_state))
@@ -167,18 +167,18 @@ def test_a_state_that_overflows_is_skipped_though_the_update_is_finite(rng, monk
         return jax.tree.map(jnp.zeros_like, grads), jax.tree.map(lambda s: s + jnp.inf, state)
 
     zeros = optax.GradientTransformation(lambda values: jax.tree.map(jnp.zeros_like, values), update)
-    monkeypatch.setattr(step, "make_optimizer", lambda cfg, ctx: zeros)
+    monkeypatch.setattr(assemble, "make_optimizer", lambda cfg, ctx: zeros)
     cfg = config(optim=NO_EPS)
-    state = init_state(cfg)
+    state = init_state(Recipe.of(cfg))
     state = dataclasses.replace(state, opt_state=zeros.init(state.params))
-    after, _ = jax.jit(step.make_train_step(cfg, Context()))(state, random_batch(cfg, rng))
+    after, _ = jax.jit(assemble.make_train_step(cfg, Context()))(state, random_batch(cfg, rng))
     assert int(after.skipped) == 1
     assert same(after.opt_state, state.opt_state)
 
 
 def test_debug_names_optimizer_parameter_and_reason(rng):
     cfg = config(optim=NO_EPS, model=dataclasses.replace(TINY, num_layers=1))
-    lines = [*explain_update(cfg, Context(), init_state(cfg), unseen_tokens(cfg, rng))]
+    lines = [*explain_update(cfg, Context(), init_state(Recipe.of(cfg)), unseen_tokens(cfg, rng))]
     text = "\n".join(lines)
     assert lines[0].startswith("update   optim.name=adamw makes ")
     assert lines[1].startswith("where    the parameter embedding/tokens, first at [5, 0]: float32 ")
@@ -187,4 +187,4 @@ def test_debug_names_optimizer_parameter_and_reason(rng):
     assert lines[-1].startswith("fix      optim.eps=0 ")
     assert lines[-1].endswith("Use optim.eps=1e-08.")
     fine = dataclasses.replace(cfg, optim=OptimConfig(warmup_steps=0))
-    assert [*explain_update(fine, Context(), init_state(fine), unseen_tokens(fine, rng))] == []
+    assert [*explain_update(fine, Context(), init_state(Recipe.of(fine)), unseen_tokens(fine, rng))] == []

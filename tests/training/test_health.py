@@ -10,7 +10,7 @@ import pytest
 from jaxstack import train
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.hardware import CHIPS
-from jaxstack.config import Config, ConfigError, MeshConfig, RunConfig
+from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, RunConfig
 from jaxstack.runtime import launchers
 from jaxstack.training.services import health
 
@@ -158,12 +158,12 @@ def test_a_process_that_is_lost_meanwhile_is_an_error_of_one_line(monkeypatch):
 
     monkeypatch.setattr(health.distributed, "gather_to_process_0", lost)
     with pytest.raises(RunError, match=r"were checked \(DEADLINE_EXCEEDED: no answer\)\. Check the logs") as raised:
-        health.check(Config(), preflight=True)
+        health.check(ModelConfig(), MeshConfig(), RunConfig().dir, 300.0, preflight=True)
     assert raised.value.code is Exit.PEER_LOST
 
 
 def test_a_checkpoint_has_at_least_the_trained_parameters():
     cfg = Config()
     vocabulary = dataclasses.replace(cfg.model, vocab_size=256)
-    count = health.params.count(health.family.spec(vocabulary))
-    assert health.least_bytes(dataclasses.replace(cfg, model=vocabulary)) == 4 * count > 0
+    count = health.params.count(health.families.spec(vocabulary))
+    assert health.least_bytes(vocabulary) == 4 * count > 0

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import test_meshes as meshes
 
+from jaxstack import families
 from jaxstack.families.context import make_context
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.sharding import make_mesh
 from jaxstack.training.services.init_from import has_zeros
 
@@ -19,7 +20,7 @@ def test_a_zero_of_a_matrix_is_found(stages):
     model = dataclasses.replace(cfg.model, num_layers=3, pad_vocab_to=128, tied_embeddings=False)
     cfg = dataclasses.replace(cfg, model=model)
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:stages]))
-    spec = params.pad_to_slots(family.spec(cfg.model), ctx.layout.stages)
+    spec = params.pad_to_slots(families.spec(cfg.model), ctx.layout.stages)
     values = jax.tree.map(np.array, jax.jit(lambda key: params.init(key, spec, ctx.layout.stages))(jax.random.key(0)))
     assert values["head"]["w"].shape[1] == 128
     assert not values["head"]["w"][:, 64:].any()

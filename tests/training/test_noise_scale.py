@@ -17,10 +17,10 @@ from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelCo
 from jaxstack.families.context import make_context
 from jaxstack.sharding import make_mesh
 from jaxstack.tracking.noise_scale import WINDOW, NoiseScale
-from jaxstack.training import step
+from jaxstack.training import assemble
+from jaxstack.training.assemble import make_gradients
 from jaxstack.training.features import noise_scale
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 CASES = [
     ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
@@ -39,7 +39,11 @@ def on_mesh(cfg: Config):
     """Returns the initial parameters, the jitted gradients, and the context of a configuration."""
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     ctx = make_context(cfg, mesh)
-    return make_state(cfg, ctx, abstract_state(cfg, ctx)).params, jax.jit(make_gradients(cfg, ctx)), ctx
+    return (
+        make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params,
+        jax.jit(make_gradients(cfg, ctx)),
+        ctx,
+    )
 
 
 @functools.cache
@@ -121,7 +125,7 @@ def test_the_known_noise_scale_of_independent_targets(mesh, rng):
     )
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, devices))
-    state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+    state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
     state.params["head"]["w"] = jax.numpy.zeros_like(state.params["head"]["w"])
     shape = STEPS, BATCH, LENGTH
     batches = {
@@ -130,7 +134,7 @@ def test_the_known_noise_scale_of_independent_targets(mesh, rng):
         "loss_weights": (rng.random(shape) < rng.uniform(0.2, 1.0, (STEPS, BATCH, 1))).astype(np.float32),
     }
     batches = jax.device_put(batches, ctx.layout.sharding(PartitionSpec(None, *ctx.layout.batch)))
-    train_step = step.make_train_step(cfg, ctx)
+    train_step = assemble.make_train_step(cfg, ctx)
     _, metrics = jax.jit(lambda state, batches: jax.lax.scan(train_step, state, batches))(state, batches)
     signal, noise, tokens = (np.asarray(metrics[key], float) for key in ("grad_signal", "grad_noise", "tokens"))
     assert noise.mean() / signal.mean() == pytest.approx(expected, rel=0.1)
@@ -149,9 +153,9 @@ def test_nothing_is_measured_unless_it_is_asked_for(monkeypatch):
         monkeypatch.delattr(noise_scale, name)
     cfg = meshes.config("llama3", {"data": 2, "context": 2}, accum=2)
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:4]))
-    state = abstract_state(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
     batch = meshes.random_batch(0, False, cfg.model)
-    _, metrics = jax.eval_shape(step.make_train_step(cfg, ctx), state, batch)
+    _, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
     assert not {"grad_signal", "grad_noise"} & set(metrics)
 
 

@@ -21,7 +21,7 @@ from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training import optimizer, whole_matrices
-from jaxstack.training.state import abstract_state, make_optimizer
+from jaxstack.training.state import Recipe, abstract_state, make_optimizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -351,8 +351,8 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     how = {"name": "muon", "lr": 1.0, "warmup_steps": 0, "weight_decay": 0.1}
     cfg = Config(model=EXPERTS_MODEL, optim=OptimConfig(**how), mesh=MeshConfig(**{"data": 1} | mesh))
     ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(cfg.mesh.sizes.values())]))
-    state = abstract_state(cfg, ctx)
-    tx = make_optimizer(cfg, ctx)
+    state = abstract_state(Recipe.of(cfg), ctx)
+    tx = make_optimizer(Recipe.of(cfg), ctx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
     compiled = jax.jit(tx.update, out_shardings=shardings).lower(state.params, state.opt_state, state.params).compile()
 
@@ -377,7 +377,7 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     values, grads = (
         jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), state.params) for _ in range(2)
     )
-    alone = make_optimizer(cfg)
+    alone = make_optimizer(Recipe.of(cfg))
     truth, _ = jax.jit(alone.update)(grads, alone.init(values), values)
     placed = jax.device_put((grads, alone.init(values), values), (shardings[0], shardings[1], shardings[0]))
     updates, new = compiled(*placed)

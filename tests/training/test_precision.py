@@ -21,7 +21,7 @@ from jaxstack.config import Config, KernelsConfig, PipelineConfig
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.sharding import BATCH_AXES, make_mesh
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.assemble import make_gradients
 
 BOUND = 0.02
 # Rows of pairs are short and mostly padding. Their noise falls with the root of the tokens, as rounding errors in a sum

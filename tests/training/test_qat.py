@@ -21,10 +21,11 @@ from jaxstack.models.context import Context
 from jaxstack.planner import estimate
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
+from jaxstack.training.assemble import make_gradients
 from jaxstack.training.features import qat
-from jaxstack.training.gradients import make_gradients
+from jaxstack.training.features.qat import evaluated_params
 from jaxstack.training.optimizer import AverageState
-from jaxstack.training.state import TrainState, abstract_state, evaluated_params
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 # Groups of 32: with two tensor shards, the 96 inputs of w_down have a group on both of them.
 FORMATS = {"int4": 32, "int8": 32, "fp8": None, "nf4": 64}
@@ -50,7 +51,7 @@ def placed(cfg: Config, seed: int):
     """The context of a run on its mesh, and random parameters."""
     devices = jax.devices()[: int(np.prod([*cfg.mesh.sizes.values()]))]
     ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, devices))
-    rng, abstract = np.random.default_rng(seed), abstract_state(cfg, ctx).params
+    rng, abstract = np.random.default_rng(seed), abstract_state(Recipe.of(cfg), ctx).params
     return ctx, jax.tree.map(
         lambda like: jax.device_put(rng.normal(0, 0.1, like.shape).astype(np.float32), like.sharding), abstract
     )
@@ -82,9 +83,9 @@ def test_the_forward_pass_reads_what_compression_stores(name, weights, seed):
     cfg = config(name, {}, weights)
     _, values = placed(cfg, seed)
     expected = dict(flatten(stored(cfg, jax.device_get(values))))
-    compiled = jax.jit(lambda values: qat.round_params(cfg, values))(values)
+    compiled = jax.jit(lambda values: qat.round_params(cfg.model, cfg.train.rounding, values))(values)
     changed = 0
-    for found in (compiled, qat.round_arrays(cfg, values)):
+    for found in (compiled, qat.round_arrays(cfg.model, cfg.train.rounding, values)):
         for path, value in flatten(found).items():
             np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[path]), path)
             changed += not np.array_equal(np.asarray(value), np.asarray(flatten(values)[path]))
@@ -121,8 +122,8 @@ def test_evaluation_uses_rounded_matrices(seed):
     plain = TrainState(*[jax.numpy.zeros(())] * 4, params=values, opt_state=())
     averaged = replace(plain, opt_state=AverageState(jax.numpy.zeros(()), halves, ()))
     for state, used in ((plain, values), (averaged, halves)):
-        expected = qat.round_arrays(cfg, used)
-        for path, found in flatten(evaluated_params(cfg, state)).items():
+        expected = qat.round_arrays(cfg.model, cfg.train.rounding, used)
+        for path, found in flatten(evaluated_params(Recipe.of(cfg), state)).items():
             np.testing.assert_array_equal(np.asarray(found), np.asarray(flatten(expected)[path]), path)
         assert not np.array_equal(expected["layers"]["moe"]["w_up"], used["layers"]["moe"]["w_up"])
 
@@ -133,7 +134,10 @@ def test_scales_are_those_of_one_device(name, mesh, how, seed):
     """Bit for bit, also where a group of inputs is on two devices; and the arrays are sharded as before."""
     one, other = config(name, {}), config(name, mesh)
     (_, values), (_, split) = placed(one, seed), placed(other, seed)
-    expected, found = flatten(qat.round_arrays(one, values)), flatten(qat.round_arrays(other, split))
+    expected, found = (
+        flatten(qat.round_arrays(one.model, one.train.rounding, values)),
+        flatten(qat.round_arrays(other.model, other.train.rounding, split)),
+    )
     for path, before in flatten(split).items():
         np.testing.assert_array_equal(np.asarray(found[path]), np.asarray(expected[path]), path)
         assert found[path].sharding.is_equivalent_to(before.sharding, before.ndim), path

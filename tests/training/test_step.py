@@ -24,8 +24,8 @@ from jaxstack.models import decoder, params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 from jaxstack.sharding import make_mesh
-from jaxstack.training import losses, step
-from jaxstack.training.state import abstract_state, init_state, make_state
+from jaxstack.training import assemble, losses
+from jaxstack.training.state import Recipe, abstract_state, init_state, make_state
 
 TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=19, max_positions=16)
 
@@ -44,7 +44,11 @@ def build(cfg: Config, devices: int = 1, **how):
     """Returns a state on a mesh, the jitted step, and its context."""
     mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
     ctx = dataclasses.replace(make_context(cfg, mesh), **how)
-    return make_state(cfg, ctx, abstract_state(cfg, ctx)), jax.jit(step.make_train_step(cfg, ctx)), ctx
+    return (
+        make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)),
+        jax.jit(assemble.make_train_step(cfg, ctx)),
+        ctx,
+    )
 
 
 def random_batch(cfg: Config, rng: np.random.Generator, weights: bool = True) -> dict[str, np.ndarray]:
@@ -281,7 +285,7 @@ def test_a_spike_is_skipped_unless_it_is_only_reported(action, rng):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is_finite(rng, monkeypatch):
-    real = step.make_gradients
+    real = assemble.make_gradients
 
     def poisoned(cfg, ctx):
         def gradients(*args):
@@ -291,7 +295,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is_finite(rng,
 
         return gradients
 
-    monkeypatch.setattr(step, "make_gradients", poisoned)
+    monkeypatch.setattr(assemble, "make_gradients", poisoned)
     cfg = config()
     state, train_step, _ = build(cfg)
     after, metrics = train_step(state, random_batch(cfg, rng))
@@ -306,7 +310,7 @@ def test_evaluation_sums_over_weights_and_drops_nothing(rng, accum):
     batch = random_batch(cfg, rng)
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape).astype(np.float32)
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
-    total, tokens, right = jax.jit(step.make_eval_step(cfg, Context()))(values, batch)
+    total, tokens, right = jax.jit(assemble.make_eval_step(cfg.model, Context()))(values, batch)
     assert right is None  # of next tokens the loss is the aim
     logits, _ = decoder.forward(cfg.model, values, batch["tokens"])
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
@@ -320,8 +324,8 @@ def test_microbatches_are_summed_in_float32_whatever_the_dtype_of_the_pass(rng):
     # All tokens count: then the divisors differ by a power of two, and nothing rounds otherwise.
     batch, ctx = random_batch(cfg, rng, weights=False), Context(dtype=jnp.bfloat16)
     values = params.init(jax.random.key(0), decoder.spec(cfg.model))
-    _, got, sums = jax.jit(step.make_gradients(cfg, ctx))(values, batch)
-    one = jax.jit(step.make_gradients(dataclasses.replace(cfg, train=TrainConfig(steps=10, dtype="bfloat16")), ctx))
+    _, got, sums = jax.jit(assemble.make_gradients(cfg, ctx))(values, batch)
+    one = jax.jit(assemble.make_gradients(dataclasses.replace(cfg, train=TrainConfig(steps=10, dtype="bfloat16")), ctx))
     expected = dict.fromkeys(flatten(values), 0.0)
     for i in range(8):
         micro = {name: a[i::8] for name, a in batch.items()}

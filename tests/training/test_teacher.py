@@ -18,9 +18,9 @@ from jaxstack.families.context import make_context
 from jaxstack.models import decoder
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
+from jaxstack.training.assemble import make_gradients
 from jaxstack.training.features import teacher
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_state
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 DISTILL = DistillConfig(teacher="elsewhere", weight=0.6, temperature=2.0, top_tokens=9)
 MESHES = [
@@ -72,11 +72,11 @@ def test_a_teacher_says_its_likeliest_tokens(name, mesh, dtype, seed):
     cfg = replace(cfg, train=TrainConfig(dtype=dtype))
     devices = make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:4])
     ctx = make_context(cfg, devices)
-    values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+    values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
     values = jax.tree.map(lambda a: 3 * a, values)
     batch = test_meshes.random_batch(seed, True, cfg.model)
     placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
-    found = teacher.make_teach(cfg, values, ctx.whole_sequences())(placed)
+    found = teacher.make_teach(cfg.distill, cfg.model, values, ctx.whole_sequences())(placed)
     ids, log_probs = np.asarray(found["teacher_ids"]), np.asarray(found["teacher_log_probs"])
 
     one = jax.device_put(values, jax.devices()[0])
@@ -99,7 +99,7 @@ def test_gradients_in_bfloat16_are_those_of_float32(seed):
     for dtype in ("float32", "bfloat16"):
         cfg = replace(config("llama3", {}), train=TrainConfig(dtype=dtype))
         ctx = make_context(cfg, make_mesh(cfg.mesh, test_meshes.BATCH, jax.devices()[:1]))
-        values = make_state(cfg, ctx, abstract_state(cfg, ctx)).params
+        values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
         batch = jax.device_put(taught(cfg, seed), ctx.layout.sharding(ctx.layout.batch))
         found.append(flatten(jax.jit(make_gradients(cfg, ctx))(values, batch)[1]))
     for path, exact in found[0].items():

@@ -12,20 +12,19 @@ import test_by_hand as definition
 import test_meshes as meshes
 from jax.sharding import PartitionSpec
 
-from jaxstack import train
+from jaxstack import families, start
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, DebugConfig, MeshConfig, OptimConfig, PipelineConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import family
 from jaxstack.models import watch as taps
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.sharding import make_mesh, totals, transformer
 from jaxstack.tracking import watched
+from jaxstack.training.assemble import jit_train_step, make_gradients, make_train_step
 from jaxstack.training.features import watch
-from jaxstack.training.gradients import make_gradients
-from jaxstack.training.state import abstract_state, make_state
-from jaxstack.training.step import make_train_step
+from jaxstack.training.setup import Setup
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 EXPONENTS = range(-40, 17)
 ROUNDING = 3e-7
@@ -175,7 +174,7 @@ def test_activations_are_those_of_the_definition(name, rng):
     cfg = dataclasses.replace(definition.MODELS[name], activation="silu")
     values, batch = definition.drawn(cfg, rng)
     ctx = Context(watch=frozenset(taps.TAPS))
-    _, aux = jax.jit(lambda values, batch: family.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
+    _, aux = jax.jit(lambda values, batch: families.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
     found = watched.statistics(["*"], jax.device_get(taps.only(aux)))
     expected = by_hand(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values), batch)
     # A dozen float32 operations in a row: some 1e-6, ten times that.
@@ -187,7 +186,7 @@ def run_step(cfg, batch, names, with_gradients=False):
     cfg = dataclasses.replace(cfg, debug=DebugConfig(watch=names))
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     ctx = make_context(cfg, mesh)
-    state = make_state(cfg, ctx, abstract_state(cfg, ctx))
+    state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
     step, gradients = make_train_step(cfg, ctx, watch.watched_of(cfg)), make_gradients(cfg, ctx)
 
     @jax.jit
@@ -333,15 +332,17 @@ def test_nothing_is_measured_between_the_steps():
     """The program of the other steps, and that of a run without `debug.watch`, is the same text."""
     cfg = meshes.config("llama3", {})
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:1]))
-    abstract, where = abstract_state(cfg, ctx), ctx.layout.sharding(ctx.layout.batch)
+    abstract, where = abstract_state(Recipe.of(cfg), ctx), ctx.layout.sharding(ctx.layout.batch)
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         for name, x in meshes.random_batch(0, False, cfg.model).items()
     }
-    plain = train.make_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
+    plain = jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
     on = dataclasses.replace(cfg, debug=DebugConfig(watch="*/mlp/out", watch_every=3))
-    usual = train.make_step(on, ctx, abstract)
-    chosen = [train.make_choice(on, ctx, abstract)(number, usual) for number in range(1, 8)]
+    mesh = ctx.layout.mesh
+    steps = start.make_steps(Setup(on, None, mesh, ctx, abstract, watch.watched_of(on)))
+    usual = steps.train
+    chosen = [steps.choose(number, on.debug.watch_every, usual) for number in range(1, 8)]
     assert [step is usual for step in chosen] == [True, True, False, True, True, False, True]
     assert usual.lower(abstract, batch).as_text() == plain
-    assert train.make_choice(cfg, ctx, abstract)(3, usual) is usual
+    assert start.make_steps(Setup(cfg, None, mesh, ctx, abstract)).choose(3, 3, usual) is usual

@@ -27,10 +27,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxstack.kernels import pallas_call
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import MASKED, Mask, Options, Tokens, row_dots
 from jaxstack.kernels.tiles import AttentionTile, attention_class, find_tile
-from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
 
@@ -167,18 +167,18 @@ def _call(kernel, over, static: _Static, heads, mask: Mask, inputs, in_specs, re
 
     per_sequence = None if of_keys is None else pl.BlockSpec((None, s), lambda i, h, b: (b, 0))
     block_visits = pl.BlockSpec((None, None, 4), lambda i, h, b: (b if visits.shape[0] > 1 else 0, block_index(i), 0))
-    visits, of_queries, of_keys, *inputs = collectives.match_varying(visits, of_queries, of_keys, *inputs)
-    kind = jax.typeof(visits).mat
-    return pl.pallas_call(
+    return pallas_call.gpu(
         partial(kernel, static._replace(masked_ends=masked_ends), block_index),
+        visits, of_queries, of_keys, *inputs,
+        out=results,
+        warps=tile.warps,
+        stages=tile.stages,
         grid=(count, heads, sequences),
         in_specs=[block_visits, per_sequence, per_sequence, *in_specs],
         out_specs=list(out_specs),
-        out_shape=[jax.ShapeDtypeStruct(*result, manual_axis_type=kind) for result in results],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
-    )(visits, of_queries, of_keys, *inputs)
+    )  # fmt: skip
 
 
 def _load(static: _Static, ref, start, size, head=None):

@@ -30,10 +30,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxstack.kernels import pallas_call
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import MASKED, Options, row_dots
 from jaxstack.kernels.tiles import dtype_class, find_tile
-from jaxstack.sharding import collectives
 
 _LOG2E = math.log2(math.e)
 _BLOCKS = (1024, 512, 384, 256, 128)  # tokens of a block, from the largest; sequences are padded to multiples of one
@@ -242,10 +242,10 @@ def _call(kernel, static: _Static, grid, visits, inputs, in_specs, results, out_
     `scratch` are the shapes of float32 arrays in VMEM.
     """
     semantics: tuple[Any, ...] = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-    visits, *inputs = collectives.match_varying(visits, *inputs)
-    kind = jax.typeof(visits).mat
-    return pl.pallas_call(
-        partial(kernel, static),
+    return pallas_call.tpu(
+        partial(kernel, static), visits, *inputs,
+        out=results,
+        semantics=semantics,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
@@ -253,11 +253,9 @@ def _call(kernel, static: _Static, grid, visits, inputs, in_specs, results, out_
             out_specs=list(out_specs),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct(*result, manual_axis_type=kind) for result in results],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=static.o.interpret,
         name=f"attention_{kernel.__name__.strip('_').removesuffix('_kernel')}",
-    )(visits, *inputs)
+    )  # fmt: skip
 
 
 def _dot(a, b, over=(1, 0)):

@@ -14,12 +14,16 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxstack.config import Config, ConfigError
+from jaxstack.common.tree import Batch
+from jaxstack.config import ConfigError
 from jaxstack.models.context import Context
-from jaxstack.models.params import Params
+from jaxstack.models.params import Params, Spec, partition
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 from jaxstack.sharding.rules import names_of
+from jaxstack.training.gradients import Key, Part, Share
+from jaxstack.training.losses import BatchTotals, Metrics, Objective
+from jaxstack.training.step import Probe
 
 
 def replica_axes(ctx: Context) -> Axes:
@@ -31,20 +35,50 @@ def replica_axes(ctx: Context) -> Axes:
     return tuple(axis for axis in ctx.layout.axes("batch") if axis not in held)
 
 
-def require_small_batches(cfg: Config, ctx: Context) -> None:
-    """Checks that a step has at least two small batches.
+def measured(share: Share, ctx: Context, objective: Objective, spec: Spec) -> Share:
+    """Returns the gradients of one small batch with `measure` among its figures."""
+    trained_spec, _ = partition(spec, spec)
+    first = objective.terms[0]
 
-    Args:
-      cfg: the run.
-      ctx: execution context within the step, see `partitioned.within_step`.
+    def with_figures(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
+        part = share(params, batch, key, totals)
+        grads = ctx.layout.sync_grads(trained_spec, part.grads, without=replica_axes(ctx))
+        figures = measure(ctx, grads, batch[first.weights], totals.weights[first.name])
+        return part._replace(grads=grads, figures=figures)
+
+    return with_figures
+
+
+def totalled(share: Share, ctx: Context) -> Share:
+    """Returns a share whose figures are those of all small batches of a step, from those of this replica."""
+
+    def with_totals(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
+        part = share(params, batch, key, totals)
+        replicas = replica_axes(ctx)
+        return part._replace(figures={name: collectives.all_reduce(x, replicas) for name, x in part.figures.items()})
+
+    return with_totals
+
+
+class NoiseProbe(Probe):
+    """Reports the estimates of a step."""
+
+    def metrics(self, sums: Metrics, grads: Params, grad_norm: jax.Array, updated: Metrics) -> Metrics:
+        """See `estimate`."""
+        return estimate(sums, grad_norm)
+
+
+def require_small_batches(ctx: Context, microbatches: int) -> None:
+    """Checks that a step has at least two small batches; `ctx` is the context within the step.
 
     Raises:
       ConfigError: it has one.
     """
     replicas = math.prod(ctx.layout.mesh.shape[axis] for axis in replica_axes(ctx)) if ctx.layout.mesh else 1
-    if cfg.train.noise_scale and replicas * cfg.train.grad_accum == 1:
-        found = "XLA sums the gradients of all replicas (mesh.partitioner=auto)"
-        found = found if ctx.layout.partitioner == "auto" else "there is one replica (mesh.data=1)"
+    if replicas * microbatches == 1:
+        found = "there is one replica (mesh.data=1)"
+        if ctx.layout.partitioner == "auto":
+            found = "XLA sums the gradients of all replicas (mesh.partitioner=auto)"
         raise ConfigError(
             f"train.noise_scale=true compares gradients within a step, but train.grad_accum=1 and {found}. Use "
             f"train.grad_accum=2 or more" + (" or mesh.data above 1." if ctx.layout.partitioner == "manual" else ".")
@@ -78,21 +112,18 @@ def measure(ctx: Context, grads: Params, weights: jax.Array, total_weight: jax.A
     return {"small_squared_norm": weighted, "small_batches": used.astype(jnp.float32)}
 
 
-def total(ctx: Context, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the sums over all small batches of a step, from those of this replica."""
-    return {name: collectives.all_reduce(x, replica_axes(ctx)) for name, x in sums.items()}
-
-
 def estimate(sums: Mapping[str, jax.Array], grad_norm: jax.Array) -> dict[str, jax.Array]:
     """Returns unbiased estimates from one step: `grad_signal` is |G|^2, and `grad_noise` is S in tokens.
 
     Average both over steps before you divide them. With fewer than two small batches they are not finite.
 
     Args:
-      sums: of the step, from `gradients.make_gradients`.
+      sums: of the step, from `assemble.make_gradients`.
       grad_norm: norm of the gradient of the whole batch.
     """
-    count, small, big = sums["small_batches"], sums["small_squared_norm"], jnp.square(grad_norm)
+    count = sums["small_batches"]
+    small = sums["small_squared_norm"]
+    big = jnp.square(grad_norm)
     return {
         "grad_signal": (count * big - small) / (count - 1),
         "grad_noise": sums["tokens"] * (small - big) / (count - 1),

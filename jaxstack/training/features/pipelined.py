@@ -8,10 +8,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxstack import pipeline
+from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError
-from jaxstack.models import family, params
+from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.models import params as parameters
 from jaxstack.models.blocks import Stack, group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order
@@ -19,57 +19,62 @@ from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec
 from jaxstack.pipeline import PipelineFns, StackFns
 from jaxstack.pipeline.functions import Layer
-from jaxstack.training import losses
+from jaxstack.training.gradients import Key, Part, Share
+from jaxstack.training.losses import BatchTotals, Objective, Sums
 
 
-def pipeline_fns(cfg: Config, ctx: Context, totals: losses.BatchTotals) -> PipelineFns:
+def pipeline_fns(
+    cfg: ModelConfig, ctx: Context, objective: Objective, split: Sequence[str], totals: BatchTotals
+) -> PipelineFns:
     """Returns what the stages of a pipeline run, on parameters as `Context.within_stage` reads them.
 
     Args:
-      cfg: the run.
+      cfg: the model.
       ctx: execution context of the parameters as they are stored.
-      totals: of the global batch, from `losses.batch_totals`.
+      objective: what the run minimises.
+      split: see `PipelineConfig.split`.
+      totals: of the global batch.
     """
-    model = family.of(cfg.model)
-    stacks, ctx = model.stacks(cfg.model), ctx.within_stage
-    trained, _ = params.partition(family.spec(cfg.model), family.spec(cfg.model))
+    model = families.of(cfg)
+    stacks = model.stacks(cfg)
+    spec = families.spec(cfg)
+    ctx = ctx.within_stage
+    trained, _ = parameters.partition(spec, spec)
 
     def prepare(micro: Batch) -> tuple[LayerInputs, Batch]:
-        return model.make_layer_inputs(cfg.model, micro, ctx), micro
+        return model.make_layer_inputs(cfg, micro, ctx), micro
 
     def embed(shared: Params, inputs: tuple[LayerInputs, Batch]) -> Stream:
-        return model.embed(cfg.model, shared, inputs[0], ctx)
+        return model.embed(cfg, shared, inputs[0], ctx)
 
     def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
         def step(
             weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
         ) -> tuple[Stream, jax.Array, Aux]:
             x, side = stream
-            x, aux = stack.step(cfg.model, ctx, weights, x, index, inputs[0].of_stack(name, side))
-            return (x, side), jnp.asarray(losses.auxiliary(cfg.model, aux, totals, name)), aux
+            x, aux = stack.step(cfg, ctx, weights, x, index, inputs[0].of_stack(name, side))
+            return (x, side), jnp.asarray(objective.extras.loss(aux, totals.counts, name)), aux
 
         return remat(ctx, step)
 
     def later(name: str, stack: Stack) -> StackFns:
-        begin = enter(cfg.model, stack, ctx)
+        begin = enter(cfg, stack, ctx)
         return StackFns(lambda shared, stream, inputs: begin(shared, stream, inputs[0]), layer(name, stack))
 
-    def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> losses.Sums:
-        hidden = model.final_norm(cfg.model, shared, stream[0], inputs[0], ctx)
-        return losses.shares(cfg.model, losses.term_sums(cfg.model, shared, hidden, inputs[1], ctx), totals)
+    def loss(shared: Params, stream: Stream, inputs: tuple[LayerInputs, Batch]) -> Sums:
+        hidden = model.final_norm(cfg, shared, stream[0], inputs[0], ctx)
+        return objective.shares(objective.loss(cfg, shared, hidden, inputs[1], ctx), totals)
 
     (name, first), *others = stacks.items()
-    split = [split_matrices(cfg, trained.get(name, {}))] * first.period
-    return PipelineFns(prepare, embed, layer(name, first), loss, split, tuple(later(*other) for other in others))
+    matrices = [split_matrices(split, trained.get(name, {}))] * first.period
+    return PipelineFns(prepare, embed, layer(name, first), loss, matrices, tuple(later(*other) for other in others))
 
 
-def split_matrices(cfg: Config, spec: Spec) -> PyTree:
+def split_matrices(patterns: Sequence[str], spec: Spec) -> PyTree:
     """Returns for each weight of a layer whether its gradient is left to weight units, see `PipelineConfig.split`."""
-    patterns = cfg.pipeline.split or ()
-    wanted = [
-        p.kind == "matrix" and not p.frozen and is_split(patterns, path) for path, p in params.flat_spec(spec).items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params.map_spec(lambda p: 0, spec)), wanted)
+    flat = parameters.flat_spec(spec)
+    matrices = [p.kind == "matrix" and not p.frozen and is_split(patterns, path) for path, p in flat.items()]
+    return jax.tree.unflatten(jax.tree.structure(parameters.map_spec(lambda p: 0, spec)), matrices)
 
 
 def is_split(patterns: Sequence[str], path: str) -> bool:
@@ -83,76 +88,76 @@ def with_frozen(fns: PipelineFns, frozen: Params) -> PipelineFns:
     `frozen` are the shared parameters that are frozen. In place of its parameters, a layer then takes pairs (trained,
     frozen), one for each block of the step.
     """
-    embed, loss = fns.embed, fns.loss
+    embed = fns.embed
+    loss = fns.loss
     assert loss is not None
 
     def of_pairs(layer: Layer) -> Layer:
-        return lambda pair, *rest: layer([params.combine(*one) for one in zip(*pair, strict=True)], *rest)
+        return lambda pair, *rest: layer([parameters.combine(*one) for one in zip(*pair, strict=True)], *rest)
 
     def later(stack: StackFns) -> StackFns:
         begin = stack.enter
         return replace(
             stack,
-            enter=lambda shared, x, inputs: begin(params.combine(shared, frozen), x, inputs),
+            enter=lambda shared, x, inputs: begin(parameters.combine(shared, frozen), x, inputs),
             layer=of_pairs(stack.layer),
         )
 
     return replace(
         fns,
-        embed=lambda shared, inputs: embed(params.combine(shared, frozen), inputs),
+        embed=lambda shared, inputs: embed(parameters.combine(shared, frozen), inputs),
         layer=of_pairs(fns.layer),
-        loss=lambda shared, x, inputs: loss(params.combine(shared, frozen), x, inputs),
+        loss=lambda shared, x, inputs: loss(parameters.combine(shared, frozen), x, inputs),
         later=tuple(later(stack) for stack in fns.later),
     )
 
 
-def pipelined_gradients(
-    cfg: Config,
-    ctx: Context,
-    values: Params,
-    batch: Batch,
-    key: jax.Array | None,
-    totals: losses.BatchTotals,
-) -> tuple[tuple[losses.Sums, Aux], Params]:
-    """Returns this device's share of the objective's terms, auxiliary values and gradients, by the pipeline's table.
+def pipelined(cfg: ModelConfig, ctx: Context, objective: Objective, split: Sequence[str] | None) -> Share:
+    """Returns the gradients by the pipeline's table.
 
     Parameters that are stored in shards (FSDP) are gathered before the pipeline runs, and their gradients are scattered
     after it. With `pipeline.gather=layer` each unit does so for one layer at a time, and sums of gradients are shards.
 
     Args:
-      cfg: the run.
+      cfg: the model.
       ctx: execution context.
-      values: parameters, from `Layout.defer_grad_sync`.
-      batch: this device's rows.
-      key: for dropout. `None` disables it.
-      totals: of the global batch, from `losses.batch_totals`.
+      objective: what the run minimises.
+      split: see `PipelineConfig.split`. `None` is an error if the schedule has weight units.
     """
-    assert ctx.layout.pipeline is not None
-    if ctx.layout.pipeline.weight is not None and cfg.pipeline.split is None:
-        raise ConfigError(
-            "pipeline.split=null is chosen where a run starts or is planned. Here, name the weights, such as ['.*']."
-        )
-    stacks, spec = family.of(cfg.model).stacks(cfg.model), family.spec(cfg.model)
-    (trained_spec, frozen_spec), (trained, frozen) = params.partition(spec, spec), params.partition(spec, values)
+    program = ctx.layout.pipeline
+    assert program is not None
+    stacks = families.of(cfg).stacks(cfg)
+    spec = families.spec(cfg)
+    trained_spec, frozen_spec = parameters.partition(spec, spec)
 
-    def gather(spec: Spec, values: Params) -> tuple[Params, PyTree]:
+    def gather(spec: Spec, params: Params) -> tuple[Params, PyTree]:
         if ctx.layout.gather == "once":
-            values = ctx.layout.gather_params(spec, values)
-        shared, own = family.split_stacks(cfg.model, values)
-        groups = tuple(group_layers(stack.period, own.get(name, {})) for name, stack in stacks.items())
+            params = ctx.layout.gather_params(spec, params)
+        shared, layers = families.split_stacks(cfg, params)
+        groups = tuple(group_layers(stack.period, layers.get(name, {})) for name, stack in stacks.items())
         return shared, groups if len(groups) > 1 else groups[0]
 
-    if key is not None:
-        batch = {**batch, "key": jax.random.key_data(key)}
-    shared, stacked = gather(trained_spec, params.cast_matrices(trained_spec, trained, ctx.dtype))
-    micros = split_microbatches(batch, ctx.layout.pipeline.schedule.microbatches)
-    fns = pipeline_fns(cfg, ctx, totals)
-    constants = None
-    if frozen:
-        shared_frozen, constants = gather(frozen_spec, params.cast_matrices(frozen_spec, frozen, ctx.dtype))
-        fns = with_frozen(fns, shared_frozen)
-    sums = pipeline.execute(ctx.layout.pipeline, fns, "pipe", shared, stacked, micros, constants)
-    _, scatter = jax.vjp(partial(gather, trained_spec), trained)  # linear: its forward half is not run
-    (grads,) = scatter((sums.shared, sums.stacked))
-    auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.aux if len(stacks) > 1 else (sums.aux,))
-    return (sums.loss, in_layer_order(ctx, stacks, auxes)), grads
+    def share(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
+        if program.weight is not None and split is None:
+            raise ConfigError(
+                "pipeline.split=null is chosen where a run starts or is planned. Here, name the weights, such as "
+                "['.*']."
+            )
+        trained, frozen = parameters.partition(spec, params)
+        if key is not None:
+            batch = {**batch, "key": jax.random.key_data(key)}
+        shared, stacked = gather(trained_spec, parameters.cast_matrices(trained_spec, trained, ctx.dtype))
+        micros = split_microbatches(batch, program.schedule.microbatches)
+        fns = pipeline_fns(cfg, ctx, objective, split or (), totals)
+        constants = None
+        if frozen:
+            shared_frozen, constants = gather(frozen_spec, parameters.cast_matrices(frozen_spec, frozen, ctx.dtype))
+            fns = with_frozen(fns, shared_frozen)
+        sums = pipeline.execute(program, fns, "pipe", shared, stacked, micros, constants)
+        _, scatter = jax.vjp(partial(gather, trained_spec), trained)  # linear: its forward half is not run
+        (grads,) = scatter((sums.shared, sums.stacked))
+        auxes = sums.aux if len(stacks) > 1 else (sums.aux,)
+        auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), auxes)
+        return Part(sums.loss, in_layer_order(ctx, stacks, auxes), grads, {})
+
+    return share

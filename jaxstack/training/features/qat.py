@@ -9,38 +9,51 @@ from functools import partial
 
 import jax
 
-from jaxstack.config import Config, ModelConfig
+from jaxstack import families
+from jaxstack.common.tree import Batch
+from jaxstack.config import ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.kernels.rounding import round_matrix
-from jaxstack.models import family
 from jaxstack.models.params import Param, Params, is_compressed, map_spec
+from jaxstack.training.gradients import Gradients, Key
+from jaxstack.training.losses import Metrics
+from jaxstack.training.state import Recipe, TrainState, averaged_params
 
 
-def round_params(cfg: Config, values: Params) -> Params:
-    """Returns the parameters with rounded matrices, in a function that is compiled; without `train.qat`, as they are.
+def rounded(gradients: Gradients, model: ModelConfig, scheme: Scheme) -> Gradients:
+    """Returns the gradients at the rounded parameters."""
 
-    Args:
-      cfg: the run.
-      values: global arrays; adapters are not merged, and stay as they are.
+    def straight_through(params: Params, batch: Batch, key: Key = None) -> tuple[jax.Array, Params, Metrics]:
+        return gradients(round_params(model, scheme, params), batch, key)
+
+    return straight_through
+
+
+def round_arrays(model: ModelConfig, scheme: Scheme | None, params: Params) -> Params:
+    """Returns what `round_params` does for arrays on devices, sharded as they are; without a scheme, the arrays."""
+    if scheme is None:
+        return params
+    rounded = _round_compiled(model, scheme, params)
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), rounded, params)
+
+
+def evaluated_params(recipe: Recipe, state: TrainState) -> Params:
+    """Returns the parameters that evaluation and samples use: averaged with `optim.ema`, rounded with `train.qat`."""
+    return round_arrays(recipe.model, recipe.train.rounding, averaged_params(recipe.model, state))
+
+
+def round_params(model: ModelConfig, scheme: Scheme, params: Params) -> Params:
+    """Returns the parameters with rounded matrices, in a function that is compiled.
+
+    The arrays are global. Adapters are not merged, and stay as they are.
     """
-    return values if cfg.train.rounding is None else _round(cfg.model, cfg.train.rounding, values)
 
-
-def round_arrays(cfg: Config, values: Params) -> Params:
-    """Returns what `round_params` does for arrays on devices, sharded as they are."""
-    if cfg.train.rounding is None:
-        return values
-    rounded = _round_compiled(cfg.model, cfg.train.rounding, values)
-    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), rounded, values)
-
-
-def _round(model: ModelConfig, scheme: Scheme, values: Params) -> Params:
     def one(p: Param, value: jax.Array) -> jax.Array:
         return round_matrix(value, p.batch_axes, p.in_axes, scheme) if is_compressed(p) else value
 
-    name, _ = family.only_stack(model)
+    name, _ = families.only_stack(model)
     with jax.named_scope("round"):
-        return {**values, name: map_spec(one, family.spec(model)[name], values[name])}
+        return {**params, name: map_spec(one, families.spec(model)[name], params[name])}
 
 
-_round_compiled = partial(jax.jit, static_argnums=(0, 1))(_round)
+_round_compiled = partial(jax.jit, static_argnums=(0, 1))(round_params)

@@ -14,14 +14,17 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten
-from jaxstack.config import Config, ConfigError
-from jaxstack.models import family, params
+from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.models import params as parameters
 from jaxstack.models import watch as taps
+from jaxstack.models.batches import BatchSpec
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Param, Params
 from jaxstack.sharding.totals import Measured
+from jaxstack.training.losses import Metrics
+from jaxstack.training.step import Probe
 
 KINDS = ("gradient", "update", "update_ratio")
 """What can be watched of a trained parameter."""
@@ -35,11 +38,11 @@ class Watched:
     """The values that a step measures.
 
     Attributes:
-      cfg: the run.
+      model: the model.
       names: of the values, without the index of the layer.
     """
 
-    cfg: Config
+    model: ModelConfig
     names: frozenset[str]
 
     @property
@@ -47,56 +50,58 @@ class Watched:
         """The names of activations within a layer, for `Context.watch`."""
         return frozenset(tap for tap in taps.TAPS if any(name.endswith(f"/{tap}") for name in self.names))
 
-    def activations(self, sums: Aux) -> dict[str, Measured]:
-        """Returns the activations among the sums of a step, by name."""
-        return {name: value for name, value in taps.only(sums).items() if name in self.names}
 
-    def gradients(self, ctx: Context, grads: Params) -> dict[str, Measured]:
-        """Returns the statistics of gradients, before they are clipped, by name."""
-        return self._measure("gradient", ctx, grads)
+@dataclass(frozen=True)
+class WatchProbe(Probe):
+    """Measures the values of `watched` in a step; the metric `watch` has all of them, by name.
+
+    `ctx` is the context of the run.
+    """
+
+    watched: Watched
+    ctx: Context
 
     def updates(
-        self, ctx: Context, values: Params, changes: Params | None = None, moved: tuple[Params, Params] | None = None
-    ) -> dict[str, Measured]:
-        """Returns the statistics of updates, and what their ratios need, by name.
-
-        Args:
-          ctx: execution context.
-          values: trained parameters before the update.
-          changes: what the optimizer adds to them. `None` means zeros, for a step that is skipped.
-          moved: the parameters before and after the biases of routers were moved, which is not done by the optimizer.
-        """
-        changes = jax.tree.map(jnp.zeros_like, values) if changes is None else changes
-        if moved is not None:
-            changes = jax.tree.map(lambda u, a, b: u if a is b else u + (b - a), changes, *moved)
-        found = self._measure("update", ctx, changes)
-        before = flatten(values)
+        self, params: Params, changes: Params | None = None, new: tuple[Params, Params] | None = None
+    ) -> Metrics:
+        """Returns the statistics of updates, and what their ratios need, by name. A skipped step changes by zeros."""
+        if changes is None:
+            changes = jax.tree.map(jnp.zeros_like, params)
+        if new is not None:
+            changes = jax.tree.map(lambda change, a, b: change if a is b else change + (b - a), changes, *new)
+        figures = self._measure("update", changes)
+        before = flatten(params)
         for path, p, change in self._trained(changes):
-            if f"{path}/update_ratio" in self.names:
-                parts = (_in_layer_order(ctx, path, p, _squares(p, x)) for x in (change, before[path]))
-                found[f"{path}/update_ratio"] = Measured(dict(zip(("update", "parameter"), parts, strict=True)))
-        return found
+            if f"{path}/update_ratio" in self.watched.names:
+                squares = {"update": _squares(p, change), "parameter": _squares(p, before[path])}
+                figures[f"{path}/update_ratio"] = Measured(_in_layer_order(self.ctx, path, p, squares))
+        return figures
 
-    def _measure(self, kind: str, ctx: Context, tree: Params) -> dict[str, Measured]:
-        found = {}
+    def metrics(self, sums: Metrics, grads: Params, grad_norm: jax.Array, updated: Metrics) -> Metrics:
+        """Returns `watch`: the activations among the sums, the statistics of gradients, and `updated`."""
+        activations = {name: value for name, value in taps.only(sums).items() if name in self.watched.names}
+        return {"watch": activations | self._measure("gradient", grads) | updated}
+
+    def _measure(self, kind: str, tree: Params) -> Metrics:
+        figures: Metrics = {}
         for path, p, x in self._trained(tree):
-            if f"{path}/{kind}" in self.names:
+            if f"{path}/{kind}" in self.watched.names:
                 sums, largest = taps.moments(x, keep=p.stacked)
                 padding = prod(p.shape[p.stacked :]) - prod((p.unpadded or p.shape)[p.stacked :])
                 sums |= {name: sums[name] - padding for name in ("count", "zeros")}  # padding is zero
-                measured: Measured = _in_layer_order(ctx, path, p, Measured(sums, largest))
-                found[f"{path}/{kind}"] = measured
-        return found
+                figures[f"{path}/{kind}"] = _in_layer_order(self.ctx, path, p, Measured(sums, largest))
+        return figures
 
     def _trained(self, tree: Params) -> Iterable[tuple[str, Param, jax.Array]]:
         arrays = flatten(tree)
-        return [(path, p, arrays[path]) for path, p in trained(self.cfg).items()]
+        return [(path, p, arrays[path]) for path, p in trained(self.watched.model).items()]
 
 
-def trained(cfg: Config) -> dict[str, Param]:
+def trained(model: ModelConfig) -> dict[str, Param]:
     """Returns the declarations of the trained parameters by path."""
-    spec = family.spec(cfg.model)
-    return params.flat_spec(params.partition(spec, spec)[0])
+    spec = families.spec(model)
+    trained_spec, _ = parameters.partition(spec, spec)
+    return parameters.flat_spec(trained_spec)
 
 
 def _squares(p: Param, x: jax.Array) -> jax.Array:
@@ -111,16 +116,21 @@ def _in_layer_order(ctx: Context, path: str, p: Param, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: a[slots], tree)
 
 
-def all_names(cfg: Config) -> dict[str, str]:
+def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]:
     """Returns the names of all values of a model that can be watched, each with its name without the layer's index.
 
-    Those of activations are what one abstract forward pass returns on one device. Nothing is computed.
+    One abstract forward pass on one device gives the names of activations. Nothing is computed.
+
+    Args:
+      cfg: the model.
+      arrays: of a batch.
+      dtype: of activations.
     """
-    ctx = Context(dtype=jnp.dtype(cfg.train.dtype), watch=frozenset(taps.TAPS))
-    model = family.of(cfg.model)
-    batch = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in model.batch_spec(cfg).items()}
-    values = params.abstract(family.spec(cfg.model))
-    _, aux = jax.eval_shape(lambda values, batch: model.hidden_states(cfg.model, values, batch, ctx), values, batch)
+    ctx = Context(dtype=jnp.dtype(dtype), watch=frozenset(taps.TAPS))
+    model = families.of(cfg)
+    batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
+    params = parameters.abstract(families.spec(cfg))
+    _, aux = jax.eval_shape(lambda params, batch: model.hidden_states(cfg, params, batch, ctx), params, batch)
     depths = {name: jax.tree.leaves(measured)[0].shape[0] for name, measured in taps.only(aux).items()}
     for path, p in trained(cfg).items():
         depths |= {f"{path}/{kind}": p.shape[0] if p.stacked else None for kind in KINDS}
@@ -145,7 +155,7 @@ def watched_of(cfg: Config) -> Watched | None:
     """
     if not cfg.debug.patterns:
         return None
-    names = all_names(cfg)
+    names = all_names(cfg.model, families.of(cfg.model).batch_spec(cfg), cfg.train.dtype)
     found: set[str] = set()
     for pattern in cfg.debug.patterns:
         matches = fnmatch.filter(names, pattern)
@@ -157,4 +167,4 @@ def watched_of(cfg: Config) -> Watched | None:
                 f"any text."
             )
         found |= {names[name] for name in matches}
-    return Watched(cfg, frozenset(found))
+    return Watched(cfg.model, frozenset(found))

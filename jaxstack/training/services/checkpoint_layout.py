@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import path_of
-from jaxstack.config import Config
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.pipeline import Stages
 from jaxstack.pipeline.operations import to_slots
 from jaxstack.sharding.rules import names_of
-from jaxstack.training.state import TrainState, init_state
+from jaxstack.training.state import Recipe, TrainState, init_state
 
 Leaf = jax.ShapeDtypeStruct
 
@@ -28,8 +28,8 @@ class Layout:
 
     Attributes:
       abstract: shapes, dtypes and shardings in the checkpoint.
-      pack: converts the state of a run to that of a checkpoint. It copies the arrays once, or not at all where the run
-        stores them like the checkpoint.
+      pack: converts the state of a run to the state in a checkpoint. It copies the arrays once, or not at all where
+        the run stores them like the checkpoint.
       unpack: the inverse of `pack`, at the same cost. Leaves that are `...` stay as they are.
     """
 
@@ -38,19 +38,21 @@ class Layout:
     unpack: Callable[[TrainState], TrainState]
 
 
-def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout:
+def checkpoint_layout(recipe: Recipe, ctx: Context, abstract: TrainState) -> Layout:
     """Returns the layout of a run's checkpoints; `abstract` is from `abstract_state`."""
     assert ctx.layout.mesh is not None
     stages = (
         None if ctx.layout.pipeline is None or ctx.layout.pipeline.stages.is_layer_order else ctx.layout.pipeline.stages
     )
-    is_padded, sizes = cfg.model.padded_vocab > cfg.model.vocab, ctx.layout.mesh.shape
+    model = recipe.model
+    is_padded = model.padded_vocab > model.vocab
+    sizes = ctx.layout.mesh.shape
     if stages is None and not is_padded:
         return Layout(abstract, lambda state: state, lambda state: state)
-    stacked = [path for path, p in params.flat_spec(family.spec(cfg.model)).items() if p.stacked]
+    stacked = [path for path, p in params.flat_spec(families.spec(model)).items() if p.stacked]
     small = padded = _leaves(abstract)
     if is_padded:
-        bare = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
+        bare = recipe._replace(model=replace(model, pad_vocab_to=None))
         small = _leaves(jax.eval_shape(lambda: init_state(bare, ctx)))
 
     def placed(path: str) -> Stages | None:  # of parameters of layers, and of the optimizer's arrays for them
@@ -58,7 +60,8 @@ def checkpoint_layout(cfg: Config, ctx: Context, abstract: TrainState) -> Layout
         return stages.of(found[0]) if stages is not None and found else None
 
     def saved(keys: tuple[Any, ...], leaf: Leaf) -> Leaf:
-        path, entries = path_of(keys), (*leaf.sharding.spec, *[None] * leaf.ndim)
+        path = path_of(keys)
+        entries = (*leaf.sharding.spec, *[None] * leaf.ndim)
         shape = small[path].shape
         if stack := placed(path):
             shape = (len(stack.slot_of_layer), *shape[1:])

@@ -8,35 +8,34 @@ from typing import TypeAlias, TypeVar
 import jax
 
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config
-from jaxstack.data.loader import DataLoader
-from jaxstack.models import family
-from jaxstack.models.batches import abstract_batch, with_rows_of
-from jaxstack.models.context import Context
-from jaxstack.tracking.step_log import LoopState
+from jaxstack.config import DataConfig
+from jaxstack.models.batches import BatchSpec, abstract_batch, with_rows_of
 from jaxstack.training.features.teacher import Teach
-from jaxstack.training.state import TrainState, averaged_params
 
 Result = TypeVar("Result")
-Trained = TypeVar("Trained")
 Program: TypeAlias = "Future[jax.stages.Compiled]"
 
 
 class CompileAhead:
     """A thread that compiles one program for each length of rows, in the order in which batches need them.
 
-    With rows of one length it does nothing, and the first step compiles its program; nor with eager steps. Leaving the
+    With rows of one length it does nothing, and the first step compiles its program. Leaving the
     context cancels what the thread has not begun.
     """
 
-    def __init__(self, cfg: Config, ctx: Context) -> None:
+    def __init__(self, data: DataConfig, spec: BatchSpec, where: jax.sharding.Sharding, active: bool = True) -> None:
         """Prepares to compile; nothing is compiled yet.
 
         Args:
-          cfg: the run.
-          ctx: its execution context.
+          data: has the lengths of rows.
+          spec: the arrays of a batch with the longest rows.
+          where: sharding of a batch's arrays.
+          active: False means that steps are not compiled at all.
         """
-        self._cfg, self._data, self._where = cfg, cfg.data, ctx.layout.sharding(ctx.layout.batch)
+        self._data = data
+        self._spec = spec
+        self._where = where
+        self._active = active and len(data.lengths) > 1
         self._programs: list[Program] = []
 
     def __enter__(self) -> "CompileAhead":
@@ -61,7 +60,7 @@ class CompileAhead:
           lengths: those that will be needed, in the order of first use. Others are compiled when they are needed.
           teach: what adds arrays to the batches before the step. `None` means that nothing does.
         """
-        if len(self._data.lengths) == 1 or self._cfg.debug.eager:
+        if not self._active:
             return step
         programs: dict[int, Program] = {}
 
@@ -86,32 +85,9 @@ class CompileAhead:
 
         return run
 
-    def wrap_steps(
-        self,
-        steps: tuple[Callable[[TrainState, Batch], Trained], Callable[[PyTree, Batch], Result]],
-        abstract: TrainState,
-        loader: DataLoader,
-        loop: LoopState,
-        teach: Teach,
-    ) -> tuple[Callable[[TrainState, Batch], Trained], Callable[[PyTree, Batch], Result]]:
-        """Returns the steps of training and of evaluation, see `wrap`.
-
-        Args:
-          steps: both, jitted.
-          abstract: shapes, dtypes and shardings of the state.
-          loader: says which lengths the batches have.
-          loop: position at which training begins.
-          teach: what adds arrays to the batches of training.
-        """
-        lengths = loader.lengths(loop.batch, loop.batch + self._cfg.train.steps - loop.step)
-        values = averaged_params(self._cfg, abstract)
-        train_step = self.wrap(steps[0], abstract, lengths, teach)
-        return train_step, self.wrap(steps[1], values, loader.held_out_lengths)
-
     def _abstract_batch(self, length: int, teach: Teach | None) -> Batch:
         """Returns shapes, dtypes and shardings of a batch whose rows have this length."""
-        spec = family.of(self._cfg.model).batch_spec(self._cfg)
-        batch = abstract_batch(with_rows_of(spec, length, self._data.seq_len), self._where)
+        batch = abstract_batch(with_rows_of(self._spec, length, self._data.seq_len), self._where)
         if teach is None:
             return batch
         taught = jax.eval_shape(teach, batch)

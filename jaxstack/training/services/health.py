@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxstack import families
 from jaxstack.checkpoint import store
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.hardware import CHIPS, chip_name
-from jaxstack.config import Config, ConfigError
-from jaxstack.models import family, params
+from jaxstack.config import ConfigError, MeshConfig, ModelConfig
+from jaxstack.models import params
 from jaxstack.runtime import distributed
 from jaxstack.runtime.watchdog import ending_of
 from jaxstack.sharding import mesh as meshes
@@ -62,13 +63,16 @@ class Machine:
     idle_gpus: int = 0
 
 
-def check(cfg: Config, preflight: bool = False) -> None:
+def check(model: ModelConfig, mesh: MeshConfig, directory: str, timeout_s: float, preflight: bool = False) -> None:
     """Checks the machines of all processes, and prints a line with what was measured. All processes call this.
 
     Slow links and wrong clocks are warnings, with which a run is slow but right. In a preflight they are errors.
 
     Args:
-      cfg: the configuration.
+      model: says what a checkpoint has.
+      mesh: says how many devices the run needs.
+      directory: `run.dir`.
+      timeout_s: for all processes to answer.
       preflight: whether to check a single process too, and to print that the checks have passed.
 
     Raises:
@@ -79,7 +83,7 @@ def check(cfg: Config, preflight: bool = False) -> None:
     if jax.process_count() == 1 and not preflight:
         return
     try:
-        _check(cfg, preflight)
+        _check(model, mesh, directory, timeout_s, preflight)
     except jax.errors.JaxRuntimeError as error:
         time.sleep(_ANNOUNCED_S)
         if found := distributed.cause(jax.process_index()):
@@ -94,13 +98,12 @@ def check(cfg: Config, preflight: bool = False) -> None:
         ) from None
 
 
-def _check(cfg: Config, preflight: bool) -> None:
-    timeout_s = cfg.distributed.timeout_s
+def _check(model: ModelConfig, mesh: MeshConfig, directory: str, timeout_s: float, preflight: bool) -> None:
     distributed.coordinator_barrier("health", timeout_s)  # so that all read their clocks at the same time
-    texts = distributed.gather_to_process_0("health", json.dumps(asdict(measure(cfg.run.dir))), timeout_s)
+    texts = distributed.gather_to_process_0("health", json.dumps(asdict(measure(directory))), timeout_s)
     machines = [Machine(**json.loads(text)) for text in texts]
-    sizes = None if cfg.mesh.open_axis else math.prod(cfg.mesh.sizes.values())
-    errors = faults(machines, sizes, least_bytes(cfg)) if machines else []
+    sizes = None if mesh.open_axis else math.prod(mesh.sizes.values())
+    errors = faults(machines, sizes, least_bytes(model)) if machines else []
     _raise(distributed.send_from_process_0("health/faults", _sentences(errors), timeout_s))
 
     bandwidth = all_reduce_bandwidth(jax.devices())
@@ -130,11 +133,13 @@ def measure(directory: str) -> Machine:
     Args:
       directory: `run.dir`, which need not exist.
     """
-    clock, devices = time.time(), jax.local_devices()
+    clock = time.time()
+    devices = jax.local_devices()
     path = Path(directory).absolute()
     disk = next(folder for folder in (path, *path.parents) if folder.exists())
     versions = store.versions() | {"platform": str(devices[0].client.platform_version).strip().splitlines()[0]}
-    kind, bandwidth = devices[0].device_kind, all_reduce_bandwidth(devices)
+    kind = devices[0].device_kind
+    bandwidth = all_reduce_bandwidth(devices)
     fell_back = devices[0].platform == "cpu" and not os.environ.get("JAX_PLATFORMS")
     idle_gpus = len([*Path("/dev").glob("nvidia[0-9]*")]) if fell_back else 0
     return Machine(
@@ -142,9 +147,9 @@ def measure(directory: str) -> Machine:
     )
 
 
-def least_bytes(cfg: Config) -> int:
+def least_bytes(model: ModelConfig) -> int:
     """Returns the bytes that every checkpoint has at least: the trained parameters in float32."""
-    spec = family.spec(cfg.model)
+    spec = families.spec(model)
     return 4 * params.count(params.partition(spec, spec)[0])
 
 

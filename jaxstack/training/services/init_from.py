@@ -1,4 +1,4 @@
-"""Initial parameters from another run, or from a Hugging Face folder."""
+"""Parameters of another run, or of a Hugging Face folder: initial ones, and the parameters of a teacher."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,28 +6,26 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig
 from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
+from jaxstack.families import encoder, surgery
+from jaxstack.families.context import make_context
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
-from jaxstack.models import encoder, family, lora, params, surgery
+from jaxstack.models import lora
+from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+from jaxstack.training.features.qat import evaluated_params
+from jaxstack.training.features.teacher import Teach, make_teach
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
-from jaxstack.training.state import (
-    TrainState,
-    abstract_state,
-    evaluated_params,
-    make_state,
-    only_averaged_params,
-    start_from,
-)
+from jaxstack.training.state import Recipe, TrainState, abstract_state, make_state, only_averaged_params, start_from
 
 
 def find_source(name: str, key: str) -> Config | PretrainedFolder:
@@ -86,23 +84,26 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
       ConfigError: no such checkpoint, or a damaged one.
     """
     saved = run_dir.checkpoints(Path(run.run.dir))
-    layout = checkpoint_layout(run, ctx, abstract_state(run, ctx))
-    wanted = only_averaged_params(run, layout.abstract)
+    recipe = Recipe.of(run)
+    layout = checkpoint_layout(recipe, ctx, abstract_state(recipe, ctx))
+    wanted = only_averaged_params(run.model, layout.abstract)
     if number is None:
         number = verify.latest_valid_step(saved, wanted)
     elif number not in manifest.steps(saved):
         raise ConfigError(f"{saved} has no step {number}. Use one of {sorted(manifest.steps(saved))}.")
     elif why := verify.corruption(saved, number, wanted):
         raise ConfigError(f"step {number} in {saved} is damaged: {why}. Use another step.")
-    values = evaluated_params(run, layout.unpack(store.restore(saved, number, wanted)))
+    params = evaluated_params(recipe, layout.unpack(store.restore(saved, number, wanted)))
     if not (run.model.lora.rank and merge_adapters):
-        return values
-    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(run.model.base)))
+        return params
+    shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(run.model.base)))
 
     def merge(adapters: Params, base: Params) -> Params:
-        return lora.merge_adapters(run.model.lora, params.combine(adapters, base))
+        return lora.merge_adapters(run.model.lora, parameters.combine(adapters, base))
 
-    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(*params.partition(family.spec(run.model), values))
+    return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(
+        *parameters.partition(families.spec(run.model), params)
+    )
 
 
 def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: DataConfig, tokenizer: Tokenizer) -> None:
@@ -160,7 +161,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     name = cfg.run.init_from
     source = find_source(str(name), "run.init_from")
     require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
-    there, here = source.model.base, cfg.model.base
+    there = source.model.base
+    here = cfg.model.base
     if there.family == here.family == "encoder":  # the head may be another one
         there = replace(there, labels=here.labels, label_each=here.label_each, label_pooling=here.label_pooling)
         there = replace(there, sentences=here.sentences)
@@ -180,38 +182,37 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     padding = cfg.model.pad_vocab_to
     if isinstance(source, PretrainedFolder):
         with source:
-            values = source.read_params(ctx, padding)
+            params = source.read_params(ctx, padding)
     else:
         masters = replace(source.train, qat="none")
-        values = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
+        params = restore_params(replace(source, model=replace(source.model, pad_vocab_to=padding), train=masters), ctx)
     if grows:
         key = jax.random.key(cfg.run.seed)
-        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(family.spec(here)))
-        grow = jax.jit(lambda values: surgery.upcycle(there, values, cfg.model.moe, key)[1], out_shardings=shardings)
-        values = grow(values)
-    if cfg.optim.keep_zeros and not has_zeros(cfg, ctx, values):
+        shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(here)))
+        grow = jax.jit(lambda params: surgery.upcycle(there, params, cfg.model.moe, key)[1], out_shardings=shardings)
+        params = grow(params)
+    if cfg.optim.keep_zeros and not has_zeros(here, ctx, params):
         raise ConfigError(
             f"optim.keep_zeros=true, but the matrices of run.init_from={name} have no zeros. Name a run of `jaxstack "
             f"compress prune`, or use optim.keep_zeros=false."
         )
-    state = make_state(cfg, ctx, abstract)
+    state = make_state(Recipe.of(cfg), ctx, abstract)
     if there != source.model.base:
-        values = encoder.with_other_head(source.model, values, cfg.model, state.params)
-    adapters = params.partition(family.spec(cfg.model), state.params)[0] if cfg.model.lora.rank else {}
+        params = encoder.with_other_head(source.model, params, cfg.model, state.params)
+    adapters: Params = {}
+    if cfg.model.lora.rank:
+        adapters, _ = parameters.partition(families.spec(cfg.model), state.params)
     if cfg.run.init_adapter is not None:
-        adapters = _read_adapters(cfg, source, ctx)
-    return start_from(cfg, state, params.combine(adapters, values))
+        adapters = _read_adapters(str(cfg.run.init_adapter), cfg.model, source, ctx)
+    return start_from(cfg.model, state, parameters.combine(adapters, params))
 
 
-def has_zeros(cfg: Config, ctx: Context, values: Params) -> bool:
+def has_zeros(model: ModelConfig, ctx: Context, params: Params) -> bool:
     """Returns whether a matrix has a zero that is neither padding nor of a slot without a layer.
 
-    Args:
-      cfg: the run.
-      ctx: its execution context.
-      values: its parameters.
+    The model and its parameters have no adapters.
     """
-    spec = params.flat_spec(family.spec(cfg.model.base))
+    spec = parameters.flat_spec(families.spec(model))
 
     def zeros(path: str, array: jax.Array) -> jax.Array:
         p = spec[path]
@@ -220,25 +221,73 @@ def has_zeros(cfg: Config, ctx: Context, values: Params) -> bool:
         stored = (array.shape[:1] if p.stacked else ()) + (p.unpadded or p.shape)[p.stacked :]
         return jnp.any(array[tuple(slice(size) for size in stored)] == 0)
 
-    matrices = {path: array for path, array in flatten(values).items() if spec[path].kind == "matrix"}
-    found = jax.jit(lambda arrays: jnp.any(jnp.stack([zeros(*one) for one in arrays.items()])))(matrices)
-    return bool(found)
+    matrices = {path: array for path, array in flatten(params).items() if spec[path].kind == "matrix"}
+    any_zero = jax.jit(lambda arrays: jnp.any(jnp.stack([zeros(*one) for one in arrays.items()])))(matrices)
+    return bool(any_zero)
 
 
-def _read_adapters(cfg: Config, source: Config | PretrainedFolder, ctx: Context) -> Params:
-    """Returns the adapters of `run.init_adapter`, which must be those of `model.lora`."""
-    name = f"run.init_adapter={cfg.run.init_adapter}"
+def _read_adapters(adapter: str, model: ModelConfig, source: Config | PretrainedFolder, ctx: Context) -> Params:
+    """Returns the adapters of `run.init_adapter`, which must have the shapes of `model.lora`."""
+    name = f"run.init_adapter={adapter}"
     if not isinstance(source, PretrainedFolder):
         raise ConfigError(
             f"{name} needs a Hugging Face folder as run.init_from, not the run {source.run.dir}. Export that run with "
             f"`jaxstack export`, and name the folder."
         )
-    found = peft.read_adapters(Path(str(cfg.run.init_adapter)), source.family, source.model)
-    here = params.flat_spec(params.partition(family.spec(cfg.model), family.spec(cfg.model))[0])
-    own = cfg.model.lora
-    if found.values.keys() != here.keys() or (found.lora.rank, found.lora.alpha) != (own.rank, own.alpha):
+    saved = peft.read_adapters(Path(adapter), source.family, source.model)
+    spec = families.spec(model)
+    declared = parameters.flat_spec(parameters.partition(spec, spec)[0])
+    sizes = (model.lora.rank, model.lora.alpha)
+    if saved.values.keys() != declared.keys() or (saved.lora.rank, saved.lora.alpha) != sizes:
         raise ConfigError(
-            f"{name} has other adapters than model.lora: rank={found.lora.rank}, alpha={found.lora.alpha:g}, "
-            f"targets={list(found.lora.targets)}. Set model.lora to these, or leave run.init_adapter null."
+            f"{name} has other adapters than model.lora: rank={saved.lora.rank}, alpha={saved.lora.alpha:g}, "
+            f"targets={list(saved.lora.targets)}. Set model.lora to these, or leave run.init_adapter null."
         )
-    return peft.place(found, source.model, ctx)
+    return peft.place(saved, source.model, ctx)
+
+
+def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Teach:
+    """Reads the parameters of `distill.teacher`, and returns what adds what it says to batches; without one, nothing.
+
+    Its parameters are sharded over the mesh by the rules of their own model, in the dtype of the run. They belong to no
+    checkpoint. It reads whole sequences, so devices of the axis `context` do the same work.
+
+    Args:
+      cfg: the resolved configuration of the run that learns.
+      tokenizer: of its data.
+      mesh: its mesh.
+
+    Raises:
+      ConfigError: the teacher cannot be read, or it does not suit the run.
+    """
+    if cfg.distill.teacher is None:
+        return lambda batch: batch
+    name = f"distill.teacher={cfg.distill.teacher}"
+    source = find_source(str(cfg.distill.teacher), "distill.teacher")
+    require_same_tokenizer(source, name, cfg.data, tokenizer)
+    model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
+    if model.family != "decoder" or model.moe.router in ("domain", "timestep"):
+        kind = f"model.family={model.family}" if model.family != "decoder" else f"model.moe.router={model.moe.router}"
+        raise ConfigError(
+            f"{name} has {kind}, which does not teach decoders. Name a run whose model is a plain decoder."
+        )
+    if model.vocab_size != cfg.model.vocab_size:
+        raise ConfigError(
+            f"{name} has model.vocab_size={model.vocab_size}, and this run has {cfg.model.vocab_size}. Name a teacher "
+            f"with the same tokenizer."
+        )
+    if model.positions == "learned" and (model.max_positions or 0) < cfg.data.seq_len:
+        raise ConfigError(
+            f"{name} has learned positions up to {model.max_positions}, but data.seq_len={cfg.data.seq_len}. Shorten "
+            f"data.seq_len, or name another teacher."
+        )
+    run = replace(cfg, model=replace(model, dropout=0.0), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
+    ctx = make_context(run, mesh)
+    if isinstance(source, PretrainedFolder):
+        with source:
+            params = source.read_params(ctx, cfg.model.pad_vocab_to)
+    else:
+        train = replace(run.train, qat=source.train.qat, qat_group=source.train.qat_group)
+        there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
+        params = restore_params(there, ctx)
+    return make_teach(cfg.distill, run.model.base, params, ctx.whole_sequences())

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 
-from jaxstack.config import Config
 from jaxstack.data import Dataset, ngram
 from jaxstack.data.loader import DataLoader
 from jaxstack.tracking.console import Console
@@ -11,36 +10,38 @@ from jaxstack.tracking.jsonl import Record
 
 
 def compare_with_ngrams(
-    cfg: Config,
+    steps: int,
+    keeps_documents: bool,
     dataset: Dataset,
     loader: DataLoader,
     records: Sequence[Record],
     write: Callable[[Record], None],
     console: Console,
 ) -> tuple[str, float] | None:
-    """Prints the held-out loss beside that of an n-gram model, and returns name and nats per token of the latter.
+    """Prints the held-out loss beside the loss of an n-gram model, and returns its name and its nats per token.
 
-    The n-gram model is fitted on the same bytes, unless the log has it from an earlier start. `None`: there is no
-    comparison, and a line says why.
+    The n-gram model is fitted on the same bytes, unless the log has it from an earlier start. `None` means that there
+    is no comparison, and a line says why.
 
     Args:
-      cfg: the run.
-      dataset: what it was trained on.
+      steps: of the run.
+      keeps_documents: see `DataConfig.keeps_documents`.
+      dataset: what the run was trained on.
       loader: of its batches.
       records: of its log.
       write: adds a record to the log.
       console: prints lines.
     """
-    steps, tokenizer = cfg.train.steps, dataset.tokenizer
+    tokenizer = dataset.tokenizer
     if reason := ngram.obstacle([*dataset.training_texts], tokenizer):
         console.print(f"held out, byte n-grams    left out: {reason}")
         return None
     final = next(r for r in records if r["step"] == steps and "eval_loss" in r)
     fitted = next((r for r in records if r["step"] == steps and "ngram_train_bytes" in r), None)
     if fitted is None:
-        texts = loader.first_batches(steps), loader.held_out[0].batches
-        found = ngram.baseline(*texts, tokenizer, padded=cfg.data.keeps_documents)
-        fitted = {"step": steps, **{f"ngram_{name}": value for name, value in found._asdict().items()}}
+        held_out = loader.held_out[0].batches
+        baseline = ngram.baseline(loader.first_batches(steps), held_out, tokenizer, padded=keeps_documents)
+        fitted = {"step": steps, **{f"ngram_{name}": value for name, value in baseline._asdict().items()}}
         write(fitted)
     order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)
     own = math.nan if final["eval_bits_per_byte"] is None else final["eval_bits_per_byte"]

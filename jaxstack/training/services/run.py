@@ -4,28 +4,22 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
 import jax
 
-from jaxstack import sharding
+from jaxstack import families, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.checkpoint.store import Checkpoints
-from jaxstack.checkpoint.verify import CheckpointScan
-from jaxstack.common import files
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, DistributedConfig
-from jaxstack.data import Dataset
 from jaxstack.data.loader import DataLoader
-from jaxstack.models import family, params
-from jaxstack.models.context import Context
-from jaxstack.runtime import compile_cache, distributed, preemption, xla_options
+from jaxstack.runtime import compile_cache, distributed, preemption
 from jaxstack.runtime.host_reads import HostReads
 from jaxstack.runtime.watchdog import Watchdog
 from jaxstack.tracking import goodput
@@ -38,13 +32,14 @@ from jaxstack.tracking.recompiles import MOST_REASONS, Recompiles
 from jaxstack.tracking.sinks import Sinks
 from jaxstack.tracking.step_log import LoopState, StepLogger
 from jaxstack.tracking.throughput import ThroughputMeter
+from jaxstack.training.features.qat import evaluated_params
 from jaxstack.training.losses import EvalSums
-from jaxstack.training.optimizer import schedule_warning
-from jaxstack.training.services import init_from
-from jaxstack.training.services.checkpoint_layout import checkpoint_layout
+from jaxstack.training.services import messages
 from jaxstack.training.services.compile_ahead import CompileAhead
 from jaxstack.training.services.ngram_comparison import compare_with_ngrams
-from jaxstack.training.state import TrainState, evaluated_params, make_state
+from jaxstack.training.services.resume import Resume
+from jaxstack.training.setup import Setup
+from jaxstack.training.state import TrainState
 
 T = TypeVar("T")
 EvalStep = Callable[[PyTree, Batch], EvalSums]
@@ -59,6 +54,7 @@ class Run:
     in the same order. Only process 0 prints, and writes what is not a checkpoint.
 
     Attributes:
+      setup: the run, as it was resolved.
       console: prints lines and the progress bar.
       goodput: records how the time is spent.
       throughput: times the steps.
@@ -72,44 +68,46 @@ class Run:
 
     def __init__(
         self,
-        cfg: Config,
-        dataset: Dataset,
-        ctx: Context,
-        abstract: TrainState,
+        setup: Setup,
         loader: DataLoader,
         draw: DrawGrid | None = None,
     ) -> None:
         """Prepares a run; nothing is started or written yet.
 
         Args:
-          cfg: the resolved configuration.
-          dataset: what the run is trained on.
-          ctx: its execution context.
-          abstract: shapes, dtypes and shardings of the state, see `abstract_state`.
-          loader: of the batches.
-          draw: what draws pictures at every evaluation. `None` means none.
+          setup: the run, as it was resolved.
+          loader: reads its batches.
+          draw: draws pictures at every evaluation. `None` means none.
         """
+        cfg = setup.cfg
+        ctx = setup.ctx
+        self.setup = setup
         self._draw = draw
-        assert ctx.layout.mesh is not None
-        self._mesh = ctx.layout.mesh
-        self._cfg, self._dataset, self._ctx, self._abstract, self._loader = cfg, dataset, ctx, abstract, loader
-        self._layout = checkpoint_layout(cfg, ctx, abstract)
+        self._cfg = cfg
+        self._dataset = setup.dataset
+        self._loader = loader
+        self._resume = Resume(setup)
         self._directory = Path(cfg.run.dir)
-        self._saved = run_dir.checkpoints(self._directory)
+        self._saved = self._resume.saved
         self._lock = run_dir.DirectoryLock(self._directory)
-        self._metadata = {"config": asdict(cfg), "versions": store.versions(), "data": dataset.fingerprint}
+        self._metadata = {"config": asdict(cfg), "versions": store.versions(), "data": setup.dataset.fingerprint}
         self._is_first = jax.process_index() == 0
         self._log = JsonLines(None)
         self._sinks = Sinks()
         # A user may look at values for hours.
         self._watchdog = Watchdog(cfg.distributed.lost_s, math.inf if cfg.debug.eager else cfg.train.stalled_s)
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
-        self.ahead = CompileAhead(cfg, ctx)
+        self.ahead = CompileAhead(
+            cfg.data,
+            families.of(cfg.model).batch_spec(cfg),
+            ctx.layout.sharding(ctx.layout.batch),
+            active=not cfg.debug.eager,
+        )
         self.recompiles = Recompiles()
         self._host_reads = HostReads(active=cfg.train.debug and not cfg.debug.eager)
         self.console = Console(cfg.train.steps, shown=self._is_first, live=not cfg.debug.eager)
         self.goodput = GoodputRecorder()
-        self.throughput = ThroughputMeter(cfg, list(self._mesh.devices.flat))
+        self.throughput = ThroughputMeter(cfg.model, cfg.data, cfg.train.dtype, list(setup.mesh.devices.flat))
         self.profiler = Profiler(cfg.profile, self._directory, self.console.print, self.goodput, self.throughput)
         self._waited = 0.0
         self._program = repr((store.versions(), cfg.model, cfg.data, cfg.train, cfg.optim, cfg.mesh, cfg.kernels))
@@ -140,96 +138,34 @@ class Run:
             distributed.ending.set()
         self._stack.__exit__(kind, error, traceback)
 
-    def print_header(self, changes: list[str], memory: str | None = None, split: str = "") -> None:
-        """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings.
+    def print_header(self, changes: Sequence[str]) -> None:
+        """Prints the lines of `messages.print_header`; `changes` are values that differ from the earlier part.
 
         Then it shows the spinner: programs are compiled from here on until the first step is done.
-
-        Args:
-          changes: values that differ from the earlier part.
-          memory: warning that the run may not fit into memory, or None.
-          split: which gradients of weights a pipeline computes later, and why; empty if it computes none later.
         """
-        cfg, ctx, console, devices = self._cfg, self._ctx, self.console, list(self._mesh.devices.flat)
-        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        console.print(f"device   {len(devices)} x {devices[0].device_kind}{processes}")
-        spec = family.spec(cfg.model)
-        console.print(f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layers")
-        if cfg.model.lora.rank:
-            trained = params.count(params.partition(spec, spec)[0])
-            console.print(f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen")
-        if ctx.layout.pipeline is not None:
-            console.print(f"pipeline {ctx.layout.pipeline}")
-            if explanation := ctx.layout.pipeline.explain():
-                console.print(explanation)
-            if split:
-                console.print(f"         {split}")
-        console.print(f"kernels  {', '.join(f'{op} {name}' for op, name in ctx.ops.by_name.items())}")
-        if left_out := xla_options.select_options(ctx.ops.platform, ctx.layout.mesh).explain():
-            console.print(f"xla      {left_out}", style="yellow")
-        console.print(f"data     {self._dataset.description}")
-        for line in self._loader.describe_sources():
-            console.print(f"         {line}")
-        console.print(f"run      {self._directory}/")
-        for change in changes:
-            console.print(f"changed  {change}", style="yellow")
-        if warning := schedule_warning(cfg.optim, cfg.train.steps):
-            console.print(warning, style="yellow")
-        if memory:
-            console.print(memory, style="yellow")
-        if self._lock.last_holder:
-            console.print(self._lock.last_holder, style="yellow")
-        console.start_spinner(compile_cache.estimate(self._program))
+        messages.print_header(self.console, self.setup, self._loader, changes, self._lock.last_holder)
+        self.console.start_spinner(compile_cache.estimate(self._program))
         self._began_to_compile = time.perf_counter()
 
     def restore_or_init(self) -> tuple[TrainState, LoopState]:
         """Returns the state of the newest valid checkpoint, or an initial state if there is none. Writes nothing.
 
         Raises:
-          ConfigError: the processes differ in configuration or data, or there are checkpoints but none is valid, or
-            the data has changed.
+          ConfigError: see `Resume.newest`.
           ShardingError: the parameters are not sharded over the mesh.
         """
-        cfg = self._cfg
-        self._found = self._find_checkpoint()
-        start = self._found.step or 0
-        if start:
-            run_dir.require_same_data(store.metadata(self._saved, start), cfg, self._dataset.fingerprint)
-        elif cfg.run.init_from:
-            self.console.print(f"starting with the parameters of {cfg.run.init_from}")
-        state, next_batch = self._restore(start)
+        self._scan = self._resume.newest(self.console)
+        start = self._scan.step or 0
+        if not start and self._cfg.run.init_from:
+            self.console.print(f"starting with the parameters of {self._cfg.run.init_from}")
+        state, next_batch = self._resume.state(start)
         if start:
             self.console.print(f"resumed from step {start}")
-            for line in self._loader.resume(next_batch, store.metadata(self._saved, start)):
+            for line in self._loader.resume(next_batch, self._resume.metadata(start)):
                 self.console.print(line, style="yellow")
         axes = ("pipe", "fsdp", "expert", "tensor")
-        sharding.assert_sharded(*sharding.shardings_of(state.params), self._mesh, axes=axes, limit=0.1)
+        sharding.assert_sharded(*sharding.shardings_of(state.params), self.setup.mesh, axes=axes, limit=0.1)
         return state, LoopState(step=start, batch=next_batch, saved=start)
-
-    def _find_checkpoint(self) -> CheckpointScan:
-        """Returns the newest valid checkpoint, once all processes agree on configuration, data and partition."""
-        dataset = self._dataset
-        distributed.assert_equal_across_processes({
-            "configuration": replace(self._cfg, distributed=DistributedConfig()),
-            "data": (dataset.fingerprint, [(len(one.train), len(one.eval)) for one in dataset.sources]),
-            "tokenizer": dataset.tokenizer.to_json(),
-            "pipeline.partition's file": str(self._ctx.layout.pipeline),
-        })  # fmt: skip
-        found = verify.scan(self._saved)
-        for name, reason in found.reasons.items():
-            self.console.print(f"skipped the checkpoint of step {name}: {reason}", style="yellow")
-        if found.lost:
-            raise found.error(self._saved, "Restore a copy, or set another run.dir.")
-        return found
-
-    def _restore(self, step: int) -> tuple[TrainState, int]:
-        """Returns the state after a step, and the index of the next batch. Step 0 is initialized again."""
-        if step:
-            state = self._layout.unpack(store.restore(self._saved, step, self._layout.abstract))
-            return state, store.metadata(self._saved, step)["next_batch"]
-        if self._cfg.run.init_from:
-            return init_from.init_state_from(self._cfg, self._ctx, self._abstract, self._dataset.tokenizer), 0
-        return make_state(self._cfg, self._ctx, self._abstract), 0
 
     def begin(self, loop: LoopState) -> None:
         """Opens the log and shows the progress bar. This is the first method that changes the run directory.
@@ -248,7 +184,8 @@ class Run:
 
     def _open_log(self, start: int) -> JsonLines:
         """Returns metrics.jsonl as it was after step `start`, and cleans up the run directory."""
-        path, quarantine = self._directory / "metrics.jsonl", self._directory / "quarantine"
+        path = self._directory / "metrics.jsonl"
+        quarantine = self._directory / "quarantine"
         log = JsonLines(path, self._sinks)
         if log.damage:
             copy = keep_copy(path, quarantine)
@@ -259,7 +196,7 @@ class Run:
             )
         run_dir.write(self._cfg, self._dataset.tokenizer.to_json())
         manifest.remove_partial(self._saved)
-        for name in self._found.reasons:
+        for name in self._scan.reasons:
             moved = manifest.quarantine(self._saved / name, quarantine)
             self.console.print(f"moved the checkpoint of step {name} to {moved}/")
         dropped = log.rewind(start)
@@ -340,13 +277,13 @@ class Run:
             return
         self.goodput.enter("evaluation")
         self._restore_directory(loop.step)
-        values = evaluated_params(self._cfg, state)
+        params = evaluated_params(self.setup.recipe, state)
         sums = {
-            one.name: (eval_step(values, self._loader.to_devices(batch)) for batch in one.local_batches)
+            one.name: (eval_step(params, self._loader.to_devices(batch)) for batch in one.local_batches)
             for one in self._loader.held_out
         }
         if self._draw is not None:  # before the record, so that an interruption between them draws again
-            self._draw(values, self._directory / "samples" / f"{loop.step:06}.png" if self._is_first else None)
+            self._draw(params, self._directory / "samples" / f"{loop.step:06}.png" if self._is_first else None)
         self._restore_directory(loop.step)
         self._checkpoints.scores[loop.step] = self.logger.log_evaluation(loop.step, sums)
         self._report_recompiles(loop.step)
@@ -358,7 +295,7 @@ class Run:
         self.goodput.enter("checkpoint")
         self._restore_directory(loop.step)
         metadata = self._metadata | {"next_batch": loop.batch, "position": self._loader.position(loop.batch)}
-        self._checkpoints.save(loop.step, self._layout.pack(state), metadata)
+        self._checkpoints.save(loop.step, self._resume.layout.pack(state), metadata)
         self.throughput.restart()
         return loop.after_save()
 
@@ -398,7 +335,7 @@ class Run:
                 f"the run has to be rolled back to step {loop.step}, whose checkpoint is corrupt: {reason}. Check the "
                 f"disk and run the same command; it resumes from the newest valid checkpoint.",
             )
-        state, _ = self._restore(loop.step)
+        state, _ = self._resume.state(loop.step)
         self.logger.log_rollback(loop, spike)
         return state, loop
 
@@ -420,23 +357,23 @@ class Run:
         distributed.barrier()
 
     def _write_report(self, samples: list[tuple[str, str]]) -> None:
-        cfg, console, directory, steps = self._cfg, self.console, self._directory, self._cfg.train.steps
+        cfg = self._cfg
         baseline = None
         if cfg.train.ngram_baseline:
-            known = self._log.records, self._log.write
-            baseline = compare_with_ngrams(cfg, self._dataset, self._loader, *known, console)
-        if samples:
-            files.write_atomic(directory / "samples.txt", "\n\n".join(text for _, text in samples) + "\n")
-        for i, (prompt, text) in enumerate(samples, start=1):
-            console.print(f"--- sample {i} of {len(samples)}")
-            console.print(text, bold=prompt)
-        plot_loss(self._log.records, directory / "loss.png", baseline, cfg.model.objective.unit)
-        self._log.write({"step": steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()})
-        console.print(
-            f"{directory}/ contains loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To continue, "
-            f"raise --train.steps. To start a new run, set another --run.dir. To see its curves: "
-            f"jaxstack report {directory}"
-        )
+            baseline = compare_with_ngrams(
+                cfg.train.steps,
+                cfg.data.keeps_documents,
+                self._dataset,
+                self._loader,
+                self._log.records,
+                self._log.write,
+                self.console,
+            )
+        messages.print_samples(self.console, self._directory / "samples.txt", samples)
+        plot_loss(self._log.records, self._directory / "loss.png", baseline, cfg.model.objective.unit)
+        end = {"step": cfg.train.steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()}
+        self._log.write(end)
+        messages.print_end(self.console, self._directory)
 
 
 def _terminate_self() -> None:

@@ -23,12 +23,12 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig, SentenceTask
-from jaxstack.models import decoder, encoder, watch
+from jaxstack.families import encoder
+from jaxstack.models import decoder, watch
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
-from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Params, Spec, map_spec, stack, unstack
 
@@ -226,21 +226,6 @@ def _layer(
     return decoder.scan_block(model_of(cfg, branch), ctx, params, x, index, _inputs_of(layer_inputs, branch))
 
 
-def hidden_states(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    ctx: Context | None = None,
-    *,
-    dropout_key: jax.Array | None = None,
-    cache: PyTree = None,
-) -> tuple[PyTree, Aux]:
-    """Computes everything before the heads, for each branch, see `forward.hidden_states`; there is no cache."""
-    assert cache is None
-    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
-    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
-
-
 def final_norm(cfg: ModelConfig, params: Params, x: PyTree, layer_inputs: LayerInputs, ctx: Context) -> PyTree:
     """Returns what the head of each branch reads [B * R, S, D], from the residual streams after the last layers."""
     return {
@@ -282,6 +267,13 @@ def logits(cfg: ModelConfig, params: Params, hidden: PyTree, ctx: Context | None
     }
 
 
-def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters as they are: there are no routers."""
-    return params
+FAMILY = Family(
+    spec=spec,
+    batch_spec=batch_spec,
+    stacks=stacks,
+    make_layer_inputs=make_layer_inputs,
+    embed=embed,
+    final_norm=final_norm,
+    loss=loss,
+    logits=logits,
+)

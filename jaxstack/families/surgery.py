@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.tree import path_of
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
-from jaxstack.models import family, params
+from jaxstack.models import params
 from jaxstack.models.folding import divide_outputs
 from jaxstack.models.params import Param, Params
 from jaxstack.moe import upcycle as copy_experts
@@ -38,8 +39,8 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
     if moe.d_ff not in (None, cfg.ff_width):
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
-    initial = params.init(key, family.spec(grown))
-    stacks = family.of(cfg).stacks(cfg)
+    initial = params.init(key, families.spec(grown))
+    stacks = families.of(cfg).stacks(cfg)
     return grown, {**values, **{name: _with_experts(values[name], initial[name], moe) for name in stacks}}
 
 
@@ -72,7 +73,7 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
             f"model.moe.d_ff={cfg.expert_width} differs from the {cfg.ff_width} of the layers without experts, so one "
             f"expert alone has layers of two widths. Use a model whose model.moe.d_ff is null"
         )
-    stacks = family.of(cfg).stacks(cfg)
+    stacks = families.of(cfg).stacks(cfg)
     dense = {name: _without_experts(values[name], cfg.moe.every, expert) for name in stacks}
     return replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width), {**values, **dense}
 
@@ -139,7 +140,7 @@ def keep(cfg: ModelConfig, values: Params, kept: Kept) -> Params:
             a = a if index is None else _take(a, jnp.asarray(index), dim)
         return a
 
-    spec = family.spec(cfg)
+    spec = families.spec(cfg)
     new: Params = jax.tree_util.tree_map_with_path(one, spec, values, is_leaf=lambda x: isinstance(x, Param))
     factor = (cfg.d_model / len(kept.channels)) ** 0.5
     if not cfg.embedding_scale or factor == 1:

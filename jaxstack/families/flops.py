@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import jax
 
+from jaxstack import families
 from jaxstack.common import hardware
 from jaxstack.config import ModelConfig
-from jaxstack.models import branches, diffusion, family
+from jaxstack.families import branches, diffusion
 from jaxstack.models.params import Param, flat_spec
 
 
@@ -29,13 +30,13 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     Embedding look-ups are no multiplications. `frozen` restricts the count to frozen or to trained weights; `None`
     means both.
     """
-    leaves = jax.tree.leaves(family.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
+    leaves = jax.tree.leaves(families.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
     leaves = [p for p in leaves if frozen in (None, p.frozen)]
     encoder = cfg.family == "encoder"
     rows = cfg.d_model * (cfg.tied_embeddings and not cfg.labels) + encoder  # an encoder's head has its bias as a row
     head = rows * cfg.classes if frozen in (None, bool(cfg.lora.rank)) else 0
     if cfg.sentences.tasks and not frozen:  # their heads have biases as rows, too
-        head += sum(p.size for path, p in flat_spec(family.spec(cfg)).items() if re.match("sentences/.*/bias", path))
+        head += sum(p.size for path, p in flat_spec(families.spec(cfg)).items() if re.match("sentences/.*/bias", path))
     return head + sum(
         p.size * cfg.moe.choices // cfg.moe.num_experts if "experts" in p.axes else p.size
         for p in leaves
@@ -79,7 +80,7 @@ def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:
     """Returns the FLOPs of a row of an encoder-decoder, divided by the tokens that the encoder reads."""
     head = cfg.d_model * cfg.vocab if cfg.tied_embeddings else 0
     dense = {"inputs": 0.0, "targets": (4.0 if cfg.lora.rank else 6.0) * head}
-    for path, p in flat_spec(family.spec(cfg)).items():
+    for path, p in flat_spec(families.spec(cfg)).items():
         if p.kind in ("matrix", "router"):
             reads = path.startswith("encoder/") or re.search("/cross/(w|lora_[ab])_[kv]$", path)
             size = p.size * cfg.moe.choices / cfg.moe.num_experts if "experts" in p.axes else p.size
@@ -96,7 +97,7 @@ def _of_towers(cfg: ModelConfig, patches: int, words: int, rows: int) -> Flops:
     """Returns the FLOPs of a row of a contrastive model, divided by its patches."""
     own, weights = cfg.contrastive, {"patch": 0.0, "word": 0.0, "row": 0.0}
     weights["word"] += cfg.d_model * cfg.vocab if own.caption_layers and cfg.tied_embeddings else 0
-    for path, p in flat_spec(family.spec(cfg)).items():
+    for path, p in flat_spec(families.spec(cfg)).items():
         if p.kind == "matrix":
             reads = path.startswith(("picture/", "image/")) or path.endswith(("cross/w_k", "cross/w_v"))
             weights["row" if path.startswith("projection/") else "patch" if reads else "word"] += p.size

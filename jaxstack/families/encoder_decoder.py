@@ -25,8 +25,7 @@ from jaxstack.models import decoder, layers, lora, watch
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block, group_layers, layer_scope, scan_stack, split_steps
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
-from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
 from jaxstack.moe import update_bias
@@ -206,21 +205,6 @@ def _concatenate(*arrays: PyTree) -> PyTree:
     return jax.tree.map(lambda *a: jnp.concatenate(a), *arrays)
 
 
-def hidden_states(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    ctx: Context | None = None,
-    *,
-    dropout_key: jax.Array | None = None,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Computes everything before the decoder's head, see `forward.hidden_states`."""
-    assert cache is None
-    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
-    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
-
-
 def encode(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context) -> Params:
     """Runs the encoder and returns the keys and values of its tokens for each layer of the decoder.
 
@@ -304,3 +288,16 @@ def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context)
         params = {**params, name: moved if size == 1 else {**params[name], "layer_1": moved}}
         start += depth
     return params
+
+
+FAMILY = Family(
+    spec=spec,
+    batch_spec=batch_spec,
+    stacks=stacks,
+    make_layer_inputs=make_layer_inputs,
+    embed=embed,
+    final_norm=final_norm,
+    loss=loss,
+    logits=logits,
+    after_update=update_router_bias,
+)

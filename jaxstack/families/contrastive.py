@@ -23,16 +23,15 @@ import jax.numpy as jnp
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.kernels.contrastive import Pairs, contrastive_loss, count_matches
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
-from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import Aux, LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
-from jaxstack.models.patches import embed_patches, patches_spec
 from jaxstack.sharding import collectives
 
 Tower = Literal["image", "text", "caption"]
@@ -198,21 +197,6 @@ def _step(
     return x, jax.tree.map(lambda leaf: leaf[None], aux)
 
 
-def hidden_states(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    ctx: Context | None = None,
-    *,
-    dropout_key: jax.Array | None = None,
-    cache: PyTree = None,
-) -> tuple[PyTree, Aux]:
-    """Computes what `final_norm` returns, see `forward.hidden_states`; there is no cache."""
-    assert cache is None
-    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
-    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
-
-
 def final_norm(cfg: ModelConfig, params: Params, x: PyTree, layer_inputs: LayerInputs, ctx: Context) -> PyTree:
     """Returns `image` [B, D] and `text` [B, T/n, D], which `features` reads, and `caption` [B, T, D] for the head."""
     hidden = {"image": x["image"], "text": layers.norm(cfg, params["text_norm"], x["text"], ctx)}
@@ -330,6 +314,16 @@ def logits(cfg: ModelConfig, params: Params, hidden: PyTree, ctx: Context | None
     return decoder.logits(cfg, params, hidden["caption"], ctx)
 
 
-def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters as they are: there are no routers."""
-    return params
+FAMILY = Family(
+    spec=spec,
+    batch_spec=batch_spec,
+    stacks=stacks,
+    make_layer_inputs=make_layer_inputs,
+    embed=embed,
+    final_norm=final_norm,
+    loss=loss,
+    logits=logits,
+    features=features,
+    compare=compare,
+    count_right=count_right,
+)

@@ -26,17 +26,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig, MoEConfig
+from jaxstack.families.noise_path import Path, time_of
+from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.models import decoder, layers, moe_layer, watch
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, block
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
-from jaxstack.models.forward import hidden_states as run_parts
+from jaxstack.models.family import Family
 from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.noise_path import Path, time_of
 from jaxstack.models.params import Param, Params, Spec, flat_spec, unstack
 from jaxstack.models.params import stack as stack_layers
-from jaxstack.models.patches import embed_patches, patches_spec
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -146,6 +145,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
         experts the statistics of routing count the patches whose `loss_weights` [B, S] are not zero; by default all.
       ctx: execution context.
     """
+    assert "key" not in batch, "no layer of this family has dropout"
     gate_ids, weights = batch["gate_ids"], batch.get("loss_weights")
     text = None
     if cfg.diffusion.text_layers:
@@ -307,22 +307,6 @@ def scan_block(
     return x, jax.tree.map(lambda leaf: leaf[None], aux)
 
 
-def hidden_states(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    ctx: Context | None = None,
-    *,
-    dropout_key: jax.Array | None = None,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Computes everything before the last layer, see `forward.hidden_states`; there is neither dropout nor a cache."""
-    assert cache is None
-    assert dropout_key is None
-    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
-    return run_parts(parts, cfg, params, batch, ctx or Context())
-
-
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns the residual stream [B, S/n, D] as it is: `predict` normalises it, as the condition says."""
     return x
@@ -402,6 +386,13 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     )
 
 
-def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters as they are: experts are chosen by timestep."""
-    return params
+FAMILY = Family(
+    spec=spec,
+    batch_spec=batch_spec,
+    stacks=stacks,
+    make_layer_inputs=make_layer_inputs,
+    embed=embed,
+    final_norm=final_norm,
+    loss=loss,
+    logits=logits,
+)

@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack import kernels
-from jaxstack.common.tree import Batch, PyTree
+from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ModelConfig
 from jaxstack.config.model import LABEL_MULTIPLE
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.forward import Parts
-from jaxstack.models.forward import hidden_states as run_parts
-from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.family import Family
+from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Spec, abstract, pad
 from jaxstack.sharding import collectives
 
@@ -137,21 +136,6 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
         x = kernels.add_in_float32(x, kernels.embedding_lookup(table, layer_inputs.token_types))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
     return layers.dropout(layer_inputs.dropout_key("embedding"), cfg.dropout, x, layer_inputs.dropout_ids), None
-
-
-def hidden_states(
-    cfg: ModelConfig,
-    params: Params,
-    batch: Batch,
-    ctx: Context | None = None,
-    *,
-    dropout_key: jax.Array | None = None,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Computes everything before the head, see `forward.hidden_states`; an encoder has no cache."""
-    assert cache is None
-    parts = Parts(spec, stacks, make_layer_inputs, embed, final_norm)
-    return run_parts(parts, cfg, params, batch, ctx or Context(), dropout_key=dropout_key)
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
@@ -293,11 +277,6 @@ def _nll(
     )
 
 
-def update_router_bias(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters as they are: an encoder has no routers."""
-    return params
-
-
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
     """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; those of padding are the lowest.
 
@@ -307,3 +286,15 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     read = with_one(_of_tokens(cfg, hidden))
     scores = jnp.einsum("bsd,dv->bsv", read, head(cfg, params, ctx), preferred_element_type=jnp.float32)
     return kernels.mask_vocab_padding(scores, cfg.classes, ctx.layout.axes("vocab"))
+
+
+FAMILY = Family(
+    spec=spec,
+    batch_spec=batch_spec,
+    stacks=stacks,
+    make_layer_inputs=make_layer_inputs,
+    embed=embed,
+    final_norm=final_norm,
+    loss=loss,
+    logits=logits,
+)

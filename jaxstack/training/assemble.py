@@ -1,0 +1,135 @@
+"""What a run adds to the plain step, in order: here a configuration becomes gradients, a train step and an evaluation.
+
+A loss of your own is an argument of `make_gradients` and `make_train_step`: a function like `Family.loss`, see
+`losses.Loss`. Its terms are in the objective of the model's family, or in an `Objective` of your own.
+"""
+
+from dataclasses import replace
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxstack import families
+from jaxstack.common.tree import Batch
+from jaxstack.config import Config, ModelConfig
+from jaxstack.models import shape_errors
+from jaxstack.models.context import Context
+from jaxstack.models.params import Params
+from jaxstack.models.partitioned import within_step
+from jaxstack.runtime.xla_options import select_options
+from jaxstack.sharding import collectives
+from jaxstack.training import losses, step
+from jaxstack.training.features import comparison, experts, noise_scale, pipelined, qat, teacher
+from jaxstack.training.features.watch import Watched, WatchProbe
+from jaxstack.training.gradients import Gradients, accumulated, over_devices, plain, summed_once
+from jaxstack.training.losses import EvalSums, Extras, Objective
+from jaxstack.training.state import Recipe, TrainState, make_optimizer
+from jaxstack.training.step import Probe, TrainStep
+
+
+def extras_of(model: ModelConfig) -> Extras:
+    """Returns what a model adds to a step besides the terms of its objective."""
+    return experts.extras(model) if model.moe.num_experts else Extras()
+
+
+def objective_of(model: ModelConfig) -> Objective:
+    """Returns what a model is trained for, unless you give `make_gradients` an objective of your own."""
+    rows = comparison.comparing(model)
+    loss = families.of(model).loss if rows is None else comparison.compared_loss(rows)
+    return Objective(loss, model.objective.terms, extras_of(model))
+
+
+def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None) -> Gradients:
+    """Builds `gradients(params, batch, key) -> (loss, grads, sums)` of a run, see `gradients.over_devices`.
+
+    Raises:
+      ConfigError: `train.noise_scale` with a single gradient.
+    """
+    model = cfg.model
+    train = cfg.train
+    spec = families.spec(model)
+    ctx = within_step(ctx)
+    objective = objective or objective_of(model)
+
+    if ctx.layout.pipeline is None:
+        share = plain(model, ctx, objective)
+    else:
+        split = ctx.layout.pipeline.split if cfg.pipeline.split is None else cfg.pipeline.split
+        share = pipelined.pipelined(model, ctx, objective, split)
+    if train.noise_scale:
+        noise_scale.require_small_batches(ctx, train.grad_accum)
+        share = noise_scale.measured(share, ctx, objective, spec)
+    if in_parts(cfg, ctx):
+        share = accumulated(share, train.grad_accum)
+        if comparison.comparing(model):
+            share = comparison.with_all_rows(share, model, ctx, objective, train.grad_accum)
+        share = summed_once(share, ctx, spec)
+    if train.noise_scale:
+        share = noise_scale.totalled(share, ctx)
+    share = teacher.taught(share, cfg.distill)
+    gradients = over_devices(share, ctx, objective, spec)
+    if train.rounding is not None:
+        gradients = qat.rounded(gradients, model, train.rounding)
+    return gradients
+
+
+def in_parts(cfg: Config, ctx: Context) -> bool:
+    """Returns whether gradients are sums over microbatches, or are read before they are summed over devices."""
+    return cfg.train.grad_accum > 1 or ctx.layout.pipeline is not None or cfg.train.noise_scale
+
+
+def make_train_step(
+    cfg: Config, ctx: Context, watched: Watched | None = None, objective: Objective | None = None
+) -> TrainStep:
+    """Builds the pure `train_step(state, batch) -> (state, metrics)` of a run, see `step.one_step`.
+
+    With `train.noise_scale` it has the metrics of `noise_scale.estimate`; `watch` is what is `watched`.
+    """
+    recipe = Recipe.of(cfg)
+    probes: list[Probe] = []
+    inner = ctx
+    if cfg.train.noise_scale:
+        probes.append(noise_scale.NoiseProbe())
+    if watched is not None:
+        probes.append(WatchProbe(watched, ctx))
+        inner = replace(ctx, watch=watched.taps)
+    gradients = make_gradients(cfg, inner, objective)
+    extras = extras_of(cfg.model) if objective is None else objective.extras
+    return step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, extras, probes)
+
+
+def jit_train_step(
+    cfg: Config,
+    ctx: Context,
+    abstract: TrainState,
+    watched: Watched | None = None,
+    objective: Objective | None = None,
+) -> TrainStep:
+    """Returns the jitted train step. The state is donated; the new state has the same shardings.
+
+    XLA compiles it with the options of `jaxstack.runtime.xla_options`. With `watched`, it measures these values.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(
+        make_train_step(cfg, ctx, watched, objective),
+        donate_argnums=0,
+        # Process 0 reads all statistics, which XLA might otherwise leave on the stages of their layers.
+        out_shardings=(shardings, None if watched is None else ctx.layout.sharding(PartitionSpec())),
+        compiler_options=select_options(ctx.ops.platform, ctx.layout.mesh).used or None,
+    )
+
+
+def make_eval_step(model: ModelConfig, ctx: Context, microbatches: int = 1) -> step.EvalStep:
+    """Builds `eval_step(params, batch) -> sums`, without dropout."""
+    ctx = within_step(ctx)
+    evaluate = losses.evaluate if comparison.comparing(model) is None else comparison.evaluate
+
+    @shape_errors.explained()
+    def work(params: Params, batch: Batch) -> EvalSums:
+        batch = ctx.layout.shard_sequence(batch)
+        sums = evaluate(model, params, batch, ctx, microbatches)
+        return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.layout.token_axes), sums)
+
+    if ctx.layout.mesh is None:
+        return work
+    return ctx.layout.local(work, (ctx.layout.parameters(families.spec(model)), ctx.layout.batch), PartitionSpec())

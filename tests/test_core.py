@@ -1,0 +1,81 @@
+"""The core of the package: which files import each other in a circle, and which features the core's files name."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import figures
+
+ROOT = Path(__file__).parents[1]
+
+CORE = (
+    "models/batches.py",
+    "models/blocks.py",
+    "models/context.py",
+    "models/decoder.py",
+    "models/family.py",
+    "models/forward.py",
+    "models/layer_inputs.py",
+    "models/layers.py",
+    "models/layout.py",
+    "models/ops.py",
+    "models/params.py",
+    "models/partitioned.py",
+)
+"""What a newcomer reads to follow a dense decoder."""
+
+ROOMS_WITHOUT_CIRCLES = ("models", "moe", "sharding", "families")
+
+WORDS = re.compile(
+    r"moe|expert|lora|adapter|qat|watch|teacher|distill|noise_scale|placement|cross_attention|gate_ids|width_ratio|token_types"
+)
+"""Words of features: of models with experts, of adapters, of quantisation-aware training, and so on."""
+
+NAMED = {
+    "blocks.py": 6,  # chooses experts or an MLP, and calls cross attention and watching
+    "context.py": 3,  # carries what is watched, and where experts are stored
+    "decoder.py": 25,  # declares experts and adapters, and mixes the loss of a teacher
+    "forward.py": 2,  # names watched values by their stack
+    "layer_inputs.py": 2,  # carries the inputs of gates and of an encoder
+    "layers.py": 13,  # adds adapters to products, measures what is watched, and has cross attention
+    "layout.py": 2,  # never gathers experts, and knows the rounds to them
+    "ops.py": 3,  # lists the implementations of experts beside the others
+    "params.py": 3,  # has the ratio of widths, and tells adapters from matrices
+}
+"""Lines of each file that name a feature. The numbers may only fall; a file that is not listed names none."""
+
+
+def feature_lines(path: Path) -> list[str]:
+    """Returns the lines of code that name a feature, without comments and docstrings."""
+    text = path.read_text()
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    named = {
+        token.start[0]
+        for token in tokens
+        if token.type in (tokenize.NAME, tokenize.STRING)
+        and token.start[0] not in docstrings
+        and WORDS.search(token.string)
+    }
+    lines = text.split("\n")
+    return [f"{path.name}:{line}: {lines[line - 1].strip()}" for line in sorted(named)]
+
+
+def test_no_file_of_these_rooms_imports_itself_through_others():
+    graph = figures.import_graph(ROOT)
+    rooms = tuple(f"jaxstack.{room}" for room in ROOMS_WITHOUT_CIRCLES)
+    assert [group for group in figures.circles(graph) if any(name.startswith(rooms) for name in group)] == []
+
+
+def test_the_core_names_fewer_features_than_before():
+    lines = [line for name in CORE for line in feature_lines(ROOT / "jaxstack" / name)]
+    counts = Counter(line.split(":")[0] for line in lines)
+    assert counts == NAMED, "\n".join(lines)
