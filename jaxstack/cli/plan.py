@@ -36,10 +36,7 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown, or the configuration does not fit it.
     """
-    if not args.target:
-        raise ConfigError("--target is missing. Name a chip and a topology, such as --target a100:8 or v5e:4x4.")
-    cfg = with_vocabulary(args.cfg)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
+    cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or v5e:4x4")
 
     from jaxstack.planner import aot, memory
 
@@ -52,6 +49,25 @@ def main(args: Namespace) -> None:
     report = aot.compile(cfg, args.target)
     print(f"compiled for {args.target} in {time.perf_counter() - begin:.0f} s")
     print(report)
+
+
+def resolve_for_target(args: Namespace, such: str) -> Config:
+    """Returns the resolved configuration of a command that plans for chips which are not here.
+
+    JAX must not be imported before: it will see the CPU alone.
+
+    Args:
+      args: values of the command line.
+      such: what to name with `--target`.
+
+    Raises:
+      ConfigError: the target or the size of the vocabulary is missing.
+    """
+    if not args.target:
+        raise ConfigError(f"--target is missing. Name {such}.")
+    cfg = with_vocabulary(args.cfg)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return cfg
 
 
 def with_vocabulary(cfg: Config) -> Config:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan import with_vocabulary
+from jaxstack.cli.plan import resolve_for_target
 from jaxstack.config import ConfigError
 from jaxstack.config.reading.parse import Parser, user_path
 
@@ -30,10 +30,7 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown or no GPU, its compiler is not installed, or the configuration does not fit it.
     """
-    if not args.target:
-        raise ConfigError("--target is missing. Name a GPU and a topology, such as --target h100:1x1x8.")
-    cfg = with_vocabulary(args.cfg)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
+    cfg = resolve_for_target(args, "a GPU and a topology, such as --target h100:1x1x8")
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # its keys ignore the scopes that decide the parts
 
     from jaxstack.common.hardware import CHIPS

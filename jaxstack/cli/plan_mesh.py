@@ -5,13 +5,12 @@ installed, the best are compiled, and memory and traffic are shown by formula an
 train.remat and train.grad_accum are searched; a flag that sets one of their keys restricts the search.
 """
 
-import os
 import time
 from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan import with_vocabulary
+from jaxstack.cli.plan import resolve_for_target
 from jaxstack.config import SEARCHED_KEYS, ConfigError
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxstack.config.reading.parse import Parser, given_keys
@@ -46,10 +45,7 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown, no mesh is possible, or none fits.
     """
-    if not args.target:
-        raise ConfigError("--target is missing. Name a chip and a topology, such as --target a100:8 or h100:8x8.")
-    cfg = with_vocabulary(args.cfg)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: the target's chips are not here
+    cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or h100:8x8")
 
     from jaxstack.planner import aot, mesh_plan
 

@@ -1,16 +1,15 @@
 """What `jaxstack plan memory`, `plan flops` and `plan time` share: arguments, the context, and tables of figures."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan import with_vocabulary
+from jaxstack.cli.plan import resolve_for_target
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config
 from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser, user_path
 
@@ -77,13 +76,10 @@ class Plan:
         Raises:
           ConfigError: the target is missing or does not exist, or the configuration does not fit it.
         """
-        if not args.target:
-            raise ConfigError("--target is missing. Name a chip and a topology, such as --target a100:8 or h100:8x8.")
         self.json = files.writable("--json", args.json, (".json",)) if args.json is not None else None
         plot = getattr(args, "plot", None)
         self.plot = files.writable("--plot", plot, files.PICTURES) if plot is not None else None
-        cfg = with_vocabulary(args.cfg)
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the target's chips are not here
+        cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or h100:8x8")
 
         from jaxstack.planner import estimate, figures, memory
         from jaxstack.planner.job import Job
