@@ -166,9 +166,20 @@ def cause(index: int) -> tuple[int, int, str] | None:
         return None
     with contextlib.suppress(RuntimeError):
         for other, (code, reason) in sorted(announced_ends().items()):
-            if other != index and code in {*Exit} - {Exit.PEER_LOST}:
+            if other != index and is_own_error(code, reason):
                 return other, code, reason
     return None
+
+
+def is_own_error(code: int, reason: str) -> bool:
+    """Returns whether a process ended with an error of its own, from its exit code and the line that it announced.
+
+    A collective fails with JAX's runtime error where another process has ended; any other exception is a fault of the
+    program.
+    """
+    if code == 1:
+        return not reason.startswith("JaxRuntimeError")
+    return code in {*Exit} - {Exit.PEER_LOST}
 
 
 def leave(code: int, reason: str) -> None:

@@ -1,7 +1,8 @@
 """Runs of two processes that start at once: one process imports everything, and forks the ranks of every run.
 
 `python tests/faults/ranks.py [--times 20] [--only WORD]` runs each fault of `FAULTS` that often, and writes the exit
-codes to `benchmarks/results/exit_codes.json`.
+codes to `benchmarks/results/exit_codes.json`. With `--only`, the other faults of that file stay, and `again` names what
+was run later.
 """
 
 import argparse
@@ -246,9 +247,22 @@ def main() -> None:
                     unexpected += 1
                     print(name, *ends, sep="\n", flush=True)
                 print(f"{name}: {dict(counts[name])}", flush=True)
-            if names == [*FAULTS]:  # after each round, so that an interrupted call has a result too
-                record.record("exit_codes", {"exit_codes": {name: dict(count) for name, count in counts.items()}})
+            # after each round, so that an interrupted call has a result too
+            codes: dict[str, dict[str, int]] = {name: dict(count) for name, count in counts.items()}
+            if names == [*FAULTS]:
+                record.record("exit_codes", {"exit_codes": codes})
+            else:
+                update(record.RESULTS / "exit_codes.json", codes)
     sys.exit(unexpected > 0)
+
+
+def update(path: Path, codes: dict[str, dict[str, int]]) -> None:
+    """Replaces the exit codes of some faults in an earlier result, and says at which commit they were run again."""
+    result = json.loads(path.read_text())
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=harness.ROOT, capture_output=True, text=True, check=True)
+    result["exit_codes"] |= codes
+    result["again"] = result.get("again", {}) | dict.fromkeys(codes, commit.stdout.strip())
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,4 +39,4 @@ def test_every_fault_ended_as_expected_each_time():
     assert result.keys() == codes.keys()
     for name, expected in codes.items():
         assert [*result[name]] == [expected]
-        assert result[name][expected] >= 2
+        assert result[name][expected] >= 20

@@ -138,6 +138,7 @@ mistakes(
     "runtime/test_processes.py -k rows",
     ("position[local] = np.arange(len(local))", "position[: len(local)] = np.arange(len(local))"),
     ("np.unique(np.concatenate([np.arange(rows)[index]", "np.sort(np.concatenate([np.arange(rows)[index]"),
+    ('return not reason.startswith("JaxRuntimeError")', "return False", "runtime/test_processes.py -k cause"),
 )
 
 mistakes(

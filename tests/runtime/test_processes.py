@@ -332,6 +332,22 @@ print(json.dumps({"saved": saved, "started": started, "step": found.step, "skipp
 """
 
 
+@pytest.mark.parametrize(
+    ("code", "reason", "is_cause"),
+    [
+        (1, "KeyError: 'x'", True),  # a fault of the program
+        (1, "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer", False),
+        (Exit.USER_ERROR, "error: data.path=x does not exist", True),
+        (Exit.NOT_SAVED, "error: No space left on device", True),
+        (Exit.PEER_LOST, "process 0 of 2 is lost", False),
+    ],
+)
+def test_the_cause_is_a_process_with_an_error_of_its_own(code, reason, is_cause, monkeypatch):
+    monkeypatch.setattr(distributed, "has_others", lambda: True)
+    monkeypatch.setattr(distributed, "announced_ends", lambda: {0: (1, "JaxRuntimeError: closed"), 1: (code, reason)})
+    assert distributed.cause(0) == ((1, code, reason) if is_cause else None)
+
+
 def test_two_processes_share_the_hashing(tmp_path):
     """Each hashes what it wrote, and half of what is loaded. A changed byte is found by one and skipped by both."""
     port, env = free_port(), os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
