@@ -29,7 +29,10 @@ from jaxstack.training.step import Probe, TrainStep
 
 def extras_of(model: ModelConfig) -> Extras:
     """Returns what a model adds to a step besides the terms of its objective."""
-    return experts.extras(model) if model.moe.num_experts else Extras()
+    if model.moe.num_experts:
+        return experts.extras(model)
+    family = families.of(model)
+    return Extras(after_update=lambda params, sums, ctx: family.after_update(model, params, sums, ctx))
 
 
 def objective_of(model: ModelConfig) -> Objective:
