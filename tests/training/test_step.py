@@ -43,7 +43,8 @@ def config(**groups) -> Config:
 def build(cfg: Config, devices: int = 1, **how):
     """Returns a state on a mesh, the jitted step, and its context."""
     mesh = make_mesh(MeshConfig(devices), cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:devices])
-    ctx = dataclasses.replace(make_context(cfg, mesh), **how)
+    ctx = make_context(cfg, mesh)
+    ctx = dataclasses.replace(ctx, ops=dataclasses.replace(ctx.ops, **how))
     return (
         make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)),
         jax.jit(assemble.make_train_step(cfg, ctx)),
