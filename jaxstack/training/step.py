@@ -157,13 +157,14 @@ def one_step(
             params=parameters.combine(params, frozen),
             opt_state=opt_state,
         )
+        figures_of_model = extras.metrics(sums)
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": schedule(updates),  # the optimizer does not count skipped steps
             "tokens": sums["tokens"],
             **{name: value for name, value in sums.items() if name.startswith("loss_")},
-            **extras.metrics(sums),
+            **figures_of_model,
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,
             "spike": spike.astype(jnp.int32),
