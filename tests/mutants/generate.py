@@ -156,7 +156,7 @@ mistakes(
     "generate",
     "generate/in_turn.py",
     "generate/test_mesh_texts.py -k greedy",
-    ("self.inputs_of(state, visit), self.slot + visit.turn", "self.inputs_of(state, visit), self.slot"),
+    ("slot = self.slot + visit.turn\n        row = ", "slot = self.slot\n        row = "),
     ("jax.lax.dynamic_slice_in_dim(a, group * size, size, 0)", "jax.lax.dynamic_slice_in_dim(a, 0, size, 0)"),
 )
 

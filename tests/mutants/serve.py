@@ -8,7 +8,7 @@ DOOR = "serve/test_connections.py"
 mistakes(
     "serve", "serve/texts.py", REQUESTS,
     ("word.startswith(self._text[-n:])", "word.endswith(self._text[-n:])"),
-    ("self._text[: min(found)], \"stop\"", "self._text[: max(found)], \"stop\""),
+    ("self._text[: min(found)]", "self._text[: max(found)]"),
     ("steps = [[token] for token in tokens] if self._stop else", "steps = [tokens] if self._stop else"),
     ("min(self._skip, len(piece))", "0"),
 )  # fmt: skip
