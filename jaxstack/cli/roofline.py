@@ -15,7 +15,6 @@ from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveFraction, PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
-from jaxstack.planner.job import Job
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
     import jax
@@ -70,6 +69,7 @@ def main(args: Namespace) -> None:
     from jaxstack import sharding
     from jaxstack.planner import measure
     from jaxstack.planner import roofline as roof
+    from jaxstack.planner.job import Job
 
     device = sharding.find_devices()[0]
     name = _chip_name(args.chip, device)

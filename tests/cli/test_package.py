@@ -110,7 +110,7 @@ def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, capsys):
 def test_there_is_one_version():
     assert jaxstack_("--version")[0] == f"jaxstack {jaxstack.__version__}\n"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["hatch"]["version"]["path"] == "jaxstack/__init__.py"
+    assert project["tool"]["hatch"]["version"]["path"] == "jaxstack/common/version.py"
     assert f"## {jaxstack.__version__}" in (ROOT / "docs" / "changelog.md").read_text()
 
 
