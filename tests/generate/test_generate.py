@@ -93,7 +93,7 @@ def gate_of(cfg: ModelConfig) -> int | None:
 )
 def test_how_a_new_token_runs_through_the_layers(platform, cfg, kernels, expected):
     run = Config(model=replace(cfg, vocab_size=256), kernels=KernelsConfig(**kernels))
-    assert memory.context(run, 1, platform).decode == expected
+    assert memory.context(run, 1, platform).ops.decode == expected
 
 
 def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form: str) -> None:

@@ -77,7 +77,7 @@ def test_a_kernel_that_xla_cannot_partition_is_refused(kernels, dtype, said):
     with pytest.raises(ConfigError, match=said):
         make_context(cfg, mesh, "tpu")
     allowed = dataclasses.replace(cfg, kernels=KernelsConfig())
-    assert make_context(allowed, mesh, "tpu").linear == ("float32_sums" if dtype == "bfloat16" else "xla")
+    assert make_context(allowed, mesh, "tpu").ops.linear == ("float32_sums" if dtype == "bfloat16" else "xla")
     make_context(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, partitioner="manual")), mesh, "tpu")
 
 

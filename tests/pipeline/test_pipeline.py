@@ -639,7 +639,7 @@ def test_without_a_number_microbatches_are_four_a_stage_at_most():
     numbers = {}
     for pipe, batch, how in [(2, 32, {}), (4, 8, {}), (2, 6, {"schedule": TWO, "chunks": 2})]:
         cfg = config("llama3", {"pipe": pipe}, batch=batch, **how)
-        program = make_context(cfg, make_mesh(cfg.mesh, batch, jax.devices()[:pipe])).pipeline
+        program = make_context(cfg, make_mesh(cfg.mesh, batch, jax.devices()[:pipe])).layout.pipeline
         numbers[pipe, batch] = program.schedule.microbatches
     assert numbers == {(2, 32): 8, (4, 8): 8, (2, 6): 6}
 
