@@ -54,7 +54,7 @@ def test_an_objective_of_ones_own_is_an_argument(rng, accum):
     drawn = batch | {"advantages": rng.normal(size=(4, 8)).astype(np.float32)}
     _, metrics = jax.jit(make_train_step(cfg, Context(), objective=policy))(init_state(Recipe.of(cfg)), drawn)
     state = init_state(Recipe.of(cfg))
-    hidden, _ = decoder.hidden_states(cfg.model, state.params, {"tokens": jnp.asarray(batch["tokens"])})
+    hidden, _ = decoder.FAMILY.hidden_states(cfg.model, state.params, {"tokens": jnp.asarray(batch["tokens"])})
     wanted = advantages(cfg.model, state.params, hidden, drawn, Context())["policy"] / 32
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-4)
     assert objective_of(cfg.model).terms == (Term(),)

@@ -247,7 +247,7 @@ def same(a, b) -> bool:
 
 
 def test_the_first_state_follows_from_the_seed():
-    state = init_state(config(run=RunConfig(seed=7)))
+    state = init_state(Recipe.of(config(run=RunConfig(seed=7))))
     assert same(state.params, params.init(jax.random.key(7), decoder.spec(TINY)))
     assert not state.recent.any()
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (0, 0, 0)
@@ -288,9 +288,9 @@ def test_a_spike_is_skipped_unless_it_is_only_reported(action, rng):
 def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is_finite(rng, monkeypatch):
     real = assemble.make_gradients
 
-    def poisoned(cfg, ctx):
+    def poisoned(*settings):
         def gradients(*args):
-            loss, grads, sums = real(cfg, ctx)(*args)
+            loss, grads, sums = real(*settings)(*args)
             scale = grads["final_norm"]["scale"].at[0].set(np.inf)
             return loss, grads | {"final_norm": {"scale": scale}}, sums
 

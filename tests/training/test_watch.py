@@ -79,6 +79,11 @@ def draw(rng, shape):
     return np.where(rng.random(shape) < 0.2, rng.choice(special, shape), x).astype(np.float32)
 
 
+def names_of(cfg):
+    """Returns the names that the model of a run has."""
+    return watch.all_names(cfg.model, families.of(cfg.model).batch_spec(cfg), cfg.train.dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_statistics_are_those_of_numpy(rng, dtype):
     """Of what a program rounds to the dtype: 8 significant digits in float32, from float64 on the same values."""
@@ -282,7 +287,7 @@ NAMES = [
 def test_every_mesh_gives_the_statistics_of_one_device(model, mesh, how, pipe, seed):
     packing = how.get("packing", False)
     batch = meshes.random_batch(seed, packing, meshes.MODELS[model])
-    names = [p for p in NAMES if fnmatch.filter(watch.all_names(meshes.config(model, {})), p)]
+    names = [p for p in NAMES if fnmatch.filter(names_of(meshes.config(model, {})), p)]
     cfg = meshes.config(model, mesh, **how)
     # Adam's first update is a gradient divided by its own size: of gradients near zero, it is rounding alone.
     sgd = OptimConfig(name="sgd", b1=0.0, lr=0.3, warmup_steps=0)
@@ -308,7 +313,7 @@ def test_every_mesh_gives_the_statistics_of_one_device(model, mesh, how, pipe, s
 )
 def test_every_family_has_names(model, some):
     """Of activations in each layer of each stack, and of trained parameters."""
-    names = watch.all_names(meshes.config(model, {}))
+    names = names_of(meshes.config(model, {}))
     assert {*some.split()} <= {*names}
     assert all(("lora" in name) == (model == "lora_moe") for name in names if name.endswith("gradient"))
     assert any("router_entropy" in name for name in names) == (model in ("lora_moe", "switch_2"))
