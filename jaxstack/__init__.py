@@ -14,8 +14,8 @@ from jaxstack.common.version import __version__ as __version__
 _MODULES = {"model": "models.decoder", "params": "models.params"} | {
     room: room
     for room in (
-        "checkpoint", "common", "config", "data", "generate", "hf", "kernels", "loaded", "models", "moe", "pipeline",
-        "planner", "report", "runtime", "sharding", "tracking", "training",
+        "checkpoint", "common", "config", "data", "families", "generate", "hf", "kernels", "loaded", "models", "moe",
+        "pipeline", "planner", "report", "runtime", "sharding", "tracking", "training",
     )
 }  # fmt: skip
 """Module of each public name, within the package."""

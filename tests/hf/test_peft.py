@@ -225,7 +225,7 @@ def test_a_run_begins_with_adapters_on_any_mesh(mesh, tmp_path, rng):
         hf.PretrainedFolder(base) as source,
         pytest.raises(ConfigError, match=r"other adapters than model\.lora: rank=4"),
     ):
-        init_from._read_adapters(wrong, source, ctx)
+        init_from._read_adapters(str(wrong.run.init_adapter), wrong.model, source, ctx)
 
 
 @pytest.fixture
