@@ -77,7 +77,7 @@ for path in ("w_q", "w_o"):
 # %%
 found = replay.explain(cfg, ctx, values, batch)
 assert found is not None
-print("\n".join(replay.describe(cfg, found)))
+print("\n".join(replay.describe(found)))
 
 # %% [markdown]
 # The operation is of the gradient of the square root. Its derivative at zero is infinite: `1 / (2 * sqrt(0))`. The author's

@@ -83,7 +83,7 @@ def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, caps
     made = js.load(out)
     assert made.config.train.quant == made.context.ops.quant == "int8"
     assert f"{made.evaluate().bits_per_byte:.4f} after" in capsys.readouterr().out
-    weights_only = replace(made, context=replace(made.context, quant="none"))
+    weights_only = replace(made, context=replace(made.context, ops=replace(made.context.ops, quant="none")))
     rounded = replace(js.load(run), params=made.params, context=made.context)
     tokens = np.random.default_rng(1).integers(0, 256, (2, 30))
     one, other, far = (each.logits(tokens) for each in (made, rounded, weights_only))

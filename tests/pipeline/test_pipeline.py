@@ -661,7 +661,7 @@ def test_a_checkpoint_has_the_layers_in_their_order(how, optim):
     cfg = dataclasses.replace(config("llama3", {"pipe": 2}, layers=5, **how), optim=OptimConfig(name=optim))
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:2]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
-    layout = checkpoint_layout(cfg, ctx, abstract)
+    layout = checkpoint_layout(Recipe.of(cfg), ctx, abstract)
     state = make_state(Recipe.of(cfg), ctx, abstract)
     plain = config("llama3", {}, layers=5)
     plain = dataclasses.replace(plain, optim=cfg.optim)
@@ -694,7 +694,7 @@ def test_the_gathering_of_a_stage_changes_neither_state_nor_checkpoint():
         state = abstract_state(Recipe.of(cfg), ctx)
         found.append([
             jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)
-            for tree in (state, checkpoint_layout(cfg, ctx, state).abstract)
+            for tree in (state, checkpoint_layout(Recipe.of(cfg), ctx, state).abstract)
         ])  # fmt: skip
     assert found[0] == found[1]
 

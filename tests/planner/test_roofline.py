@@ -67,9 +67,9 @@ def multiplied(ops) -> float:
 def in_program(cfg: Config) -> float:
     """Counts the FLOPs of one device's matmuls in the traced training step."""
     n = math.prod(cfg.mesh.sizes.values())
-    ctx = replace(
-        roofline.context(cfg), mesh=sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:n]), moe="ragged"
-    )
+    ctx = roofline.context(cfg)
+    mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:n])
+    ctx = replace(ctx, layout=replace(ctx.layout, mesh=mesh), ops=replace(ctx.ops, moe="ragged"))
     shape = (cfg.data.batch_size, cfg.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
     batch["loss_weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)

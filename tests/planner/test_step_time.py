@@ -95,7 +95,8 @@ def test_gradients_of_weights_fill_the_bubble():
         Op(name, "matmul", "contraction", second, 0, times=8)
         for name in ("w", "w, gradient of input", "w, gradient")
     ]  # fmt: skip
-    ctx = SimpleNamespace(pipeline=SimpleNamespace(schedule=zb_h1(4, 8), stages=Stages(4, (1,) * 4)))
+    pipeline = SimpleNamespace(schedule=zb_h1(4, 8), stages=Stages(4, (1,) * 4))
+    ctx = SimpleNamespace(layout=SimpleNamespace(pipeline=pipeline))
     assert _bubble(ctx, ops, H100) == pytest.approx(3)
 
 

@@ -27,6 +27,6 @@ def test_a_zero_of_a_matrix_is_found(stages):
     if stages == 2:
         assert len(values["layers"]["mlp"]["w_up"]) == 4
     values["final_norm"]["scale"][0] = 0
-    assert not has_zeros(cfg, ctx, values)
+    assert not has_zeros(cfg.model, ctx, values)
     values["layers"]["mlp"]["w_up"][1, 5, 7] = 0
-    assert has_zeros(cfg, ctx, values)
+    assert has_zeros(cfg.model, ctx, values)
