@@ -270,7 +270,9 @@ class _Found:
         every = [value for step in reversed(self._steps) for value in step.frame.f_locals.values()]
         configs = (v.model if isinstance(v, Config) else v for v in every if isinstance(v, Config | ModelConfig))
         self.cfg: ModelConfig | None = next(configs, None)
-        self.lengths = next((v.data.lengths for v in every if isinstance(v, Config)), ())
+        # The outermost batch has whole rows, also where each device has a part of them.
+        rows = [v["tokens"].shape for v in every if isinstance(v, dict) and hasattr(v.get("tokens"), "shape")]
+        self.lengths = rows[-1][1:2] if rows else ()
         self.ctx = next((v for v in every if isinstance(v, Context)), Context())
         self.stack = next((v for v in every if isinstance(v, Stack)), None)
         self.declared: dict[str, Param] = {}

@@ -56,7 +56,7 @@ def test_a_step_is_that_without_padding(family, mesh, kernel, dtype, optim, seed
     layers = (4 if "pipe" in mesh else 1) * len(meshes.MODELS[family].windows)
     cfg, ctx, abstract, state = first_state(family, mesh, kernel, dtype, optim, 192, layers)
     plain, alone, _, expected = first_state(family, {}, kernel, dtype, optim, None, layers)
-    layout = checkpoint_layout(cfg, ctx, abstract)
+    layout = checkpoint_layout(Recipe.of(cfg), ctx, abstract)
     # The same random numbers, but XLA may compile their logarithms in another way: one rounding.
     assert_close(layout.pack(state), expected, 1e-7)
     batch = meshes.random_batch(seed, False, cfg.model)
