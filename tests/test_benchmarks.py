@@ -22,7 +22,7 @@ from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import decode
 from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
 from jaxstack.models import decoder, params
-from jaxstack.training import step
+from jaxstack.training import assemble
 
 
 def tree_bytes(tree):
@@ -178,7 +178,7 @@ def test_a_batch_that_does_not_fit_is_left_at_once(monkeypatch):
             assert jax.tree.leaves(state)[0].is_deleted() is False
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(step, "jit_train_step", lambda *_: TooLarge())
+    monkeypatch.setattr(assemble, "jit_train_step", lambda *_: TooLarge())
     before = len(jax.live_arrays())
     found, advance = train_gpu.candidate(order("dense_2048"), 4, "selective", [], budget=1e9)
     assert advance is None
@@ -247,10 +247,10 @@ def test_decoding(tmp_path, capsys):
     state = jax.jit(work.start)(weights, tokens)
     slots = 64 + 12
     assert case["bytes_of_token"]["cache"] == tree_bytes(state["cache"]) * (64 + 8 + 1) / slots
-    added = jax.jit(work.extend)(weights, state, 12)["added"]
+    _, added = jax.jit(work.extend)(weights, state, 11)
     sample = SampleConfig(tokens=12, temperature=0)
     rows = decode.generate(cfg, values, tokens.tolist(), sample, ctx=ctx)
-    assert [row[64:] for row in rows] == added.tolist()
+    assert [row[65:] for row in rows] == added.tokens[:, :11].tolist()
 
 
 @pytest.mark.matrix

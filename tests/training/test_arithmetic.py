@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 
 from jaxstack import families, kernels, moe
 from jaxstack.config import Config, KernelsConfig, LoraConfig, SampleConfig
-from jaxstack.families import diffusion
+from jaxstack.families import diffusion, encoder
 from jaxstack.families.context import make_context
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import sample_tokens
@@ -56,9 +56,9 @@ SUMS = {
     "reductions": {
         "models/blocks.py::block": _RESIDUAL,
         "models/blocks.py::_attend_to_encoder": _RESIDUAL,
-        "models/diffusion.py::scan_block": _RESIDUAL,
+        "families/diffusion.py::scan_block": _RESIDUAL,
         "models/layers.py::linear": "the product of a matrix and that of its adapter",
-        "models/diffusion.py::condition": "the embeddings of a time and a class",
+        "families/diffusion.py::condition": "the embeddings of a time and a class",
         "moe/expert_mlp.py::product": "the product of a matrix and that of its adapter",
         "models/moe_layer.py::_moe": "routed experts, summed in float32 and rounded, and shared ones",
     },
@@ -467,7 +467,7 @@ def test_logits_are_those_of_float32(rng, name):
     )
     hidden = jnp.asarray(rng.normal(size=(2, 6, cfg.d_model)), jnp.bfloat16)
     read = {"caption": hidden} if name == "captions" else hidden
-    table = model.head(cfg, values, ctx) if name in ("encoder", "labels") else decoder.head(cfg, values, ctx)
+    table = encoder.head(cfg, values, ctx) if name in ("encoder", "labels") else decoder.head(cfg, values, ctx)
     x, w = np.asarray(hidden, np.float64), np.asarray(table, np.float64)
     exact = (x @ w[: cfg.d_model] + w[cfg.d_model :].sum(0))[..., : cfg.classes]  # encoders have a row of biases
     if cfg.logit_softcap is not None:

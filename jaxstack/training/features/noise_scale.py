@@ -64,7 +64,7 @@ class NoiseProbe(Probe):
     """Reports the estimates of a step."""
 
     def metrics(self, sums: Metrics, grads: Params, grad_norm: jax.Array, updated: Metrics) -> Metrics:
-        """See `estimate`."""
+        """Returns both estimates of the step, see `estimate`."""
         return estimate(sums, grad_norm)
 
 
