@@ -45,7 +45,7 @@ NAMED = {
     "forward.py": 2,  # names watched values by their stack
     "layer_inputs.py": 2,  # carries the inputs of gates and of an encoder
     "layers.py": 13,  # adds adapters to products, measures what is watched, and has cross attention
-    "layout.py": 2,  # never gathers experts, and knows the rounds to them
+    "layout.py": 2,  # never gathers experts, and names the rounds to them
     "ops.py": 3,  # lists the implementations of experts beside the others
     "params.py": 3,  # has the ratio of widths, and tells adapters from matrices
 }

@@ -1,4 +1,4 @@
-"""The page "The way of a batch" shows code as it is, in the order in which a batch meets it."""
+"""The page "The way of a batch" shows code as it is, in the order of a batch's way."""
 
 import re
 import textwrap

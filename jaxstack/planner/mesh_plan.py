@@ -41,7 +41,7 @@ class Devices:
     clock: Clock
 
     def space(self, cfg: Config, given: Collection[str], times: int = 1) -> Space:
-        """Returns what a search on so many times these devices may choose from, see `mesh_search.Space`."""
+        """Returns what a search on a multiple of these devices may choose from, see `mesh_search.Space`."""
         return Space(cfg, times * self.count, self.platform, given)
 
     def search(self, space: Space) -> Search:

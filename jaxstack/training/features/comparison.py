@@ -46,7 +46,7 @@ def comparing(cfg: ModelConfig) -> Comparing | None:
     family = families.of(cfg)
     if family.features is None or family.compare is None:
         return None
-    assert family.count_right is not None, "only the family knows which rows are matched with the right ones"
+    assert family.count_right is not None, "the family says which rows are matched with the right ones"
     return Comparing(family, family.features, family.compare, family.count_right)
 
 

@@ -21,7 +21,7 @@ def compare_with_ngrams(
     """Prints the held-out loss beside the loss of an n-gram model, and returns its name and its nats per token.
 
     The n-gram model is fitted on the same bytes, unless the log has it from an earlier start. `None` means that there
-    is no comparison, and a line says why.
+    is nothing to compare with, and a line says why.
 
     Args:
       steps: of the run.

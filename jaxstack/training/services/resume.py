@@ -1,4 +1,4 @@
-"""The state with which a run begins or goes on: of a checkpoint, of another model, or initial."""
+"""The state with which a run begins or resumes: of a checkpoint, of another model, or initial."""
 
 from dataclasses import replace
 from pathlib import Path
