@@ -86,7 +86,7 @@ def packed_assignments(tree: ast.AST) -> Iterator[ast.Assign]:
 
 
 def functions_of_config(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yields functions with a parameter of type `Config`, and functions whose `self` keeps one."""
+    """Yields functions with a parameter of type `Config`; not those that take a larger record that carries one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

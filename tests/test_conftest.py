@@ -151,6 +151,44 @@ def test_passes(): pass
 """
 
 
+SKIPS = """
+import os, pytest
+
+def test_passes(): print("ran passes")
+def test_needs_a_package():
+    if "HAS_IT" not in os.environ: pytest.skip("it is missing")
+    print("ran needs")
+"""
+SKIPS_AS_A_WHOLE = """
+import os, pytest
+
+if "HAS_IT" not in os.environ: pytest.skip("it is missing", allow_module_level=True)
+def test_of_a_file(): print("ran file")
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_what_was_skipped_runs_once_the_package_is_there(tmp_path, workers):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    for name in ("conftest.py", "other_seeds.py"):
+        shutil.copy(TESTS / name, tests)
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+    (tests / "test_inner.py").write_text(SKIPS)
+    (tests / "test_whole.py").write_text(SKIPS_AS_A_WHOLE)
+    skipped = tmp_path / "elsewhere" / "skipped"
+    skipped.parent.mkdir()
+
+    def run(option: str, **variables: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-rP", "-n", workers, option]
+        environment = os.environ | variables
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
+        return re.findall(r"^ran (\w+)$", done.stdout, re.M)
+
+    assert run(f"--record-skipped={skipped}") == ["passes"]
+    assert sorted(run(f"--only={skipped}", HAS_IT="1")) == ["file", "needs"]
+
+
 @pytest.mark.parametrize(
     ("content", "code", "unstable"),
     [

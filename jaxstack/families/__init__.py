@@ -27,7 +27,7 @@ FAMILIES.update(
 
 
 def register_family(name: str, family: Family, objective: Objective | None = None) -> None:
-    """Adds a family to those that `model.family` names, with its objective; `None` means that of the decoder.
+    """Registers a family under a name for `model.family`. Without an objective it has the decoder's objective.
 
     Raises:
       ValueError: the name is taken.

@@ -261,6 +261,15 @@ def _path_in(tree: Any, wanted: Any, levels: int = _LEVELS) -> str | None:
     return None
 
 
+def _row_lengths(variables: list[Any], name: str) -> tuple[int, ...]:
+    """Returns the length of a batch's rows; `name` is an array [B, S] that every batch has.
+
+    The outermost batch, which is the last one, has whole rows, also where each device has a part of them.
+    """
+    shapes = [v[name].shape for v in variables if isinstance(v, dict) and hasattr(v.get(name), "shape")]
+    return shapes[-1][1:2] if shapes else ()
+
+
 class _Found:
     """What the variables of a traceback's frames say about a model, its context and its parameters."""
 
@@ -270,11 +279,9 @@ class _Found:
         every = [value for step in reversed(self._steps) for value in step.frame.f_locals.values()]
         configs = (v.model if isinstance(v, Config) else v for v in every if isinstance(v, Config | ModelConfig))
         self.cfg: ModelConfig | None = next(configs, None)
-        # The outermost batch has whole rows, also where each device has a part of them.
-        rows = [v["tokens"].shape for v in every if isinstance(v, dict) and hasattr(v.get("tokens"), "shape")]
-        self.lengths = rows[-1][1:2] if rows else ()
         self.ctx = next((v for v in every if isinstance(v, Context)), Context())
         self.stack = next((v for v in every if isinstance(v, Stack)), None)
+        self.lengths: tuple[int, ...] = ()
         self.declared: dict[str, Param] = {}
         self.name = ""
         family = None if self.cfg is None else FAMILIES.get(self.cfg.family)
@@ -282,6 +289,7 @@ class _Found:
             self.declared = flat_spec(family.spec(self.cfg))
             stacks = family.stacks(self.cfg)
             self.name = next((name for name, stack in stacks.items() if stack == self.stack), "")
+            self.lengths = _row_lengths(every, self.cfg.objective.terms[0].weights)
 
     def path(self, wanted: Any) -> str:
         """Returns the path of an array, a group or a module in the outermost tree that has it, or ""."""

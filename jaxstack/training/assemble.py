@@ -69,7 +69,8 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
         share = summed_once(share, ctx, spec)
     if train.noise_scale:
         share = noise_scale.totalled(share, ctx)
-    share = teacher.taught(share, cfg.distill)
+    if cfg.distill.teacher is not None:
+        share = teacher.taught(share, cfg.distill)
     gradients = over_devices(share, ctx, objective, spec)
     if train.rounding is not None:
         gradients = qat.rounded(gradients, model, train.rounding)

@@ -23,13 +23,11 @@ Teach = Callable[[Batch], Batch]
 
 
 def taught(share: Share, distill: DistillConfig) -> Share:
-    """Returns the gradients of the loss that is mixed with the teacher's, for batches that have `teacher_ids`."""
+    """Returns the gradients of the loss that is mixed with the teacher's, for batches of `make_teach`."""
     mix = kernels.Mix(distill.weight, distill.temperature)
 
     def mixed(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
-        if "teacher_ids" in batch:
-            batch = {**batch, "distill": mix}  # type: ignore[dict-item]
-        return share(params, batch, key, totals)
+        return share(params, {**batch, "distill": mix}, key, totals)  # type: ignore[dict-item]
 
     return mixed
 
