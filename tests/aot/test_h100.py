@@ -182,7 +182,7 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
     from cases import CASES
 
     target, cfg = CASES["h100_64"]
-    mesh = aot.abstract_inputs(cfg, target)[0].mesh
+    mesh = aot.abstract_inputs(cfg, target)[0].layout.mesh
     hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
     assert (hosts == hosts[:, :, :1, :1, :1, :1]).all()
     assert len(set(hosts.ravel())) == 8
