@@ -29,14 +29,15 @@ def main() -> None:
     import jax
     import numpy as np
 
+    from jaxstack import families
     from jaxstack.config import Config, ModelConfig, SampleConfig
     from jaxstack.generate import decode
     from jaxstack.generate.engine import Engine
-    from jaxstack.models import decoder, params
+    from jaxstack.models import params
     from jaxstack.planner import memory
 
     cfg = ModelConfig(num_layers=args.layers, d_model=args.width, num_heads=args.width // 64, vocab_size=256)
-    spec = decoder.spec(cfg)
+    spec = families.spec(cfg)
     platform = jax.devices()[0].platform
     ctx = memory.context(Config(model=cfg), 1, platform)
     engine = Engine.create(cfg, params.init(jax.random.key(0), spec), ctx=ctx)

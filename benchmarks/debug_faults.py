@@ -48,8 +48,7 @@ def count_layers(patches: Any) -> list[int]:
     """Lets the layers of the decoder count how often they run; returns where the count is, of all devices."""
     import jax
 
-    from jaxstack.families import encoder_decoder
-    from jaxstack.models import blocks, decoder
+    from jaxstack.models.blocks import Stack
 
     counts = [0]
 
@@ -66,13 +65,12 @@ def count_layers(patches: Any) -> list[int]:
         return (g,)
 
     counted.defvjp(lambda x: (counted(x), None), backward)
-    real = blocks.block
+    real = Stack.run_layer
 
-    def block(cfg: Any, p: Any, x: jax.Array, *rest: Any, **how: Any) -> Any:
-        return real(cfg, p, counted(x), *rest, **how)
+    def run_layer(stack: Stack, cfg: Any, ctx: Any, p: Any, x: jax.Array, *rest: Any, **how: Any) -> Any:
+        return real(stack, cfg, ctx, p, counted(x), *rest, **how)
 
-    for module in (blocks, decoder, encoder_decoder):
-        patches.setattr(module, "block", block)
+    patches.setattr(Stack, "run_layer", run_layer)
     return counts
 
 

@@ -36,6 +36,7 @@ import numpy as np
 import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from jaxstack import families
 from jaxstack.data import images
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +73,7 @@ def loss_by_time(run: Any, pictures: Any, parts: int = 20) -> list[float]:
     def loss(params: Any, noise: Any, timesteps: Any) -> Any:
         path = NoisePath.at(cfg.diffusion.path, time_of(cfg, timesteps)[..., None])
         batch = {"noisy": path.mix(clean, noise), "classes": classes, "gate_ids": timesteps}
-        hidden, _ = diffusion.FAMILY.hidden_states(cfg, params, batch, Context())
+        hidden, _ = families.of(cfg).hidden_states(cfg, params, batch, Context())
         velocity = diffusion.predict(cfg, params, hidden, batch, Context())
         return jnp.square(velocity - path.velocity(clean, noise)).mean()
 

@@ -177,9 +177,9 @@ def compare(common: list[str], scratch: Path, rows: int) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
+    from jaxstack import families
     from jaxstack.data.loader import window_sizes
     from jaxstack.families import encoder as encoders
-    from jaxstack.models import decoder as decoders
     from jaxstack.models import params
 
     dataset = data.load(encoder.data)
@@ -210,11 +210,11 @@ def compare(common: list[str], scratch: Path, rows: int) -> dict[str, Any]:
     decoder, values = train([*common, "--model.family=decoder", f"--run.dir={scratch / 'decoder'}"])
 
     def by_decoder(values: Any, batch: Any) -> jax.Array:
-        logits, _ = decoders.forward(decoder.model, values, batch["targets"])
+        logits, _ = families.forward(decoder.model, values, batch["targets"])
         return score(jnp.roll(logits, 1, axis=1), batch)
 
     values = jax.device_get(values)
-    result["decoder_parameters"] = params.count(decoders.spec(decoder.model))
+    result["decoder_parameters"] = params.count(families.spec(decoder.model))
     result["decoder"] = figures(by_decoder, values)
     text = [dataset.train.ids[a:b] for a, b in zip(dataset.train.starts, dataset.train.ends, strict=True)]
     inputs, targets, weights = (

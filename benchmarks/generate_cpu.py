@@ -38,10 +38,11 @@ def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
     import jax
     import numpy as np
 
+    from jaxstack import families
     from jaxstack.config import ModelConfig, SampleConfig
     from jaxstack.config.scheme import Scheme
     from jaxstack.generate import decode
-    from jaxstack.models import decoder, params
+    from jaxstack.models import params
     from jaxstack.models.context import Context
     from jaxstack.models.ops import Ops, implementations
 
@@ -53,7 +54,7 @@ def ours(batch: int, shape: dict[str, int], weights: str) -> Any:
         vocab_size=shape["vocab"],
         tied_embeddings=True,
     )
-    values = jax.jit(lambda: params.init(jax.random.key(0), decoder.spec(cfg)))()
+    values = jax.jit(lambda: params.init(jax.random.key(0), families.spec(cfg)))()
     prompts = np.random.default_rng(0).integers(0, shape["vocab"], (batch, PROMPT)).tolist()
     ctx = Context(ops=Ops(**implementations("cpu"), decode_weights=Scheme(8) if weights == "int8" else None))
     runs = {n: decode.make_generate(cfg, SampleConfig(tokens=n, temperature=0), ctx=ctx) for n in (1, NEW, LONG)}

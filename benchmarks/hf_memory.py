@@ -41,11 +41,11 @@ def make(folder: Path, layers: int) -> int:
     import ml_dtypes
     import numpy as np
 
+    from jaxstack import families
     from jaxstack.hf import configs, safetensors, weights
-    from jaxstack.models import decoder
 
     cfg, rng = config(layers), np.random.default_rng(0)
-    tensors = weights.hf_tensors("llama", decoder.spec(cfg))
+    tensors = weights.hf_tensors("llama", families.spec(cfg))
 
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return (0.02 * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
@@ -60,12 +60,12 @@ def work(what: str, folder: Path, devices: int) -> None:
     """Reads the model in its own process, writes it if asked to, and prints the peak of memory beyond its arrays."""
     import jax
 
-    from jaxstack import hf, sharding
+    from jaxstack import families, hf, sharding
     from jaxstack.checkpoint import store
     from jaxstack.config import CheckpointConfig, Config, DataConfig, MeshConfig
     from jaxstack.families.context import make_context
     from jaxstack.hf import weights
-    from jaxstack.models import decoder, params
+    from jaxstack.models import params
 
     with hf.PretrainedFolder(folder / "model") as source:
         mesh = MeshConfig(data=1, fsdp=devices)
@@ -74,7 +74,7 @@ def work(what: str, folder: Path, devices: int) -> None:
         jax.block_until_ready(jax.device_put(0.0))
         before, begin = psutil.Process().memory_info().rss, time.perf_counter()
         if what == "restore":
-            spec = decoder.spec(cfg.model)
+            spec = families.spec(cfg.model)
             tree = jax.tree.map(
                 lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=ctx.layout.sharding(where)),
                 params.abstract(spec),
@@ -94,7 +94,7 @@ def work(what: str, folder: Path, devices: int) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = [x.nbytes for x in jax.tree.leaves(values)]
     arrays = sum(sizes)
-    tensors = weights.hf_tensors(source.family, decoder.spec(source.model)).values()
+    tensors = weights.hf_tensors(source.family, families.spec(source.model)).values()
     largest = 4 * max(prod(tensor.shape) for tensor in tensors)
     row = {
         "what": what,

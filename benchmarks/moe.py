@@ -39,16 +39,17 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--seeds", type=int, default=3)
     given = arguments.parse_args()
+    from jaxstack import families
     from jaxstack.config import resolve
     from jaxstack.config.reading import parse
     from jaxstack.families import flops
-    from jaxstack.models import decoder, params
+    from jaxstack.models import params
 
     results: dict[str, list[dict[str, float]]] = {"quickstart": [], "moe_quickstart": []}
     sizes = {}
     for config in results:
         cfg = resolve(parse.parse_config([f"--config={ROOT / 'configs' / config}.yaml"], ROOT), 256).model
-        sizes[config] = {"parameters": params.count(decoder.spec(cfg)), "multiplied": flops.matmul_params(cfg)}
+        sizes[config] = {"parameters": params.count(families.spec(cfg)), "multiplied": flops.matmul_params(cfg)}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(given.seeds):
             for config, found in results.items():

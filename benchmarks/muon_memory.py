@@ -15,9 +15,10 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
@@ -53,11 +54,11 @@ def case(optimizer: str, layers: int, mesh: dict[str, int], options: dict[str, A
     memory = compiled.memory_analysis()
     moved = hlo.collectives(compiled.as_text(), ctx.layout.mesh.shape)
     expected = estimate.memory(Job(cfg, ctx), state, batch)
-    weights = [p for path, p in params.flat_spec(decoder.spec(cfg.model)).items() if path.startswith("layers/")]
+    weights = [p for path, p in params.flat_spec(families.spec(cfg.model)).items() if path.startswith("layers/")]
     row = {
         "optimizer": optimizer,
         "layers": layers,
-        "parameters": params.count(decoder.spec(cfg.model)),
+        "parameters": params.count(families.spec(cfg.model)),
         "mesh": " ".join(f"{axis}={size}" for axis, size in mesh.items()),
         "compile_s": round(time.perf_counter() - begin, 1),
         "arguments": memory.argument_size_in_bytes,

@@ -25,16 +25,17 @@ def main() -> None:
     import jax
     import numpy as np
 
+    from jaxstack import families
     from jaxstack.config import Config, ModelConfig, SampleConfig
     from jaxstack.generate.continuous import ContinuousBatch, Prompt
     from jaxstack.generate.engine import Engine
     from jaxstack.generate.prompt_cache import PromptCache
     from jaxstack.generate.prompts import row_seeds
-    from jaxstack.models import decoder, params
+    from jaxstack.models import params
     from jaxstack.planner import memory
 
     cfg = ModelConfig(num_layers=args.layers, d_model=args.width, num_heads=args.width // 64, vocab_size=256)
-    spec = decoder.spec(cfg)
+    spec = families.spec(cfg)
     ctx = memory.context(Config(model=cfg), 1, jax.devices()[0].platform)
     engine = Engine.create(cfg, params.init(jax.random.key(0), spec), ctx=ctx)
     sample, rng = SampleConfig(tokens=8, temperature=1), np.random.default_rng(0)

@@ -56,10 +56,11 @@ def inputs(cfg: Any) -> tuple[Any, Any, Any]:
     import jax
     import numpy as np
 
-    from jaxstack.models import decoder, params
+    from jaxstack import families
+    from jaxstack.models import params
 
     rng = np.random.default_rng(0)
-    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    values = params.init(jax.random.key(0), families.spec(cfg))
     values = jax.tree.map(lambda a: a + rng.normal(0, 0.05, a.shape).astype(np.float32), values)
     tokens = rng.integers(1, cfg.vocab, (ROWS, SLOTS + 1)).astype(np.int32)
     return values, tokens[:, :-1], tokens[:, 1:]
@@ -79,6 +80,7 @@ def compare(cfg: Any, dtype: str) -> list[dict[str, Any]]:
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxstack import families
     from jaxstack.config import Config, SampleConfig
     from jaxstack.generate.engine import Engine
     from jaxstack.generate.exact import Exact
@@ -93,7 +95,7 @@ def compare(cfg: Any, dtype: str) -> list[dict[str, Any]]:
     values, x, y = inputs(cfg)
 
     def log_probs(values: Any, x: Any, y: Any) -> Any:
-        hidden, _ = decoder.FAMILY.hidden_states(cfg, values, {"tokens": x}, ctx)
+        hidden, _ = families.of(cfg).hidden_states(cfg, values, {"tokens": x}, ctx)
         return decoder.log_probs(cfg, values, hidden, y, ctx)[0]
 
     forward = jax.jit(log_probs)

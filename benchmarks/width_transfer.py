@@ -68,10 +68,13 @@ def coordinates(cfg: Any, values: Any, tokens: Any) -> tuple[Any, Any]:
     """Returns the normalised hidden states after the last layer, and the logits."""
     import jax
 
+    from jaxstack import families
     from jaxstack.models import decoder
     from jaxstack.models.context import Context
 
-    hidden, _ = jax.jit(lambda values: decoder.FAMILY.hidden_states(cfg.model, values, {"tokens": tokens}))(values)
+    hidden, _ = jax.jit(lambda values: families.of(cfg.model).hidden_states(cfg.model, values, {"tokens": tokens}))(
+        values
+    )
     logits = hidden @ decoder.head(cfg.model, values, Context())
     return hidden * (cfg.model.width_ratio if cfg.model.tied_embeddings else 1.0), logits
 

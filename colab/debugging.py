@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.config import Config, DataConfig, ModelConfig
 from jaxstack.debug import replay, search
 from jaxstack.debug.statistics import statistics
-from jaxstack.models import decoder, layers, params
+from jaxstack.models import layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 
@@ -39,7 +40,7 @@ cfg = Config(
     data=DataConfig(seq_len=32, batch_size=4),
 )
 ctx = Context()  # one device, in float32
-values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+values = params.init(jax.random.key(0), families.spec(cfg.model))
 values["layers"]["mlp"]["w_down"] = values["layers"]["mlp"]["w_down"].at[2].set(0.0)
 ids = np.random.default_rng(0).integers(0, 256, (4, 33)).astype(np.int32)
 batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((4, 32), np.float32)}
@@ -48,9 +49,9 @@ right = layers.mlp
 
 def mistaken(cfg, p, x, ctx):
     """The MLP, with outputs of length one."""
-    y, watched = right(cfg, p, x, ctx)
+    y = right(cfg, p, x, ctx)
     length = jnp.sqrt(jnp.square(y).sum(axis=-1, keepdims=True))
-    return jnp.where(length > 0, y / length, 0.0), watched
+    return jnp.where(length > 0, y / length, 0.0)
 
 
 layers.mlp = mistaken
@@ -100,10 +101,10 @@ print("again:", statistics(again[0]))
 # %%
 def repaired(cfg, p, x, ctx):
     """The MLP, with outputs of length one, or zero."""
-    y, watched = right(cfg, p, x, ctx)
+    y = right(cfg, p, x, ctx)
     squares = jnp.square(y).sum(axis=-1, keepdims=True)
     length = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
-    return jnp.where(squares > 0, y / length, 0.0), watched
+    return jnp.where(squares > 0, y / length, 0.0)
 
 
 layers.mlp = repaired

@@ -25,7 +25,7 @@ if importlib.util.find_spec("jaxstack") is None:
 # and expert 3 the last one, close to noise.
 
 # %%
-from jaxstack import data, train
+from jaxstack import data, families, train
 from jaxstack.config import (
     Config,
     DataConfig,
@@ -134,7 +134,7 @@ show(
 def velocity(params, noisy, classes, timestep):
     rows = jnp.broadcast_to(classes[:, None], noisy.shape[:2])
     batch = {"noisy": noisy, "classes": rows, "gate_ids": jnp.zeros_like(rows) + timestep}
-    hidden, _ = diffusion.FAMILY.hidden_states(model, params, batch, ctx)
+    hidden, _ = families.of(model).hidden_states(model, params, batch, ctx)
     return diffusion.predict(model, params, hidden, batch, ctx)
 
 

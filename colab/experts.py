@@ -28,7 +28,7 @@ import html
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jaxstack import data
+from jaxstack import data, families
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig, resolve
 from jaxstack.runtime import platform
 
@@ -58,14 +58,15 @@ from IPython.display import HTML, display
 from jaxstack import sharding
 from jaxstack.families import flops
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, layers, moe_layer, params
+from jaxstack.features.experts import route
+from jaxstack.models import decoder, layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, make_optimizer, make_state
 
 print(dataset.description)
 print(
-    f"{params.count(decoder.spec(cfg.model)):,} parameters, of which each byte uses {flops.matmul_params(cfg.model):,}"
+    f"{params.count(families.spec(cfg.model)):,} parameters, of which each byte uses {flops.matmul_params(cfg.model):,}"
 )
 
 # %% [markdown]
@@ -88,7 +89,7 @@ routers = {
 
 # %% [markdown]
 # `make_train_step` reports sums over experts. Here we want to see each expert, so the step is written out: gradients, update,
-# and the router's bias (`update_router_bias` does nothing for the first two routers). For every layer, `sums` has the number
+# and the router's bias (`after_update` does nothing for the first two routers). For every layer, `sums` has the number
 # of pairs that chose each expert (`load`), the dropped pairs, and the router's entropy, summed over the batch.
 
 # %%
@@ -107,12 +108,14 @@ class History(NamedTuple):
 def train(cfg: Config) -> tuple[Any, History]:
     """Returns the parameters after `train.steps` steps, and the figures of the routers in each step."""
     ctx = make_context(cfg, mesh)
-    gradients, optimizer = make_gradients(cfg, ctx), make_optimizer(Recipe.of(cfg))
+    gradients = make_gradients(cfg, ctx)
+    optimizer = make_optimizer(Recipe.of(cfg))
+    extras = families.of(cfg.model).extras(cfg.model)
 
     def one_step(values, opt_state, batch):
         loss, grads, sums = gradients(values, batch)
         changes, opt_state = optimizer.update(grads, opt_state, values)
-        values = decoder.update_router_bias(cfg.model, optax.apply_updates(values, changes), sums, ctx)
+        values = extras.after_update(optax.apply_updates(values, changes), sums, ctx)
         return values, opt_state, (loss, sums["load"], sums["dropped"], sums["entropy"])
 
     abstract = abstract_state(Recipe.of(cfg), ctx)
@@ -233,16 +236,19 @@ assert dropped["nothing"] > 2 * max(dropped["a loss"], dropped["a bias"])
 # %%
 def choices(cfg: Config, values: Any, tokens: np.ndarray) -> np.ndarray:
     """Returns the experts of every token in every layer, [L, B, S, k]."""
-    ctx, m = Context(), cfg.model
-    given = decoder.make_layer_inputs(m, {"tokens": tokens}, ctx)
-    (x, _), found = decoder.embed(m, values, given, ctx), []
+    ctx = Context()
+    m = cfg.model
+    _, stack = families.only_stack(m)
+    inputs = decoder.make_layer_inputs(m, {"tokens": tokens}, ctx)
+    x, _ = decoder.embed(m, values, inputs, ctx)
+    found = []
     for i in range(m.num_layers):
         weights = jax.tree.map(lambda leaf, i=i: leaf[i], values["layers"])
         h = layers.norm(m, weights["attention_norm"], x, ctx)
-        h, _ = layers.attention(m, weights["attention"], h, ctx, given, mask=layers.AttentionMask())
+        h = layers.attention(m, weights["attention"], h, ctx, inputs, mask=layers.AttentionMask())
         h = layers.norm(m, weights["mlp_norm"], x + h, ctx)
-        found.append(moe_layer.route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
-        x, _ = blocks.block(m, weights, x, ctx, given, mask=layers.AttentionMask())
+        found.append(route(m, weights["moe"], h.reshape(-1, m.d_model), None).experts)
+        x, _ = stack.run_layer(m, ctx, weights, x, i, inputs, mask=layers.AttentionMask())
     return np.stack(jax.device_get(found)).reshape(m.num_layers, *tokens.shape, CHOICES)
 
 
@@ -253,7 +259,7 @@ experts = choices(configs["a loss"], values, tokens)
 
 # Checks the choices against the counts that the model returns. Its compiled loop rounds in other places, so that a few of
 # 16,384 nearly equal scores may change their order.
-_, aux = decoder.forward(configs["a loss"].model, values, tokens)
+_, aux = families.forward(configs["a loss"].model, values, tokens)
 for layer in range(LAYERS):
     assert np.abs(np.bincount(experts[layer].ravel(), minlength=EXPERTS) - aux["load"][layer]).sum() <= 32
 

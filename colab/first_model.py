@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jaxstack as js
-from jaxstack import data, train
+from jaxstack import data, families, train
 from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, SampleConfig, TrainConfig, resolve
 from jaxstack.runtime import platform
 
@@ -68,9 +68,9 @@ print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
 # %%
 platform.configure(cfg.mesh, cfg.data.batch_size)  # one device per CPU core; JAX reads this when it is imported
 
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 
-spec = decoder.spec(cfg.model)
+spec = families.spec(cfg.model)
 for path, param in params.flat_spec(spec).items():
     print(f"{path:29}{param.shape!s:20}{', '.join(param.axes)}")
 print(f"{params.count(spec):,} parameters")

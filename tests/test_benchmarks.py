@@ -19,10 +19,11 @@ import train_gpu
 import tune
 
 import jaxstack.kernels
+from jaxstack import families
 from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.generate import decode
 from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.training import assemble
 
 
@@ -238,7 +239,7 @@ def test_decoding(tmp_path, capsys):
     assert len(case["ms_of_rounds"]) == 1, capsys.readouterr().out
     cfg = ModelConfig(**decode_gpu.SMALL["tiny"])
     ctx, length = decode_gpu.context(cfg, "float32", {}, jax.devices()[0]), decode_gpu.Length(64, 4, 12)
-    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    values = params.init(jax.random.key(0), families.spec(cfg))
     table = values["embedding"]["tokens"]
     # All weights but the table, of which each sequence needs a row; 64 + 8 tokens and the new one.
     assert case["bytes_of_token"]["parameters"] == tree_bytes(values) - table.nbytes + 2 * table[0].nbytes

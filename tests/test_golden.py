@@ -11,11 +11,11 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxstack import sharding
+from jaxstack import families, sharding
 from jaxstack.config import resolve
 from jaxstack.config.reading import parse
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
 from jaxstack.sharding import AXES, ShardingError
@@ -38,7 +38,7 @@ def test_shardings_are_those_on_file(name):
     cfg = resolve(parse.parse_config(flags, ROOT), 256)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices())
     state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
-    declared = params.flat_spec(decoder.spec(cfg.model))
+    declared = params.flat_spec(families.spec(cfg.model))
     leaves, specs = sharding.shardings_of(state.params)
     named = {path: leaf._replace(axes=declared[path].axes) for path, leaf in leaves.items()}
     text = f"{' '.join(MESHES[name])}\n{sharding.summarize(named, specs, mesh)}\n"
@@ -77,7 +77,7 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     assert held <= 1.1 * whole / 64, f"{held / 2**30:.1f} GiB, {held * 64 / whole:.2f} times the even share"
 
     # A run's `assert_sharded` would have refused the rules that split dense parameters over `fsdp` only.
-    declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(decoder.spec(cfg.model)).items()}
+    declared = {path: sharding.Leaf(p.shape, p.axes) for path, p in params.flat_spec(families.spec(cfg.model)).items()}
     named = {axis for leaf in declared.values() for axis in leaf.axes}
     rules = {axis: names for axis, names in ctx.layout.rules.parameters.items() if axis in named}
     sharding.assert_sharded(declared, sharding.Rules(rules).resolve(declared, ctx.layout.mesh), ctx.layout.mesh)

@@ -35,7 +35,7 @@ from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -479,7 +479,7 @@ def test_a_mesh_of_ones_is_no_mesh_at_all():
     """The program is the same, operation for operation."""
     cfg = config("softmax", {}, accum=2, remat="selective", dropout=0.1)
     ctx = make_context(cfg, make_mesh(cfg.mesh, BATCH, jax.devices()[:1]))
-    values = params.abstract(decoder.spec(cfg.model))
+    values = params.abstract(models.spec(cfg.model))
     batch, key = random_batch(0, False, cfg.model), jax.random.key(0)
     with_mesh, without = (
         str(jax.make_jaxpr(make_gradients(cfg, c))(values, batch, key))

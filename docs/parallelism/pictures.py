@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib import pyplot as plt
 
+from jaxstack import families
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels import context_order
-from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import flat_spec
 from jaxstack.pipeline import one_f_one_b
@@ -132,7 +132,7 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
         model=ModelConfig(**sizes, moe=moe), data=DataConfig(batch_size=ROWS, seq_len=LENGTH), mesh=mesh_config
     )
     ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS))
-    declared = decoder.spec(cfg.model)
+    declared = families.spec(cfg.model)
     where = dict(zip(flat_spec(declared), jax.tree.leaves(ctx.layout.parameters(declared)), strict=True))
 
     drawn = {"expert": SPARSE, "pipe": STAGES}.get(name, DENSE)
@@ -178,7 +178,7 @@ def overview(path: Path) -> None:
     sizes = {"num_layers": 1, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
     cfg = Config(model=ModelConfig(**sizes), data=DataConfig(batch_size=ROWS), mesh=MeshConfig(2, fsdp=2, tensor=2))
     ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS))
-    entries = ctx.layout.parameters(decoder.spec(cfg.model))["layers"]["mlp"]["w_up"]
+    entries = ctx.layout.parameters(families.spec(cfg.model))["layers"]["mlp"]["w_up"]
     panel(matrix, holders(ctx, PartitionSpec(*entries[1:])), "")
     matrix.set_title("data=2 fsdp=2 tensor=2:\ndevices of a matrix", fontsize=9)
 

@@ -203,7 +203,7 @@ class Walk:
         ) -> tuple[jax.Array, list[dict[str, Statistics]], Turn]:
             layer_inputs = families.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
             cast = [params.cast_matrices(self._layer, layer, self.ctx.dtype) for layer in layers]
-            run = partial(self._stack[1].step, self.cfg, self.ctx)
+            run = partial(self._stack[1].step, self.cfg, self.ctx, self._stack[1])
             (x, _), seen = taps.record_inputs(lambda weights: run(weights, before, 0, layer_inputs), cast, wanted)
             paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(cast)]
             found: list[dict[str, Statistics]] = [{} for _ in layers]

@@ -6,13 +6,22 @@ Code outside of `models`, `families` and `hf` names no group of parameters: it a
 from collections.abc import Mapping
 from typing import TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxstack.config import ModelConfig
 from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
-from jaxstack.models import decoder
+from jaxstack.features.adapters import with_adapters
+from jaxstack.features.experts import with_experts
+from jaxstack.features.width import with_width
+from jaxstack.models import decoder, shape_errors
 from jaxstack.models.blocks import Stack
+from jaxstack.models.context import Context
 from jaxstack.models.family import FAMILIES, Family
-from jaxstack.models.params import Spec
+from jaxstack.models.params import Params, Spec
+from jaxstack.models.values import Aux
 
 Group = TypeVar("Group")
 
@@ -39,8 +48,15 @@ def register_family(name: str, family: Family, objective: Objective | None = Non
 
 
 def of(cfg: ModelConfig) -> Family:
-    """Returns the family of a configuration."""
-    return FAMILIES[cfg.family]
+    """Returns the family of a model, with the features of the model."""
+    family = FAMILIES[cfg.family]
+    if cfg.moe.num_experts:
+        family = with_experts(family)
+    if cfg.base_width:
+        family = with_width(family)
+    if cfg.lora.rank:
+        family = with_adapters(family)
+    return family
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -50,7 +66,7 @@ def spec(cfg: ModelConfig) -> Spec:
 
 def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """Returns the name and the stack of a model with one stack of layers."""
-    ((name, stack),) = of(cfg).stacks(cfg).items()
+    ((name, stack),) = of(cfg).layers(cfg).items()
     return name, stack
 
 
@@ -62,3 +78,55 @@ def split_stacks(cfg: ModelConfig, params: Mapping[str, Group]) -> tuple[dict[st
     names = of(cfg).stacks(cfg)
     shared = {name: group for name, group in params.items() if name not in names}
     return shared, {name: params[name] for name in names if name in params}
+
+
+def _check_tokens(cfg: ModelConfig, tokens: jax.Array) -> None:
+    """Raises a ValueError for tokens that `forward` cannot read; ids are compared only outside of `jax.jit`."""
+    if tokens.ndim != 2:
+        advice = "Use tokens[None] for one row." if tokens.ndim == 1 else "Give one row for each text."
+        raise ValueError(f"tokens have the shape {tokens.shape}, but forward reads rows of tokens [B, S]. {advice}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens are {tokens.dtype}, but ids are integers. Use tokens.astype('int32').")
+    if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True) or not tokens.size:
+        return
+    ids = np.asarray(tokens)  # in NumPy: a trace would record a constant's operations
+    least, largest = ids.min(), ids.max()
+    if least < 0 or largest >= cfg.vocab:
+        wrong = largest if largest >= cfg.vocab else least
+        raise ValueError(
+            f"tokens contain the id {wrong}, but model.vocab_size={cfg.vocab}. Use ids from 0 to {cfg.vocab - 1}."
+        )
+
+
+@shape_errors.explained()
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    ctx: Context | None = None,
+    *,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    gate_ids: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, Aux]:
+    """Returns logits [B, S, V/n] of a decoder in float32 (see `decoder.logits`), and the named values of its layers.
+
+    Args:
+      cfg: the model.
+      params: as `spec` declares them, float32.
+      tokens: ids [B, S], from 0 to `cfg.vocab` - 1. Within `jax.jit` their values are not checked: a token beyond the
+        vocabulary gets the embedding of another one, or zeros. With `jax_debug_nans` it gets NaN, and JAX runs the
+        function again without `jax.jit`, which raises the error.
+      ctx: execution context. `None` means one device in float32.
+      positions, segment_ids, gate_ids: [B, S], see `decoder.make_layer_inputs`.
+      dropout_key: `None` disables dropout, for evaluation.
+
+    Raises:
+      ValueError: tokens that are not rows of integers, or, outside of `jax.jit`, an id beyond the vocabulary.
+    """
+    _check_tokens(cfg, tokens)
+    arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids, "gate_ids": gate_ids}
+    batch = {name: array for name, array in arrays.items() if array is not None}
+    x, values = of(cfg).hidden_states(cfg, params, batch, ctx, dropout_key=dropout_key)
+    return decoder.logits(cfg, params, x, ctx), values

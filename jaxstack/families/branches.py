@@ -24,13 +24,14 @@ from jaxstack.config import Config, ModelConfig
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig, SentenceTask
 from jaxstack.families import encoder
-from jaxstack.models import decoder, watch
+from jaxstack.models import decoder
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
-from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Params, Spec, map_spec, stack, unstack
+from jaxstack.models.values import Aux, within
 
 Branch: TypeAlias = Literal["understanding", "generation"]
 BRANCHES: tuple[Branch, ...] = ("understanding", "generation")
@@ -144,32 +145,32 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     return replace(generation, encoder=understanding)
 
 
-def _inputs_of(layer_inputs: LayerInputs, branch: Branch) -> LayerInputs:
+def _inputs_of(inputs: LayerInputs, branch: Branch) -> LayerInputs:
     if branch == "generation":
-        return layer_inputs
-    assert layer_inputs.encoder is not None
-    return layer_inputs.encoder
+        return inputs
+    assert inputs.encoder is not None
+    return inputs.encoder
 
 
-def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[PyTree, None]:
+def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[PyTree, None]:
     """Returns the residual streams before the first layer [B * R, S/n, D], and that there are no side inputs.
 
     Args:
       cfg: the model.
       params: as `spec` declares them.
-      layer_inputs: from `make_layer_inputs`.
+      inputs: from `make_layer_inputs`.
       ctx: execution context.
     """
     return {
         branch: (encoder if branch == "understanding" else decoder).embed(
-            model_of(cfg, branch), params_of(cfg, params, branch), _inputs_of(layer_inputs, branch), ctx
+            model_of(cfg, branch), params_of(cfg, params, branch), _inputs_of(inputs, branch), ctx
         )[0]
         for branch in BRANCHES
     }, None
 
 
 def enter_branches(
-    cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+    cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, inputs: LayerInputs, ctx: Context
 ) -> tuple[PyTree, PyTree]:
     """Returns the residual streams as the trunk leaves them."""
     return x, side
@@ -178,59 +179,55 @@ def enter_branches(
 def trunk_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: PyTree,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of the trunk on both streams; arguments and results are those of `StackStep`."""
-    return _both({branch: _layer(cfg, ctx, branch, params, x[branch], index, layer_inputs) for branch in BRANCHES})
+    (layer,) = params
+    return _run(cfg, ctx, dict.fromkeys(BRANCHES, stack.spec), dict.fromkeys(BRANCHES, layer), x, index, inputs)
 
 
 def branches_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: PyTree,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of each branch on its stream; arguments and results are those of `StackStep`."""
-    index = depths(cfg)[0] + index
-    return _both({
-        branch: _layer(cfg, ctx, branch, [one[branch] for one in params], x[branch], index, layer_inputs)
-        for branch in BRANCHES
-    })  # fmt: skip
+    (layer,) = params
+    return _run(cfg, ctx, stack.spec, layer, x, depths(cfg)[0] + index, inputs)
 
 
-def _both(made: dict[Branch, tuple[jax.Array, Aux]]) -> tuple[PyTree, Aux]:
-    """Returns the streams, and what is watched in the layers of both branches."""
-    found: Aux = {}
-    for branch, (_, aux) in made.items():
-        found |= watch.within(branch, aux)
-    return {branch: x for branch, (x, _) in made.items()}, found
+def _run(
+    cfg: ModelConfig, ctx: Context, spec: Spec, params: Params, x: PyTree, index: jax.Array | int, inputs: LayerInputs
+) -> tuple[PyTree, Aux]:
+    """Runs a layer on the stream of each branch; `index` counts the layers of the trunk, too."""
+    streams: dict[str, jax.Array] = {}
+    values: Aux = {}
+    for branch in BRANCHES:
+        model = model_of(cfg, branch)
+        stack = replace((encoder if branch == "understanding" else decoder).stacks(model)["layers"], spec=spec[branch])
+        x_of_branch, of_branch = stack.step(
+            model, ctx, stack, [params[branch]], x[branch], index, _inputs_of(inputs, branch)
+        )
+        streams[branch] = x_of_branch
+        values |= within(branch, of_branch)
+    return streams, values
 
 
-def _layer(
-    cfg: ModelConfig,
-    ctx: Context,
-    branch: Branch,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    layer_inputs: LayerInputs,
-) -> tuple[jax.Array, Aux]:
-    """Runs a layer on the stream of a branch; `index` counts the layers of the trunk, too."""
-    return decoder.scan_block(model_of(cfg, branch), ctx, params, x, index, _inputs_of(layer_inputs, branch))
-
-
-def final_norm(cfg: ModelConfig, params: Params, x: PyTree, layer_inputs: LayerInputs, ctx: Context) -> PyTree:
+def final_norm(cfg: ModelConfig, params: Params, x: PyTree, inputs: LayerInputs, ctx: Context) -> PyTree:
     """Returns what the head of each branch reads [B * R, S, D], from the residual streams after the last layers."""
     return {
         branch: (encoder if branch == "understanding" else decoder).final_norm(
-            model_of(cfg, branch), params_of(cfg, params, branch), x[branch], _inputs_of(layer_inputs, branch), ctx
+            model_of(cfg, branch), params_of(cfg, params, branch), x[branch], _inputs_of(inputs, branch), ctx
         )
         for branch in BRANCHES
     }

@@ -23,15 +23,17 @@ import jax.numpy as jnp
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.families.cross_block import cross_block, cross_spec
 from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.kernels.contrastive import Pairs, contrastive_loss, count_matches
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, block
+from jaxstack.models.blocks import Stack, of_one_layer
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
-from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
+from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 Tower = Literal["image", "text", "caption"]
@@ -55,8 +57,7 @@ def spec(cfg: ModelConfig) -> Spec:
     if own.loss == "sigmoid":
         tree["pairs"]["bias"] = Param((), (), "vector", init=-10.0)
     if own.caption_layers:
-        cross = {"cross_norm": layers.norm_spec(cfg, D, "norm"), "cross": layers.attention_spec(cfg)}
-        tree["caption"] = stack(one | cross, own.caption_layers)
+        tree["caption"] = stack(one | cross_spec(cfg), own.caption_layers)
         return tree
     return {name: group for name, group in tree.items() if name not in ("final_norm", "head")}
 
@@ -78,13 +79,13 @@ def batch_spec(cfg: Config) -> BatchSpec:
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
-    found = {
+    towers = {
         "image": Stack(cfg.encoder_depth, 1, image_step),
         "text": Stack(cfg.num_layers, 1, text_step, enter_text),
     }
     if depth := cfg.contrastive.caption_layers:
-        found["caption"] = Stack(depth, 1, caption_step, enter_caption)
-    return found
+        towers["caption"] = Stack(depth, 1, caption_step, enter_caption, block=cross_block)
+    return towers
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
@@ -105,9 +106,9 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     return replace(text, encoder=replace(image, tokens=None, patches=own))
 
 
-def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
+def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
     """Returns the residual stream before the first layer of the picture's tower [B, S/n, D]; it has no side inputs."""
-    image = layer_inputs.encoder
+    image = inputs.encoder
     assert image is not None
     assert image.patches is not None
     assert image.positions is not None
@@ -116,7 +117,7 @@ def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Cont
 
 
 def enter_text(
-    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, inputs: LayerInputs, ctx: Context
 ) -> tuple[PyTree, PyTree]:
     """Returns `text`, the text's tokens [B, T/n, D], and `image`, the mean of the picture's patches [B, D].
 
@@ -126,11 +127,11 @@ def enter_text(
     patches = x.shape[1] * collectives.count(ctx.layout.axes("residual"))
     image = _pool(x, jnp.full(x.shape[1], 1 / patches, jnp.float32), ctx)
     side = {"encoded": ctx.layout.gather_activations(x, "heads")} if cfg.contrastive.caption_layers else None
-    return {"image": image, "text": decoder.embed(cfg, params, layer_inputs, ctx)[0]}, side
+    return {"image": image, "text": decoder.embed(cfg, params, inputs, ctx)[0]}, side
 
 
 def enter_caption(
-    cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+    cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, inputs: LayerInputs, ctx: Context
 ) -> tuple[PyTree, PyTree]:
     """Returns also `caption`, which the layers above the text's tower change."""
     return x | {"caption": x["text"]}, side
@@ -139,69 +140,71 @@ def enter_caption(
 def image_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: jax.Array,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
     """Runs one layer of the picture's tower; arguments and results are those of `StackStep`."""
-    assert layer_inputs.encoder is not None
-    return _step(cfg, ctx, "image", params, x, index, layer_inputs.encoder)
+    assert inputs.encoder is not None
+    return _step(cfg, ctx, stack, "image", params, x, index, inputs.encoder)
 
 
 def text_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: PyTree,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
     """Runs one layer of the text's tower; arguments and results are those of `StackStep`."""
-    own = replace(layer_inputs, side=None)
-    text, aux = _step(cfg, ctx, "text", params, x["text"], index, own)
+    own = replace(inputs, side=None)
+    text, aux = _step(cfg, ctx, stack, "text", params, x["text"], index, own)
     return x | {"text": text}, aux
 
 
 def caption_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: PyTree,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
     """Runs one layer that reads text and picture; arguments and results are those of `StackStep`."""
-    caption, aux = _step(cfg, ctx, "caption", params, x["caption"], index, layer_inputs)
+    caption, aux = _step(cfg, ctx, stack, "caption", params, x["caption"], index, inputs)
     return x | {"caption": caption}, aux
 
 
 def _step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     name: Tower,
     params: list[Params],
     x: jax.Array,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
 ) -> tuple[jax.Array, Aux]:
     """Runs a layer of a stack."""
-    (one,) = params
-    weights = decoder.gather_dense(ctx, unstack(spec(cfg)[name]), one)
-    key = layer_inputs.dropout_key(index)
+    (layer,) = params
     mask = kernels.AttentionMask(kind="full" if name == "image" else "causal")
-    x, aux = block(cfg, weights, x, ctx, layer_inputs, mask=mask, dropout_key=key)
-    return x, jax.tree.map(lambda leaf: leaf[None], aux)
+    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=mask)
+    return x, of_one_layer(values)
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: PyTree, layer_inputs: LayerInputs, ctx: Context) -> PyTree:
+def final_norm(cfg: ModelConfig, params: Params, x: PyTree, inputs: LayerInputs, ctx: Context) -> PyTree:
     """Returns `image` [B, D] and `text` [B, T/n, D], which `features` reads, and `caption` [B, T, D] for the head."""
     hidden = {"image": x["image"], "text": layers.norm(cfg, params["text_norm"], x["text"], ctx)}
     if cfg.contrastive.caption_layers:
-        hidden["caption"] = decoder.final_norm(cfg, params, x["caption"], layer_inputs, ctx)
+        hidden["caption"] = decoder.final_norm(cfg, params, x["caption"], inputs, ctx)
     return hidden
 
 
@@ -245,16 +248,16 @@ def _of_pairs(
     Devices that share rows, because they split sequences or matrices, all compute it, and have equal shares.
     """
 
-    def work(ctx: Context, scalars: Params, *arrays: jax.Array) -> tuple[None, jax.Array]:
+    def work(ctx: Context, scalars: Params, *arrays: jax.Array) -> jax.Array:
         total = measure(Pairs(*arrays), scalars, axes=ctx.layout.axes("batch"))
         sequence = ctx.layout.axes("sequence")
         others = tuple(axis for axis in collectives.varies_along(total) if axis not in ctx.layout.token_axes)
         total = collectives.all_reduce(total / collectives.count(others), others)
-        return None, collectives.varying(total / collectives.count(sequence), sequence)
+        return collectives.varying(total / collectives.count(sequence), sequence)
 
     weights = collectives.all_reduce(batch["pair_weights"].sum(1), ctx.layout.axes("sequence"))
     arguments = params["pairs"], *rows, batch["pair_ids"][:, 0], weights
-    share: jax.Array = ctx.region(work, arguments, (spec(cfg)["pairs"], *[("batch",)] * 4), ())[1]
+    share: jax.Array = ctx.sum_region(work, arguments, (spec(cfg)["pairs"], *[("batch",)] * 4))
     return share
 
 

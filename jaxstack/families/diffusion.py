@@ -25,17 +25,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig, MoEConfig
+from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.families.noise_path import Path, time_of
 from jaxstack.families.patches import embed_patches, patches_spec
-from jaxstack.models import decoder, layers, moe_layer, watch
+from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, block
+from jaxstack.models.blocks import Stack, of_one_layer
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
-from jaxstack.models.layers import Aux, LayerInputs
-from jaxstack.models.params import Param, Params, Spec, flat_spec, unstack
+from jaxstack.models.layer_inputs import LayerInputs
+from jaxstack.models.layers import RESIDUAL
+from jaxstack.models.params import Param, Params, Spec, flat_spec
 from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -60,7 +62,7 @@ def spec(cfg: ModelConfig) -> Spec:
     layer = {
         "modulation": _modulation_spec(D, 6),
         "attention": layers.attention_spec(cfg),
-        **({"moe": moe_layer.moe_spec(cfg)} if cfg.moe.num_experts else {"mlp": layers.mlp_spec(cfg)}),
+        "mlp": layers.mlp_spec(cfg),
     }
     if texts:
         cross = layers.attention_spec(cfg)
@@ -128,10 +130,10 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: `layers`, and before it `text`, if any."""
     if not cfg.diffusion.text_layers:
-        return {"layers": Stack(cfg.num_layers, 1, scan_block)}
+        return {"layers": Stack(cfg.num_layers, 1, picture_step, block=picture_block)}
     return {
-        "text": Stack(cfg.diffusion.text_layers, 1, text_step),
-        "layers": Stack(cfg.num_layers, 1, scan_block, enter_layers),
+        "text": Stack(cfg.diffusion.text_layers, 1, text_step, plain=True),
+        "layers": Stack(cfg.num_layers, 1, picture_step, enter_layers, block=picture_block),
     }
 
 
@@ -141,16 +143,15 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     Args:
       cfg: the model.
       batch: `gate_ids` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. Of the condition `classes`
-        [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it. With
-        experts the statistics of routing count the patches whose `loss_weights` [B, S] are not zero; by default all.
+        [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it.
       ctx: execution context.
     """
     assert "key" not in batch, "no layer of this family has dropout"
-    gate_ids, weights = batch["gate_ids"], batch.get("loss_weights")
+    gate_ids = batch["gate_ids"]
     text = None
     if cfg.diffusion.text_layers:
         read = {"tokens": batch["encoder_tokens"], "segment_ids": batch["encoder_segment_ids"]}
-        text = decoder.make_layer_inputs(replace(cfg, moe=MoEConfig()), read, ctx)
+        text = decoder.make_layer_inputs(cfg, read, ctx)
     positions = ctx.layout.token_index(gate_ids.shape[1])
     noisy = batch.get("noisy")
     if noisy is None:
@@ -159,7 +160,6 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     return LayerInputs(
         classes=batch.get("classes"),
         encoder=text,
-        counted=weights != 0 if weights is not None and cfg.moe.num_experts else None,
         gate_ids=ctx.layout.slice_for_sequence_parallel(gate_ids),
         patches=collectives.local_slice(noisy, ctx.layout.sequence_parallel_axes, 1),
         positions=ctx.layout.slice_for_sequence_parallel(positions),
@@ -198,15 +198,15 @@ def condition(
 
 
 def embed(
-    cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context
+    cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the residual stream before the first layer, and the side inputs of the first stack.
 
     Without texts these are the patches [B, S/n, D] and `condition`; with texts the tokens [B, T/n, D] and nothing.
     """
-    text = layer_inputs.encoder
+    text = inputs.encoder
     if text is None:
-        return _embed_picture(cfg, params, layer_inputs, ctx)
+        return _embed_picture(cfg, params, inputs, ctx)
     assert text.tokens is not None
     assert text.positions is not None
     values = ctx.layout.gather_params(spec(cfg)["text_embedding"], params["text_embedding"])
@@ -218,27 +218,27 @@ def embed(
 
 
 def enter_layers(
-    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context
+    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the patches [B, S/n, D], and the side inputs `condition` and `encoded`, the text's tokens [B, T, D].
 
     With sequence parallelism the tokens are gathered here, once for all layers.
     """
     encoded = ctx.layout.gather_activations(layers.norm(cfg, params["text_norm"], x, ctx), "heads")
-    x, made = _embed_picture(cfg, params, layer_inputs, ctx)
+    x, made = _embed_picture(cfg, params, inputs, ctx)
     return x, {**made, "encoded": encoded}
 
 
 def _embed_picture(
-    cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context
+    cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the embedded patches [B, S/n, D], and `condition` as the side input."""
-    assert layer_inputs.patches is not None
-    assert layer_inputs.gate_ids is not None
-    assert layer_inputs.positions is not None
+    assert inputs.patches is not None
+    assert inputs.gate_ids is not None
+    assert inputs.positions is not None
     declared, embedding = spec(cfg)["embedding"], params["embedding"]
-    x = embed_patches(cfg, declared, embedding, layer_inputs.patches, layer_inputs.positions, ctx)
-    return x, condition(cfg, params, layer_inputs.gate_ids, layer_inputs.classes, ctx)
+    x = embed_patches(cfg, declared, embedding, inputs.patches, inputs.positions, ctx)
+    return x, condition(cfg, params, inputs.gate_ids, inputs.classes, ctx)
 
 
 def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> list[jax.Array]:
@@ -261,53 +261,69 @@ def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array
 def text_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: jax.Array,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs a block on the tokens of a text, each of which sees all; arguments and results are those of `StackStep`."""
-    assert layer_inputs.encoder is not None
-    dense, mask = replace(cfg, moe=MoEConfig()), kernels.AttentionMask(kind="full")
-    weights = decoder.gather_dense(ctx, unstack(spec(cfg)["text"]), params[0])
-    x, aux = block(dense, weights, x, ctx, layer_inputs.encoder, mask=mask)
-    return x, jax.tree.map(lambda leaf: leaf[None], aux)
+    """Runs a layer on the tokens of a text, each of which sees all; arguments and results are those of `StackStep`."""
+    (layer,) = params
+    assert inputs.encoder is not None
+    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs.encoder, mask=kernels.AttentionMask(kind="full"))
+    return x, of_one_layer(values)
 
 
-def scan_block(
+def picture_step(
     cfg: ModelConfig,
     ctx: Context,
+    stack: Stack,
     params: list[Params],
     x: jax.Array,
     index: jax.Array | int,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs a block: attention among all patches, then to a text, then MLP or experts; see `blocks.StackStep`."""
+    """Runs a layer on the patches of a picture; arguments and results are those of `StackStep`."""
     assert cache is None
-    one_layer = {name: p for name, p in unstack(spec(cfg)["layers"]).items() if name != "moe"}
-    values = {**params[0], **ctx.layout.gather_params(one_layer, {name: params[0][name] for name in one_layer})}
-    made, seen = modulations(values["modulation"], layer_inputs.side, ctx), {"residual/in": x}
-    h = modulated(cfg, x, made[0], made[1], ctx)
-    own = replace(layer_inputs, segment_ids=None)  # all patches are of one picture
-    h, aux = layers.attention(cfg, values["attention"], h, ctx, own, mask=kernels.AttentionMask(0, "full"))
-    x = checkpoint_name(x + kernels.multiply_in_float32(h, made[2]), "residual")
-    if layer_inputs.encoder is not None:
-        h = layers.norm(cfg, values["cross_norm"], x, ctx)
-        h, crossed = layers.cross_attention(cfg, values["cross"], h, ctx, layer_inputs)
-        x, aux = checkpoint_name(x + h, "residual"), aux | crossed
-    h = modulated(cfg, x, made[3], made[4], ctx)
-    if cfg.moe.num_experts:
-        h, more = moe_layer.moe(cfg, values["moe"], h, ctx, layer_inputs)
-    else:
-        h, more = layers.mlp(cfg, values["mlp"], h, ctx)
-    x = x + kernels.multiply_in_float32(h, made[5])
-    aux |= more | watch.measure(ctx, seen | {"residual/out": x}, "batch", "residual")
-    return x, jax.tree.map(lambda leaf: leaf[None], aux)
+    (layer,) = params
+    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=kernels.AttentionMask(kind="full"))
+    return x, of_one_layer(values)
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
+def picture_block(
+    cfg: ModelConfig,
+    stack: Stack,
+    params: Params,
+    x: jax.Array,
+    ctx: Context,
+    inputs: LayerInputs,
+    *,
+    mask: kernels.AttentionMask,
+    cache: PyTree = None,
+) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
+    """Runs attention among all patches, then to a text, then the MLP; the condition modulates what they read."""
+    ctx.observe("residual/in", x, *RESIDUAL)
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulations(params["modulation"], inputs.side, ctx)
+    h = modulated(cfg, x, shift, scale, ctx)
+    among = replace(inputs, segment_ids=None)  # all patches are of one picture
+    h = layers.attention(cfg, params["attention"], h, ctx, among, mask=mask)
+    x = checkpoint_name(x + kernels.multiply_in_float32(h, gate), "residual")
+
+    if inputs.encoder is not None:
+        h = layers.norm(cfg, params["cross_norm"], x, ctx)
+        h = layers.cross_attention(cfg, params["cross"], h, ctx, inputs)
+        x = checkpoint_name(x + h, "residual")
+
+    h = modulated(cfg, x, mlp_shift, mlp_scale, ctx)
+    h = stack.feed_forward(cfg, stack, params, h, ctx, inputs)
+    x = x + kernels.multiply_in_float32(h, mlp_gate)
+    ctx.observe("residual/out", x, *RESIDUAL)
+    return x
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns the residual stream [B, S/n, D] as it is: `predict` normalises it, as the condition says."""
     return x
 

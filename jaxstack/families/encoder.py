@@ -15,17 +15,19 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.config.model import LABEL_MULTIPLE
-from jaxstack.models import decoder, layers
+from jaxstack.models import blocks, decoder, layers
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import LayerInputs
+from jaxstack.models.layers import RESIDUAL
 from jaxstack.models.params import Param, Params, Spec, abstract, pad
 from jaxstack.sharding import collectives
 
@@ -105,7 +107,48 @@ def batch_spec(cfg: Config) -> BatchSpec:
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: an encoder has one."""
-    return decoder.stacks(cfg)
+    return {name: replace(stack, block=block) for name, stack in decoder.stacks(cfg).items()}
+
+
+def block(
+    cfg: ModelConfig,
+    stack: Stack,
+    params: Params,
+    x: jax.Array,
+    ctx: Context,
+    inputs: LayerInputs,
+    *,
+    mask: kernels.AttentionMask,
+    cache: PyTree = None,
+) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
+    """Runs one layer: attention and MLP, each normalised before and added to the residual stream; see `blocks.block`.
+
+    With `norm_after` the two sums are normalised instead of what attention and MLP read (BERT). Without
+    `first_attention_norm` the attention of the first layer reads the residual stream as it is (ModernBERT).
+    """
+    ctx.observe("residual/in", x, *RESIDUAL)
+    h = x if cfg.norm_after else layers.norm(cfg, params["attention_norm"], x, ctx)
+    if not cfg.first_attention_norm:
+        h = jnp.where(inputs.layer == 0, x, h)
+    ctx.observe("attention_norm/out", h, *RESIDUAL)
+    h = layers.attention(cfg, params["attention"], h, ctx, inputs, mask=mask, cache=cache)
+    if cfg.post_norm:
+        h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
+    x = checkpoint_name(x + blocks.dropout(cfg, "attention", h, inputs), "residual")
+    if cfg.norm_after:
+        x = layers.norm(cfg, params["attention_norm"], x, ctx)
+    ctx.observe("residual/attention", x, *RESIDUAL)
+
+    h = x if cfg.norm_after else layers.norm(cfg, params["mlp_norm"], x, ctx)
+    ctx.observe("mlp_norm/out", h, *RESIDUAL)
+    h = stack.feed_forward(cfg, stack, params, h, ctx, inputs)
+    if cfg.post_norm:
+        h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
+    x = x + blocks.dropout(cfg, "mlp", h, inputs)
+    if cfg.norm_after:
+        x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
+    ctx.observe("residual/out", x, *RESIDUAL)
+    return x
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
@@ -123,32 +166,32 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     return replace(made, token_types=ctx.layout.slice_for_sequence_parallel(types))
 
 
-def embed(cfg: ModelConfig, params: Params, layer_inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
+def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
     """Returns the residual stream before the first layer [B, S/n, D], and that there are no side inputs.
 
-    `layer_inputs` is from `make_layer_inputs`.
+    `inputs` is from `make_layer_inputs`.
     """
     tables = {name: params["embedding"][name] for name in decoder.spec(cfg)["embedding"]}
-    x, _ = decoder.embed(cfg, {"embedding": tables}, replace(layer_inputs, key=None), ctx)
+    x, _ = decoder.embed(cfg, {"embedding": tables}, replace(inputs, key=None), ctx)
     if cfg.token_types:
-        assert layer_inputs.token_types is not None
+        assert inputs.token_types is not None
         table = ctx.layout.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
-        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, layer_inputs.token_types))
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, inputs.token_types))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
-    return layers.dropout(layer_inputs.dropout_key("embedding"), cfg.dropout, x, layer_inputs.dropout_ids), None
+    return layers.dropout(inputs.dropout_key("embedding"), cfg.dropout, x, inputs.dropout_ids), None
 
 
-def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D].
 
     Each device transforms its tokens of the residual stream. With tasks on sentences, what their heads read is behind
     what the head of the vocabulary reads: [B, S, 2 * D]. A classifier by the mean of a text's tokens reads
-    `layer_inputs.segment_ids`.
+    `inputs.segment_ids`.
     """
     if not cfg.norm_after:
         x = layers.norm(cfg, params["final_norm"], x, ctx)
     if cfg.label_pooling == "mean":
-        x = _mean_of_text(x, layer_inputs, ctx)
+        x = _mean_of_text(x, inputs, ctx)
     pooled = None
     if cfg.sentences.tasks:
         pooler = ctx.layout.gather_params(spec(cfg)["pooler"], params["pooler"])
@@ -163,17 +206,17 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, layer_inputs: Lay
     return ctx.layout.gather_activations(x if pooled is None else jnp.concatenate([x, pooled], -1), "vocab")
 
 
-def _mean_of_text(x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.Array:
+def _mean_of_text(x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns for each token [B, S/n, D] the mean over all tokens of its text, wherever they are.
 
     The texts of a row have segment ids from 1 on, at most S of them, and padding has 0.
     """
-    if layer_inputs.segment_ids is None:
+    if inputs.segment_ids is None:
         ids = jnp.zeros(x.shape[:2], jnp.int32)
     else:
-        ids = ctx.layout.slice_for_sequence_parallel(layer_inputs.segment_ids)
+        ids = ctx.layout.slice_for_sequence_parallel(inputs.segment_ids)
 
-    def work(ctx: Context, x: jax.Array, ids: jax.Array) -> tuple[jax.Array, None]:
+    def work(ctx: Context, x: jax.Array, ids: jax.Array) -> jax.Array:
         axes = ctx.layout.axes("residual")
         texts = x.shape[1] * collectives.count(axes) + 1
 
@@ -182,10 +225,10 @@ def _mean_of_text(x: jax.Array, layer_inputs: LayerInputs, ctx: Context) -> jax.
             sums = collectives.all_reduce(jax.ops.segment_sum(own, ids, texts), axes)[ids]
             return (sums[:, :-1] / sums[:, -1:]).astype(x.dtype)
 
-        return jax.vmap(one_row)(x, ids), None
+        return jax.vmap(one_row)(x, ids)
 
     tokens = ("batch", "residual")
-    mean: jax.Array = ctx.region(work, (x, ids), (tokens, tokens), tokens)[0]
+    mean: jax.Array = ctx.region(work, (x, ids), (tokens, tokens), tokens)
     return mean
 
 
@@ -215,10 +258,8 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     `decoder.loss`.
     """
 
-    def work(
-        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
-    ) -> tuple[None, jax.Array]:
-        return None, _nll(head(cfg, params, ctx), cfg.classes, hidden, targets, weights, ctx)
+    def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        return _nll(head(cfg, params, ctx), cfg.classes, hidden, targets, weights, ctx)
 
     declared, rows = spec(cfg), ("batch", "sequence")
     only, used = {"output": declared["output"]}, {"output": params["output"]}
@@ -226,7 +267,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
         only["embedding"] = {"tokens": declared["embedding"]["tokens"]}
         used["embedding"] = {"tokens": params["embedding"]["tokens"]}
     arguments = used, _of_tokens(cfg, hidden), batch["targets"], batch["loss_weights"]
-    total = ctx.region(work, arguments, (only, rows, rows, rows), ())[1]
+    total = ctx.sum_region(work, arguments, (only, rows, rows, rows))
     if not cfg.sentences.tasks:
         return {"loss": total}
     return {"masked": total, **_sentence_losses(cfg, params, hidden[..., cfg.d_model :], batch, ctx)}
@@ -253,11 +294,11 @@ def _sentence_losses(
             weights: jax.Array,
             own: Spec = own,
             classes: int = classes,
-        ) -> tuple[None, jax.Array]:
-            return None, _nll(_with_bias(own, params, ctx), classes, pooled, targets, weights, ctx)
+        ) -> jax.Array:
+            return _nll(_with_bias(own, params, ctx), classes, pooled, targets, weights, ctx)
 
         arguments = params["sentences"][task], pooled, batch[f"{task}_targets"], batch[f"{task}_weights"]
-        sums[task] = ctx.region(work, arguments, (own, rows, rows, rows), ())[1]
+        sums[task] = ctx.sum_region(work, arguments, (own, rows, rows, rows))
     return sums
 
 

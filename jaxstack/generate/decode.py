@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
@@ -205,7 +206,7 @@ def generate_uncached(
             seen = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (window,)))(buffer, starts)
             batch = {"tokens": seen} if gate is None else {"tokens": seen, "gate_ids": jnp.full_like(seen, gate)}
             # Attention is causal, so the tokens after a row's end do not change its logits.
-            x, _ = decoder.FAMILY.hidden_states(cfg, params, batch, ctx)
+            x, _ = families.of(cfg).hidden_states(cfg, params, batch, ctx)
             last = x[index, ends - starts - 1][:, None]
             local = decoder.logits(cfg, params, last, ctx)[:, 0]
             logits = known_logits(cfg, collectives.all_gather_invariant(local, ctx.layout.axes("vocab"), 1), ids)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.generate.kv_cache import SLOT_AXIS, CachedDecoder
-from jaxstack.models import decoder
 from jaxstack.models.blocks import Stack, group_layers
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.pipeline import Rotation, RotationFns, Visit, groups_of, rotate
@@ -102,12 +101,12 @@ class _Turns:
         # A row without a text reads only its newest token: it has neither positions beyond a table nor an end.
         first = jnp.where(done, slot, first)
         batch = model.with_first(first).next_batch(last[:, None], slot, ~done)
-        return decoder.make_layer_inputs(model.cfg, batch, model.ctx)
+        return families.of(model.cfg).make_layer_inputs(model.cfg, batch, model.ctx)
 
     def enter(self, state: PyTree, visit: Visit) -> jax.Array:
         """Returns the embeddings of the newest tokens of a group."""
         model = self.model
-        return decoder.embed(model.cfg, model.params, self.inputs_of(state, visit), model.ctx)[0]
+        return families.of(model.cfg).embed(model.cfg, model.params, self.inputs_of(state, visit), model.ctx)[0]
 
     def layers(self, state: PyTree, stored: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, PyTree]:
         """Runs a chunk of this stage. `stored` has the cache and the load of this stage's layers."""
@@ -123,7 +122,7 @@ class _Turns:
             index = self.group_of_slot[place]
             weights = index_leading(self.weights, place)
             held = [{name: _read(a, place, row, rows) for name, a in block.items()} for block in cache]
-            y, aux = self.stack.step(model.cfg, model.ctx.within_stage, weights, x, index, inputs, held)
+            y, aux = self.stack.step(model.cfg, model.ctx.within_stage, self.stack, weights, x, index, inputs, held)
             new = [
                 {name: _write(a, aux[name][b], (place, row), slot, name) for name, a in block.items()}
                 for b, block in enumerate(cache)
@@ -139,7 +138,7 @@ class _Turns:
     def leave(self, state: PyTree, x: jax.Array, visit: Visit, passes: jax.Array) -> tuple[PyTree, jax.Array]:
         """Adds a token to each row of a group."""
         model = self.model
-        x = decoder.final_norm(model.cfg, model.params, x, self.inputs_of(state, visit), model.ctx)
+        x = families.of(model.cfg).final_norm(model.cfg, model.params, x, self.inputs_of(state, visit), model.ctx)
         return self.add(state, model.logits(x)[:, 0], visit, passes)
 
 

@@ -22,8 +22,9 @@ from jaxstack.kernels.coded_weight import CodedWeight
 from jaxstack.models import decoder
 from jaxstack.models.blocks import group_layers
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux
+from jaxstack.models.family import CACHED
 from jaxstack.models.params import Param, cast_matrices, is_compressed, map_spec, unstack
+from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 SLOT_AXIS = {"keys": -1, "values": -2}
@@ -34,7 +35,7 @@ class TokenWeights(NamedTuple):
     """Copies of weights that are read in place for one token (`ctx.ops.decode=unrolled`).
 
     Attributes:
-      layer_groups: the weights of each group of layers, see `decoder.hidden_states_unrolled`.
+      layer_groups: the weights of each group of layers, see `hidden_states_unrolled`.
       head: on a CPU, the transposed table of a model with tied embeddings [D, V/n]: XLA:CPU reads the table itself more
         slowly. Else `None`.
     """
@@ -114,7 +115,7 @@ class CachedDecoder:
         }
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
-        x, aux = decoder.FAMILY.hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
+        x, aux = families.of(self.cfg).hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
         new = {name: aux[name] for name in ("keys", "values")}
         cache: PyTree = [
             map_cache(partial(_allocate, T), block)
@@ -259,9 +260,9 @@ class CachedDecoder:
         batch = self.next_batch(tokens, slot, counted)
         if self.token_weights is not None:
             groups = self.token_weights.layer_groups
-            x, new, aux = decoder.hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
+            x, new, aux = hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
             return x, new, self.load_of(aux)
-        x, aux = decoder.FAMILY.hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
+        x, aux = families.of(self.cfg).hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
         new = group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
         return x, new, self.load_of(aux)
 
@@ -284,6 +285,37 @@ class CachedDecoder:
         return known_logits(
             self.cfg, collectives.all_gather_invariant(local, self.ctx.layout.axes("vocab"), 2), self.vocabulary
         )
+
+
+def hidden_states_unrolled(
+    cfg: ModelConfig, params: PyTree, steps: list[list[PyTree]], batch: Batch, cache: list[PyTree], ctx: Context
+) -> tuple[jax.Array, list[PyTree], Aux]:
+    """Computes `Family.hidden_states` of tokens after a cache, without a loop over layers.
+
+    The weights of each layer are arrays of their own. XLA:CPU reads such arrays in place, and would copy a layer's part
+    of a stacked array for every token.
+
+    Args:
+      params: in the compute dtype; the layers are not read from here.
+      steps: weights of each layer of each step.
+      batch: see `Family.make_layer_inputs`.
+      cache: of each layer of each step.
+
+    Returns:
+      Normalised hidden states, `keys` and `values` of these tokens for each layer of each step, and the other named
+      values [L, ...].
+    """
+    family = families.of(cfg)
+    _, stack = families.only_stack(cfg)
+    inputs = family.make_layer_inputs(cfg, batch, ctx)
+    x, _ = family.embed(cfg, params, inputs, ctx)
+    new: list[PyTree] = []
+    others: list[Aux] = []
+    for index, (weights, earlier) in enumerate(zip(steps, cache, strict=True)):
+        x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs, earlier)
+        new.append([{name: values[name][i] for name in layer} for i, layer in enumerate(earlier)])
+        others.append({name: value for name, value in values.items() if name not in CACHED})
+    return family.final_norm(cfg, params, x, inputs, ctx), new, jax.tree.map(lambda *a: jnp.concatenate(a), *others)
 
 
 def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: list[PyTree]) -> list[PyTree]:

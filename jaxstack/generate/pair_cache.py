@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.families import encoder_decoder
@@ -51,7 +52,7 @@ class CachedPairs:
         start: int, num_slots: int,
     ) -> "CachedPairs":  # fmt: skip
         """Returns the model with its parameters cast."""
-        params = cast_matrices(encoder_decoder.spec(cfg), params, ctx.dtype)
+        params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, gate, vocabulary, first, start, num_slots)
 
     def prefill(self, tokens: jax.Array) -> tuple[jax.Array, PyTree]:
@@ -65,7 +66,7 @@ class CachedPairs:
         if self.gate is not None:
             batch["encoder_gate_ids"] = jnp.full_like(tokens, self.gate)
             batch["gate_ids"] = jnp.full_like(tokens[:, :1], self.gate)
-        cross = encoder_decoder.encode(self.cfg, self.params, batch, self.ctx)
+        cross = encoder_decoder.encode(self.cfg, families.of(self.cfg), self.params, batch, self.ctx)
         layers, rows, heads, width = cross["cross_keys"].shape[:4]
         like = cross["cross_keys"]
         own = {
@@ -112,7 +113,9 @@ class CachedPairs:
         if self.gate is not None:
             batch["gate_ids"] = jnp.full((rows, 1), self.gate, jnp.int32)
             batch["encoder_gate_ids"] = jnp.full_like(batch["encoder_segment_ids"], self.gate)
-        x, new = encoder_decoder.decode(self.cfg, self.params, batch, cache["own"] | cache["cross"], self.ctx)
+        x, new = encoder_decoder.decode(
+            self.cfg, families.of(self.cfg), self.params, batch, cache["own"] | cache["cross"], self.ctx
+        )
         own = {
             name: jax.lax.dynamic_update_slice_in_dim(held, new[name], position, held.ndim + SLOT_AXIS[name])
             for name, held in cache["own"].items()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack import families
 from jaxstack.common import files
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
@@ -59,7 +60,7 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
 
     def velocity(params: Params, noisy: jax.Array, condition: Batch, level: jax.Array) -> jax.Array:
         batch = {"noisy": noisy, "gate_ids": jnp.zeros(noisy.shape[:2], jnp.int32) + level, **condition}
-        hidden, _ = diffusion.FAMILY.hidden_states(cfg, params, batch, ctx)
+        hidden, _ = families.of(cfg).hidden_states(cfg, params, batch, ctx)
         return diffusion.gather_predicted(diffusion.predict(cfg, params, hidden, batch, ctx), ctx)
 
     def guided(params: Params, noisy: jax.Array, condition: Batch, nothing: Batch, level: jax.Array) -> jax.Array:

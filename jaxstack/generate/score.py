@@ -169,7 +169,7 @@ class Scorer:
         batch: Batch = {"tokens": tokens}
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
-        return decoder.FAMILY.hidden_states(self.cfg, values, batch, self.ctx)[0]
+        return families.of(self.cfg).hidden_states(self.cfg, values, batch, self.ctx)[0]
 
     @cached_property
     def _score(self) -> Callable[..., tuple[PyTree, PyTree]]:

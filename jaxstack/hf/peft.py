@@ -21,9 +21,10 @@ from jaxstack.common import inputs
 from jaxstack.common.errors import shortened
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, LoraConfig, ModelConfig
+from jaxstack.features import adapters
 from jaxstack.hf import safetensors, weights
 from jaxstack.hf.tensor_layout import TensorLayout
-from jaxstack.models import lora, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec
 
@@ -71,7 +72,7 @@ class _Matrix:
         """Returns the paths of its two adapters."""
         group, _, name = self.path.rpartition("/")
         suffix = name.removeprefix("w_")
-        return f"{group}/{lora.A}{suffix}", f"{group}/{lora.B}{suffix}"
+        return f"{group}/{adapters.A}{suffix}", f"{group}/{adapters.B}{suffix}"
 
     @property
     def sizes(self) -> tuple[int, int]:

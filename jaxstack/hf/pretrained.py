@@ -19,7 +19,7 @@ from jaxstack.config.scheme import Scheme
 from jaxstack.hf import configs, peft, quantized_folders, safetensors, weights
 from jaxstack.hf.compressed import KEY, Codes
 from jaxstack.hf.configs import NO_IDS, SpecialIds
-from jaxstack.models import lora, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, flat_spec, map_spec, pad_to_slots
 
@@ -186,7 +186,7 @@ class PretrainedFolder:
         adapters = peft.place(self.adapters, self.model, ctx)
         cfg = self.adapters.lora
         shardings = jax.tree.map(lambda a: a.sharding, values)
-        merge = jax.jit(lambda a, v: lora.merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
+        merge = jax.jit(lambda a, v: adapters.merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
         return merge(adapters, values)
 
 

@@ -25,7 +25,7 @@ from jaxstack.kernels.grouped_matmul import grouped_matmul
 from jaxstack.kernels.implementation import Implementations
 from jaxstack.kernels.largest_logit import largest_logit
 from jaxstack.kernels.linear import IMPLEMENTATIONS as _LINEAR
-from jaxstack.kernels.linear import add_in_float32, linear, multiply_in_float32
+from jaxstack.kernels.linear import Adapted, add_in_float32, linear, multiply_in_float32
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
 from jaxstack.kernels.norm import layer_norm, rms_norm
 from jaxstack.kernels.quantized_matmul import quantized_matmul
@@ -44,6 +44,7 @@ OP_IMPLEMENTATIONS: dict[str, Implementations] = {
 
 __all__ = [
     "OP_IMPLEMENTATIONS",
+    "Adapted",
     "AttentionMask",
     "Mix",
     "RelativeBias",

@@ -1,7 +1,7 @@
 """Linear layers: a contraction of activations with a weight, and an optional bias."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,23 @@ IMPLEMENTATIONS = {
 }
 
 
+class Adapted(NamedTuple):
+    """A matrix and its low-rank adapter: `linear` computes x w + (x a) b, and the gradient of w needs no product.
+
+    Attributes:
+      w: [*in, *out].
+      a: [*in, rank].
+      b: [rank, *out].
+    """
+
+    w: jax.Array | Tapped | CodedWeight
+    a: jax.Array
+    b: jax.Array
+
+
 def linear(
     x: jax.Array,
-    w: jax.Array | Tapped | CodedWeight,
+    w: jax.Array | Tapped | CodedWeight | Adapted,
     b: jax.Array | None = None,
     *,
     in_axes: int = 1,
@@ -65,13 +79,18 @@ def linear(
     Raises:
       ValueError: the implementation is unknown.
     """
+    if isinstance(w, Adapted):  # adapters are small, and are not quantized
+        split: dict[str, Any] = {"split_in": split_in, "split_out": split_out, "split_tokens": split_tokens}
+        y = linear(x, w.w, b, in_axes=in_axes, quant=quant, implementation=implementation, **split)
+        inner = linear(x, w.a, in_axes=in_axes, implementation=implementation)
+        return y + linear(inner, w.b, implementation=implementation)
     if isinstance(w, CodedWeight):
         y = coded_product(x, w, in_axes, rounds_inputs=quant == "int8")
         return y if b is None else add_in_float32(y, b)
     name = resolve_implementation("linear", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
     f: Product
     if quant != "none":
-        split: dict[str, Any] = {"split_in": split_in, "split_out": split_out, "split_tokens": split_tokens}
+        split = {"split_in": split_in, "split_out": split_out, "split_tokens": split_tokens}
         f = partial(quantized_matmul, kind=quant, in_axes=in_axes, barrier=name == "barrier", **split)
     elif name != "xla":
         f = partial(_matmul_of_any, (in_axes, name))

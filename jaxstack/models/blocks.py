@@ -1,12 +1,12 @@
-"""A transformer block, and what runs a stack of equal blocks: the scan, recomputation, groups of layers, microbatches.
+"""A transformer block, and what runs a stack of layers: the scan, recomputation, groups of layers, microbatches.
 
 Everything here is the work of one device on its parts of the arrays. Shapes: B rows of this device, S tokens of a row
 within attention, S/n tokens of a row in the residual stream (n > 1 with sequence parallelism), D width, L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -15,10 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.models import layers, moe_layer, watch
+from jaxstack.models import layers
 from jaxstack.models.context import Context
-from jaxstack.models.layers import AttentionMask, Aux, LayerInputs
-from jaxstack.models.params import Params, random_key
+from jaxstack.models.layer_inputs import LayerInputs
+from jaxstack.models.layers import RESIDUAL, AttentionMask
+from jaxstack.models.params import Params, Spec
+from jaxstack.models.values import Aux, within
 from jaxstack.sharding import BATCH_AXES
 
 Tree = TypeVar("Tree")
@@ -28,48 +30,117 @@ class Enter(Protocol):
     """Leads from one stack to the next, for `Stack.enter`."""
 
     def __call__(
-        self, cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, layer_inputs: LayerInputs, ctx: Context, /
+        self, cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, inputs: LayerInputs, ctx: Context, /
     ) -> tuple[jax.Array, PyTree]:
         """Returns the residual stream before the first layer of this stack, and the side inputs of its layers.
 
         Args:
-          cfg: the model.
           params: all parameters of the model; those of the stack's layers are not read.
           x: residual stream after the last layer of the stack before.
           side: the side inputs of that stack.
-          layer_inputs: from `make_layer_inputs`.
-          ctx: execution context.
+          inputs: from `make_layer_inputs`.
         """
 
 
 class StackStep(Protocol):
-    """One step of the scan over a stack, for `Stack.step`."""
+    """One step of the loop over a stack, for `Stack.step`."""
 
     def __call__(
         self,
         cfg: ModelConfig,
         ctx: Context,
+        stack: "Stack",
         params: list[Params],
         x: jax.Array,
         index: jax.Array | int,
-        layer_inputs: LayerInputs,
+        inputs: LayerInputs,
         cache: PyTree = None,
     ) -> tuple[jax.Array, Aux]:
-        """Runs the blocks of one step.
+        """Runs the layers of one step. Returns the residual stream, and their named values, each [period, ...].
 
         Args:
-          cfg: the model.
-          ctx: execution context.
-          params: parameters of each block of the step.
+          stack: the stack with the declarations of one layer.
+          params: parameters of each layer of the step, as they are stored.
           x: residual stream [B, S/n, D].
           index: index of the step.
-          layer_inputs: from `make_layer_inputs`.
-          cache: for each block of the step, keys and values of earlier tokens, see `layers.attention`. `None` means
+          inputs: from `make_layer_inputs`.
+          cache: for each layer of the step, keys and values of earlier tokens, see `layers.attention`. `None` means
             no cache; an empty one means that rows begin here.
-
-        Returns:
-          The residual stream, and auxiliary values, each [period, ...].
         """
+
+
+class FeedForward(Protocol):
+    """What a layer does after attention to each token, for `Stack.feed_forward`."""
+
+    def __call__(
+        self, cfg: ModelConfig, stack: "Stack", params: Params, x: jax.Array, ctx: Context, inputs: LayerInputs, /
+    ) -> jax.Array:
+        """Returns what is added to the residual stream [B, S/n, D], given the parameters of the layer."""
+
+
+def mlp(cfg: ModelConfig, stack: "Stack", params: Params, x: jax.Array, ctx: Context, inputs: LayerInputs) -> jax.Array:
+    """Returns the output of the layer's MLP, see `layers.mlp`."""
+    return layers.mlp(cfg, params["mlp"], x, ctx)
+
+
+class Block(Protocol):
+    """One layer on gathered parameters, for `Stack.block`; see `block`."""
+
+    def __call__(
+        self,
+        cfg: ModelConfig,
+        stack: "Stack",
+        params: Params,
+        x: jax.Array,
+        ctx: Context,
+        inputs: LayerInputs,
+        *,
+        mask: AttentionMask,
+        cache: PyTree = None,
+    ) -> jax.Array:
+        """Returns the residual stream [B, S/n, D] after the layer."""
+
+
+def block(
+    cfg: ModelConfig,
+    stack: "Stack",
+    params: Params,
+    x: jax.Array,
+    ctx: Context,
+    inputs: LayerInputs,
+    *,
+    mask: AttentionMask,
+    cache: PyTree = None,
+) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
+    """Runs one layer: attention and MLP read norms of the residual stream, and are added to it.
+
+    With `post_norm` what is added is normalised as well (Gemma 2). `mask` and `cache` are those of `layers.attention`.
+    """
+    ctx.observe("residual/in", x, *RESIDUAL)
+    h = layers.norm(cfg, params["attention_norm"], x, ctx)
+    ctx.observe("attention_norm/out", h, *RESIDUAL)
+    h = layers.attention(cfg, params["attention"], h, ctx, inputs, mask=mask, cache=cache)
+    if cfg.post_norm:
+        h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
+    x = checkpoint_name(x + dropout(cfg, "attention", h, inputs), "residual")
+    ctx.observe("residual/attention", x, *RESIDUAL)
+
+    h = layers.norm(cfg, params["mlp_norm"], x, ctx)
+    ctx.observe("mlp_norm/out", h, *RESIDUAL)
+    h = stack.feed_forward(cfg, stack, params, h, ctx, inputs)
+    if cfg.post_norm:
+        h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
+    x = x + dropout(cfg, "mlp", h, inputs)
+    ctx.observe("residual/out", x, *RESIDUAL)
+    return x
+
+
+def dropout(cfg: ModelConfig, site: str, h: jax.Array, inputs: LayerInputs) -> jax.Array:
+    """Returns what a layer adds to the residual stream, with the dropout of one site of the layer `inputs.layer`."""
+    if inputs.key is None:
+        return h
+    assert inputs.layer is not None, "dropout is drawn for a layer"
+    return layers.dropout(inputs.dropout_key(inputs.layer, site), cfg.dropout, h, inputs.dropout_ids)
 
 
 @dataclass(frozen=True)
@@ -78,11 +149,18 @@ class Stack:
 
     Attributes:
       depth: number of layers.
-      period: blocks in one step of the loop. If it does not divide the depth, the last step has fewer.
+      period: layers in one step of the loop. If it does not divide the depth, the last step has fewer.
       step: runs one step.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
-      counts: array of a batch; where it is not zero, there is a token that the stack's routers count. `None` means the
-        weights of the objective's first term.
+      counts: array of a batch; where it is not zero, there is a token that the statistics of the stack's layers count.
+        `None` means the weights of the objective's first term.
+      block: runs one layer.
+      feed_forward: what the block does after attention.
+      name: of the stack in its model; `Family.layers` sets it, and `spec`.
+      spec: declares the parameters of one layer.
+      stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
+      prepare: changes gathered parameters before the layer reads them.
+      plain: whether features of the model leave the layers as they are.
     """
 
     depth: int
@@ -90,68 +168,99 @@ class Stack:
     step: StackStep
     enter: Enter | None = None
     counts: str | None = None
+    block: Block = block
+    feed_forward: FeedForward = mlp
+    name: str = ""
+    spec: Spec = field(default_factory=dict)
+    stored: frozenset[str] = frozenset()
+    prepare: Callable[[Params], Params] = lambda params: params
+    plain: bool = False
+
+    def gather(self, ctx: Context, params: Params) -> Params:
+        """Returns the parameters of one layer as its block reads them."""
+        declared = {name: p for name, p in self.spec.items() if name not in self.stored}
+        gathered = ctx.layout.gather_params(declared, {name: params[name] for name in declared})
+        return {**params, **self.prepare(gathered)}
+
+    def run_layer(
+        self,
+        cfg: ModelConfig,
+        ctx: Context,
+        params: Params,
+        x: jax.Array,
+        index: jax.Array | int,
+        inputs: LayerInputs,
+        *,
+        mask: AttentionMask,
+        cache: PyTree = None,
+    ) -> tuple[jax.Array, Aux]:
+        """Runs one layer on its parameters as they are stored; returns the residual stream and the named values.
+
+        `index` is the index of the layer. `mask` and `cache` are those of `layers.attention`.
+        """
+        ctx, values = ctx.collecting()
+        inputs = replace(inputs, layer=index)
+        return self.block(cfg, self, self.gather(ctx, params), x, ctx, inputs, mask=mask, cache=cache), values
 
 
-def block(
-    cfg: ModelConfig,
-    params: Params,
-    x: jax.Array,  # residual stream [B, S/n, D]
-    ctx: Context,
-    layer_inputs: LayerInputs,
-    *,
-    mask: AttentionMask,
-    dropout_key: jax.Array | None = None,  # of this layer; `None` disables dropout
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs one block: attention and MLP, each normalised before (with `post_norm` also after) and added to the input.
+def of_one_layer(values: Aux) -> Aux:
+    """Returns the named values of a step with one layer, each [1, ...]."""
+    return jax.tree.map(lambda a: a[None], values)
 
-    A block with parameters `cross` attends to the output of an encoder between the two. With `norm_after` the two sums
-    are normalised instead of what attention and MLP read.
+
+def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
+    """Returns a stack whose layers are of several kinds, which follow each other in units.
+
+    Its parameters are those of a unit, by the names `layer_0`, `layer_1` and so on. So loops, stages of a pipeline and
+    checkpoints have units for layers.
 
     Args:
-      cfg: the model.
-      params: parameters of one layer, without the leading layer axis.
-      ctx: execution context.
-      layer_inputs: from `make_layer_inputs`.
-      mask, cache: see `layers.attention`.
-
-    Returns:
-      The residual stream and auxiliary values: with experts those of `moe_layer.moe`, with a cache those of
-      `layers.attention`; and what is watched.
+      depth: number of layers of all kinds; a multiple of the number of kinds.
+      kinds: for each layer of a unit, a stack with steps of one layer.
     """
 
-    def drop(site: str, h: jax.Array) -> jax.Array:
-        key = None if dropout_key is None else random_key(dropout_key, site)
-        return layers.dropout(key, cfg.dropout, h, layer_inputs.dropout_ids)
+    def step(
+        cfg: ModelConfig,
+        ctx: Context,
+        stack: Stack,
+        params: list[Params],
+        x: jax.Array,
+        index: jax.Array | int,
+        inputs: LayerInputs,
+        cache: PyTree = None,
+    ) -> tuple[jax.Array, Aux]:
+        (unit,) = params
+        parts: list[Aux] = []
+        for i, kind in enumerate(kinds):
+            name = f"layer_{i}"
+            layer = replace(kind, spec=stack.spec[name], prepare=stack.prepare)
+            with layer_scope(i, len(kinds)):
+                held = [cache[i]] if cache else cache
+                x, values = kind.step(cfg, ctx, layer, [unit[name]], x, index * len(kinds) + i, inputs, held)
+            if i + 1 < len(kinds):
+                x = jax.tree.map(lambda a: checkpoint_name(a, "residual"), x)  # as the loop saves its own
+            parts.append(within(name, values))
+        return x, join(parts)
 
-    h = layers.norm(cfg, params["attention_norm"], x, ctx) if not cfg.norm_after else x
-    if not cfg.first_attention_norm:
-        h = jnp.where(layer_inputs.first, x, h)
-    seen = {"residual/in": x, "attention_norm/out": h}
-    h, aux = layers.attention(cfg, params["attention"], h, ctx, layer_inputs, mask=mask, cache=cache)
-    if cfg.post_norm:
-        h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
-    x = checkpoint_name(x + drop("attention", h), "residual")
-    if cfg.norm_after:
-        x = layers.norm(cfg, params["attention_norm"], x, ctx)
+    assert depth % len(kinds) == 0, f"{depth} layers are not units of {len(kinds)}"
+    first = kinds[0]
+    return Stack(depth // len(kinds), 1, step, first.enter, first.counts)
 
-    if "cross" in params:
-        h = layers.norm(cfg, params["cross_norm"], x, ctx)
-        h, crossed = layers.cross_attention(cfg, params["cross"], h, ctx, layer_inputs, cache)
-        x = checkpoint_name(x + drop("cross", h), "residual")
-        aux |= crossed
-    h = layers.norm(cfg, params["mlp_norm"], x, ctx) if not cfg.norm_after else x
-    seen |= {"residual/attention": x, "mlp_norm/out": h}
-    if cfg.moe.num_experts:
-        h, more = moe_layer.moe(cfg, params["moe"], h, ctx, layer_inputs)
-    else:
-        h, more = layers.mlp(cfg, params["mlp"], h, ctx)
-    if cfg.post_norm:
-        h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)
-    x = x + drop("mlp", h)
-    if cfg.norm_after:
-        x = layers.norm(cfg, params["mlp_norm"], checkpoint_name(x, "residual"), ctx)
-    return x, aux | more | watch.measure(ctx, seen | {"residual/out": x}, "batch", "residual")
+
+def kinds_of(unit: Params) -> list[Params]:
+    """Returns the parameters, or declarations, of each layer of a unit of `alternate`; of another stack, its layer."""
+    if "layer_0" not in unit:
+        return [unit]
+    return [unit[f"layer_{i}"] for i in range(len(unit))]
+
+
+def join(parts: Sequence[Aux]) -> Aux:
+    """Joins the named values of layers that follow each other, [L, ...] each with its own depth."""
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for values in parts for name in values)
+    by_name = {name: [values[name] for values in parts if name in values] for name in names}
+    return {name: jax.tree.map(lambda *a: jnp.concatenate(a), *arrays) for name, arrays in by_name.items()}
 
 
 def layer_scope(index: int, count: int) -> AbstractContextManager[Any]:
@@ -244,38 +353,32 @@ def scan_stack(
     stack: Stack,
     steps: Steps,
     x: jax.Array,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[jax.Array, Aux]:
-    """Runs the layers of a stack one after the other.
+    """Runs the layers of a stack one after the other. Returns the residual stream, and named values, each [L, ...].
 
     Args:
-      cfg: the model.
-      ctx: execution context.
-      stack: what runs.
       steps: parameters of the stack in the compute dtype, from `split_steps`.
       x: residual stream [B, S/n, D].
-      layer_inputs: from `make_layer_inputs`.
-      cache: for each block of a step, arrays [L/period, ...], see `StackStep`. The period then divides the depth.
-
-    Returns:
-      The residual stream, and auxiliary values, each [L, ...].
+      inputs: from `make_layer_inputs`.
+      cache: for each layer of a step, arrays [L/period, ...], see `StackStep`. The period then divides the depth.
     """
 
     # The gradient of a side input is a sum over layers, which autodiff adds up in the dtype that the loop reads.
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), layer_inputs.side)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs.side)
 
     def of_layer() -> LayerInputs:
-        side = jax.tree.map(lambda a, like: a.astype(like.dtype), wide, layer_inputs.side)
-        return replace(layer_inputs, side=side)
+        side = jax.tree.map(lambda a, like: a.astype(like.dtype), wide, inputs.side)
+        return replace(inputs, side=side)
 
     def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
         stacked, cache, index = scanned
         weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.period)]
-        return stack.step(cfg, ctx, weights, x, index, of_layer(), cache)
+        return stack.step(cfg, ctx, stack, weights, x, index, of_layer(), cache)
 
     def last_step(x: jax.Array, weights: list[Params]) -> tuple[jax.Array, Aux]:
-        return stack.step(cfg, ctx, weights, x, count, of_layer())
+        return stack.step(cfg, ctx, stack, weights, x, count, of_layer())
 
     count = stack.depth // stack.period
     in_loop = ctx.ops.layers == "scan"

@@ -1,15 +1,34 @@
-"""Execution context: how a model is computed, beside what it computes."""
+"""How a model is computed: the layout of its arrays, the choice of kernels, the dtype, and what is recomputed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
 from jaxstack.common.tree import PyTree
 from jaxstack.models.layout import Dims, Layout
 from jaxstack.models.ops import Ops
+from jaxstack.models.values import Aux, Mean
 from jaxstack.moe.placement import Placement
+
+Observable: TypeAlias = jax.Array | Mean | Callable[[], jax.Array]
+"""This device's part of an activation, or of a mean. A function computes this device's maximum, only to be measured."""
+
+
+class Observer(Protocol):
+    """Measures activations of a layer."""
+
+    def __call__(self, ctx: "Context", name: str, value: Observable, axes: Sequence[str], /) -> Aux:
+        """Returns the measured values of an activation by name; nothing if it does not measure this one.
+
+        Args:
+          ctx: the context of the layer.
+          name: name of the activation within a layer, such as `mlp/out`.
+          value: what is measured.
+          axes: logical axes of the dimensions that are split.
+        """
 
 
 @dataclass(frozen=True)
@@ -21,27 +40,66 @@ class Context:
       ops: the implementation that runs each op.
       dtype: dtype of activations, and of matrices in matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
-      watch: activations of a layer whose statistics it returns, see `models.watch`.
+      observer: measures activations of the layers. `None` measures nothing: the program is then the same.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
+      values: collects the named values of a layer, see `collecting`. `None` outside of what collects them.
+      shown: the activations of the layer by name, for messages about shapes.
     """
 
     layout: Layout = field(default_factory=Layout)
     ops: Ops = field(default_factory=Ops)
     dtype: Any = jnp.float32
     remat: Literal["none", "selective", "dots", "full"] = "none"
-    watch: frozenset[str] = frozenset()
+    observer: Observer | None = None
     placement: Placement | None = None
+    values: Aux | None = field(default=None, compare=False, repr=False)
+    shown: dict[str, Observable] = field(default_factory=dict, compare=False, repr=False)
+
+    def collecting(self) -> tuple["Context", Aux]:
+        """Returns this context for the body of a layer, and the dict that gets the layer's named values.
+
+        The body of a loop, of recomputation or of a region makes its own, and returns the values as its results.
+        """
+        values: Aux = {}
+        return replace(self, values=values, shown={}), values
+
+    def keep(self, name: str, value: PyTree) -> None:
+        """Adds a named value to those of the layer."""
+        if self.values is not None:
+            assert name not in self.values, f"two values of a layer are called {name}"
+            self.values[name] = value
+
+    def observe(self, name: str, value: Observable, *axes: str) -> None:
+        """Shows an activation to the observer, see `Observer`; what it measures is kept."""
+        if self.values is None:
+            return
+        self.shown[name] = value
+        if self.observer is not None:
+            for measured, measurement in self.observer(self, name, value, axes).items():
+                self.keep(measured, measurement)
 
     def region(self, f: Callable[..., PyTree], arguments: Sequence[PyTree], inputs: PyTree, output: Dims) -> PyTree:
-        """Returns `f(ctx, *arguments)`, which communicates explicitly, whatever the partitioner is.
+        """Returns the array `f(ctx, *arguments)`. `f` communicates explicitly, whatever the partitioner is.
 
-        See `partitioned.AutoLayout.region`.
+        The values that `f` keeps are sums over tokens, see `partitioned.AutoLayout.region`.
         """
 
-        def work(layout: Layout, *shards: PyTree) -> PyTree:
-            return f(replace(self, layout=layout), *shards)
+        def work(layout: Layout, *shards: PyTree) -> tuple[PyTree, Aux]:
+            ctx, values = replace(self, layout=layout).collecting()
+            return f(ctx, *shards), values
 
-        return self.layout.region(work, arguments, inputs, output)
+        array, values = self.layout.region(work, arguments, inputs, output)
+        for name, value in values.items():
+            self.keep(name, value)
+        return array
+
+    def sum_region(self, f: Callable[..., PyTree], arguments: Sequence[PyTree], inputs: PyTree) -> PyTree:
+        """Returns `f(ctx, *arguments)`, which is a sum over tokens; see `region`."""
+
+        def work(layout: Layout, *shards: PyTree) -> tuple[None, PyTree]:
+            return None, f(replace(self, layout=layout), *shards)
+
+        return self.layout.region(work, arguments, inputs, ())[1]
 
     @property
     def within_stage(self) -> "Context":

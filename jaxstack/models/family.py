@@ -1,12 +1,13 @@
 """The interface of a model family: its functions, and the way from a batch to hidden states on any mesh.
 
 A family is one `Family`, a record of functions. `jaxstack.models.decoder` has the functions of the first one, and
-`jaxstack.families` the table. A feature of the model is a function that takes a family and returns a family.
+`jaxstack.families` the table. A feature of the model is a function that takes a family and returns a family, see
+`jaxstack.features`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -19,12 +20,13 @@ from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order, join
-from jaxstack.models.layer_inputs import Aux, LayerInputs
-from jaxstack.models.params import Params, Spec, cast_matrices
+from jaxstack.models.layer_inputs import LayerInputs
+from jaxstack.models.params import Params, Spec, cast_matrices, unstack
+from jaxstack.models.values import Aux
 from jaxstack.pipeline import PipelineFns, StackFns
 
 CACHED = ("keys", "values")
-"""Auxiliary values that a KV cache is made of. They belong to rows, and are not summed over them."""
+"""Named values that a KV cache is made of. They belong to rows, and are not summed over them."""
 
 
 class Comparison(Protocol):
@@ -36,9 +38,24 @@ class Comparison(Protocol):
         """Returns one term of the objective, by its name: this device's share of the sum."""
 
 
-def same_params(cfg: ModelConfig, params: Params, aux: Aux, ctx: Context) -> Params:
-    """Returns the parameters as they are."""
-    return params
+@dataclass(frozen=True)
+class Extras:
+    """What a model adds to a step besides the terms of its objective. The defaults add nothing.
+
+    Attributes:
+      count: `count(batch, ctx)` returns more totals of the global batch.
+      loss: `loss(values, counts, stack)` returns this device's share of more losses, from the named values of one
+        microbatch. A `stack` of `None` means that they are the values of all stacks.
+      totals: `totals(counts)` returns what is logged of `counts`, in the order of layers.
+      metrics: `metrics(sums)` returns figures for the log, from the sums of a step and `totals`.
+      after_update: `after_update(params, sums, ctx)` returns the parameters that no gradient changes, updated.
+    """
+
+    count: Callable[[Batch, Context], PyTree] = lambda batch, ctx: None
+    loss: Callable[[Aux, PyTree, str | None], jax.Array | float] = lambda values, counts, stack: 0.0
+    totals: Callable[[PyTree], Aux] = lambda counts: {}
+    metrics: Callable[[Aux], Aux] = lambda sums: {}
+    after_update: Callable[[Params, Aux, Context], Params] = lambda params, sums, ctx: params
 
 
 @dataclass(frozen=True)
@@ -60,8 +77,7 @@ class Family:
       features: returns what a loss compares of each row, as a tree of arrays [B, ...], from hidden states. All rows of
         a batch are compared, whatever splits it, see `training.features.comparison`. `None` means that no loss does.
       compare: returns one term of the objective from the features of all rows, by its name.
-      after_update: returns the parameters after an optimizer step, changed by the step's auxiliary values; those are
-        sums over the batch, over layers [L, ...].
+      extras: returns what the model adds to a training step besides the terms of its objective.
     """
 
     spec: Callable[[ModelConfig], Spec]
@@ -75,7 +91,12 @@ class Family:
     count_right: Callable[[ModelConfig, Params, PyTree, Batch, Context], jax.Array] | None = None
     features: Callable[[ModelConfig, Params, PyTree, Batch, Context], PyTree] | None = None
     compare: Comparison | None = None
-    after_update: Callable[[ModelConfig, Params, Aux, Context], Params] = same_params
+    extras: Callable[[ModelConfig], Extras] = lambda cfg: Extras()
+
+    def layers(self, cfg: ModelConfig) -> dict[str, Stack]:
+        """Returns the stacks, each with its name and with the declarations of one of its layers."""
+        spec = self.spec(cfg)
+        return {name: replace(stack, name=name, spec=unstack(spec[name])) for name, stack in self.stacks(cfg).items()}
 
     def hidden_states(
         self,
@@ -98,8 +119,8 @@ class Family:
             [L/period, ...], on a stage of a pipeline [R/P/period, ...]. An empty cache means that rows begin here.
 
         Returns:
-          Hidden states [B, S, D] in `ctx.dtype`, as the head reads them, and auxiliary values. Each is [L, ...] over
-          the layers that have one, in the order of the stacks. With a cache these are `keys` and `values`.
+          Hidden states [B, S, D] in `ctx.dtype`, as the head reads them, and the layers' named values. Each is [L, ...]
+          over the layers that have one, in the order of the stacks. With a cache these are `keys` and `values`.
         """
         ctx = ctx or Context()
         params = cast_matrices(self.spec(cfg), params, ctx.dtype)
@@ -107,20 +128,19 @@ class Family:
             batch = {**batch, "key": jax.random.key_data(dropout_key)}
         if ctx.layout.pipeline is not None:
             return self._through_stages(cfg, params, batch, ctx, cache)
-        layer_inputs = self.make_layer_inputs(cfg, batch, ctx)
-        stacks = self.stacks(cfg)
+        inputs = self.make_layer_inputs(cfg, batch, ctx)
+        stacks = self.layers(cfg)
         steps = {name: split_steps(stack, params[name]) for name, stack in stacks.items()}
-        x, side = self.embed(cfg, params, layer_inputs, ctx)
-        auxes: dict[str, Aux] = {}
+        x, side = self.embed(cfg, params, inputs, ctx)  # [B, S/n, D]
+        values: dict[str, Aux] = {}
         for name, stack in stacks.items():
             if stack.enter is not None:
-                x, side = stack.enter(cfg, params, x, side, layer_inputs, ctx)
-            own = layer_inputs.of_stack(name, side)
+                x, side = stack.enter(cfg, params, x, side, inputs, ctx)
             with jax.named_scope(f"stack_{name}"):
-                x, aux = scan_stack(cfg, ctx, stack, steps[name], x, own, cache)
-            auxes[name] = aux
-        x = self.final_norm(cfg, params, x, layer_inputs, ctx)
-        return x, join(auxes)
+                of_stack = inputs.of_stack(name, side)
+                x, values[name] = scan_stack(cfg, ctx, stack, steps[name], x, of_stack, cache)
+        x = self.final_norm(cfg, params, x, inputs, ctx)
+        return x, join(values)
 
     def _through_stages(
         self, cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, cache: PyTree
@@ -132,51 +152,55 @@ class Family:
             microbatches = math.gcd(rows, ctx.layout.pipeline.schedule.microbatches)
         else:  # new rows follow each other; the cache of earlier tokens is not split
             microbatches = 1 if cache else pipeline.groups_of(rows, 4 * ctx.layout.pipeline.stages.stages)
-        stacks, inner, spec = self.stacks(cfg), ctx.within_stage, self.spec(cfg)
+        stacks = self.layers(cfg)
+        inner = ctx.within_stage
+        spec = self.spec(cfg)
 
         def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
             def scan_body(
-                layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, layer_inputs: LayerInputs
+                layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, inputs: LayerInputs
             ) -> tuple[Stream, jax.Array, Aux]:
-                (weights, cache), (x, side) = layer, stream
-                x, aux = stack.step(cfg, inner, weights, x, index, layer_inputs.of_stack(name, side), cache)
-                return (x, side), jnp.zeros(()), aux
+                weights, cache = layer
+                x, side = stream
+                x, values = stack.step(cfg, inner, stack, weights, x, index, inputs.of_stack(name, side), cache)
+                return (x, side), jnp.zeros(()), values
 
             return remat(inner, scan_body)
 
         def stacked(name: str, stack: Stack) -> tuple[list[Params], PyTree]:
-            own = params[name] if ctx.layout.gather == "layer" else ctx.layout.gather_params(spec[name], params[name])
-            return group_layers(stack.period, own), cache
+            weights = params[name]
+            if ctx.layout.gather != "layer":
+                weights = ctx.layout.gather_params(spec[name], weights)
+            return group_layers(stack.period, weights), cache
 
         first, *later = stacks.items()
         work = PipelineFns(
             prepare=lambda micro: self.make_layer_inputs(cfg, micro, ctx),
-            embed=lambda shared, layer_inputs: self.embed(cfg, shared, layer_inputs, ctx),
+            embed=lambda shared, inputs: self.embed(cfg, shared, inputs, ctx),
             layer=layer(*first),
             later=tuple(StackFns(enter(cfg, stack, ctx), layer(name, stack)) for name, stack in later),
             kept=CACHED,
         )
         layers_and_cache = tuple(stacked(name, stack) for name, stack in stacks.items())
         micros = split_microbatches(batch, microbatches)
-        own_layers = layers_and_cache if later else layers_and_cache[0]
-        (x, _), _, aux = pipeline.forward(ctx.layout.pipeline.stages, work, "pipe", params, own_layers, micros)
+        stacked_layers = layers_and_cache if later else layers_and_cache[0]
+        (x, _), _, values = pipeline.forward(ctx.layout.pipeline.stages, work, "pipe", params, stacked_layers, micros)
 
         def in_row_order(a: jax.Array) -> jax.Array:  # a row of a batch may be several of `a`, which stay neighbours
             of_rows = a.reshape(microbatches, rows // microbatches, -1, *a.shape[2:])
             return of_rows.swapaxes(0, 1).reshape(-1, *a.shape[2:])
 
         x = jax.tree.map(in_row_order, x)
-        auxes = aux if later else (aux,)
-        # [slots, M, period, B/M, ...] to [slots * period, B, ...]
-        own = {
-            name: (a := jnp.moveaxis(auxes[0].pop(name), 1, 3)).reshape(-1, rows, *a.shape[4:])
-            for name in CACHED
-            if name in auxes[0]
-        }
-        auxes = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), auxes)
+        by_stack = values if later else (values,)
+        new: Aux = {}
+        for name in CACHED:
+            if name in by_stack[0]:
+                a = jnp.moveaxis(by_stack[0].pop(name), 1, 3)  # [slots, M, period, B/M, ...]
+                new[name] = a.reshape(-1, rows, *a.shape[4:])  # [slots * period, B, ...]
+        by_stack = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), by_stack)
         x = self.final_norm(cfg, params, x, self.make_layer_inputs(cfg, batch, ctx), ctx)
-        return x, in_layer_order(ctx, stacks, auxes) | own
+        return x, in_layer_order(ctx, stacks, by_stack) | new
 
 
 FAMILIES: dict[str, Family] = {}
-"""The families by the value of `model.family`; `jaxstack.families` fills the table."""
+"""The families by the value of `model.family`, without features; `jaxstack.families` fills the table."""

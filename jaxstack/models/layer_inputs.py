@@ -1,15 +1,11 @@
-"""What the layers of a model read in addition to the residual stream, and what they return in addition to it."""
+"""What the layers of a model read in addition to the residual stream."""
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import jax
 
 from jaxstack.common.tree import PyTree
 from jaxstack.models.params import random_key
-
-Aux: TypeAlias = dict[str, PyTree]
-"""Auxiliary values of layers by name: sums of routing, keys and values for a cache, or what `models.watch` measures."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,13 +20,11 @@ class LayerInputs:
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
       encoder: the inputs of the encoder's layers, for an encoder-decoder; of the picture's tower, for two towers;
         of the branch `understanding`, for two branches; of the text's layers, for a diffusion model that reads texts.
-      first: whether this is the first layer, for models with `first_attention_norm=false`.
       gate_ids: domain or timestep of each token of the residual stream, for hard gates [B, S/n].
       key: data of the PRNG key for dropout, of a stream and of a stack, see `dropout_key`.
+      layer: index of the layer in its stack.
       patches: of pictures, in the residual stream; those of a diffusion model have noise [B, S/n, P].
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
-      replicas: where the experts of this layer are stored, if some are stored several times: the indices of each
-        expert's replicas, and -1 behind them [E, R].
       rope: cosine and sine of the positions within attention.
       rope_local: the same for layers with a window, if they have a base of their own.
       segment_ids: document of each token [B, S]. `None` means one document a row.
@@ -45,12 +39,11 @@ class LayerInputs:
     distance: PyTree = None
     dropout_ids: jax.Array | None = None
     encoder: "LayerInputs | None" = None
-    first: jax.Array | bool = False
     gate_ids: jax.Array | None = None
     key: jax.Array | None = None
+    layer: jax.Array | int | None = None
     patches: jax.Array | None = None
     positions: jax.Array | None = None
-    replicas: jax.Array | None = None
     rope: tuple[jax.Array, jax.Array] | None = None
     rope_local: tuple[jax.Array, jax.Array] | None = None
     segment_ids: jax.Array | None = None

@@ -13,11 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.config import ModelConfig
 from jaxstack.kernels import AttentionMask, RelativeBias
-from jaxstack.models import lora, watch
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Spec
 from jaxstack.sharding import collectives
+
+RESIDUAL = ("batch", "residual")
+"""Logical axes of the residual stream that are split."""
+
+HEADS = ("batch", "sequence", "heads")
+"""Logical axes of queries, keys and values that are split."""
 
 
 def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) -> Spec:
@@ -86,7 +91,7 @@ def linear(
     back: bool = False,
     in_axes: int = 1,
 ) -> jax.Array:
-    """Computes the projection `w_<name>`, with its adapter and its bias `b_<name>` where they are declared.
+    """Computes the projection `w_<name>`, with its bias `b_<name>` where it is declared.
 
     Args:
       cfg: the model.
@@ -106,11 +111,7 @@ def linear(
         "split_tokens": ctx.layout.token_axes,
     }
     w = params[f"w_{name}"]
-    y = kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.ops.quant, implementation=ctx.ops.linear, **split)
-    if adapter := lora.get_adapter(cfg.lora, params, name):  # adapters are small, and are not quantized
-        inner = kernels.linear(x, adapter[0], in_axes=in_axes, implementation=ctx.ops.linear)
-        y = y + kernels.linear(inner, adapter[1], implementation=ctx.ops.linear)
-    return y
+    return kernels.linear(x, w, b, in_axes=in_axes, quant=ctx.ops.quant, implementation=ctx.ops.linear, **split)
 
 
 def attention_spec(cfg: ModelConfig) -> Spec:
@@ -146,92 +147,99 @@ def attention(
     params: Params,
     x: jax.Array,
     ctx: Context,
-    layer_inputs: LayerInputs,
+    inputs: LayerInputs,
     *,
     mask: AttentionMask,
     cache: Params | None = None,
-) -> tuple[jax.Array, Aux]:
+) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
     """Computes multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
+    With a cache it keeps `keys` [B, G, K, S] and `values` [B, G, S, K] of these tokens.
+
     Args:
-      cfg: the model.
       params: the group `attention` of a layer.
-      x: this device's part of the residual stream [B, S/n, D] (all of it where n is 1).
-      ctx: execution context.
-      layer_inputs: `rope`, `segment_ids` and, with relative positions, the side input `relative` are read. Tokens see
-        their own document only.
+      x: this device's part of the residual stream (all of it where n is 1).
+      inputs: `rope`, `segment_ids` and, with relative positions, the side input `relative` are read. Tokens see their
+        own document only.
       mask: which tokens a token sees.
       cache: `keys` [B, G, K, T] and `values` [B, G, T, K] of earlier tokens, and `distance` from each of them to the
         first of these [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
-
-    Returns:
-      [B, S/n, D]. With a cache also `keys` [B, G, K, S] and `values` [B, G, S, K] of these tokens. What is watched.
     """
-    rope = layer_inputs.rope
     x = ctx.layout.gather_activations(x, "heads")
-    q, k, v = (linear(cfg, params, name, x, ctx, "heads") for name in ("q", "k", "v"))
+    q = linear(cfg, params, "q", x, ctx, "heads")  # [B, S, H, K]
+    k = linear(cfg, params, "k", x, ctx, "heads")  # [B, S, G, K]
+    v = linear(cfg, params, "v", x, ctx, "heads")
     if cfg.qk_norm:
-        q, k = norm(cfg, params["q_norm"], q, ctx, "rms"), norm(cfg, params["k_norm"], k, ctx, "rms")
-    if rope is not None:
-        q, k = rotate(q, rope), rotate(k, rope)
-    q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        q = norm(cfg, params["q_norm"], q, ctx, "rms")
+        k = norm(cfg, params["k_norm"], k, ctx, "rms")
+    if inputs.rope is not None:
+        q = rotate(q, inputs.rope)
+        k = rotate(k, inputs.rope)
+    q = checkpoint_name(q, "query")
+    k = checkpoint_name(k, "key")
+    v = checkpoint_name(v, "value")
+    ctx.observe("attention/query", q, *HEADS)
+    ctx.observe("attention/key", k, *HEADS)
+    ctx.observe("attention/value", v, *HEADS)
+    if cache is not None:
+        ctx.keep("keys", k.transpose(0, 2, 3, 1))
+        ctx.keep("values", v.swapaxes(1, 2))
+
     options = _score_options(cfg)
-    table = layer_inputs.side["relative"] if cfg.positions == "relative" else None
-    made = {"attention/query": q, "attention/key": k, "attention/value": v}
+    table = inputs.side["relative"] if cfg.positions == "relative" else None
     if cache:
         assert mask.causal, "a cache has the tokens before these"
-        held = cache["keys"], cache["values"], cache["distance"]
         bias = None if table is None else RelativeBias(table, None, cfg.relative_distance, bidirectional=False)
-        mixed = kernels.cached_attention(q, k, v, *held, window=mask.window, bias=bias, **options)
+        earlier = cache["keys"], cache["values"], cache["distance"]
+        mixed = kernels.cached_attention(q, k, v, *earlier, window=mask.window, bias=bias, **options)
     else:
-        arguments = q, k, v, layer_inputs.segment_ids, None, table
         options |= {"mask": mask, "max_distance": cfg.relative_distance}
-        mixed, aux = _attention_region(ctx, "attention", options, arguments)
+        mixed = _attention_region(ctx, "attention", options, (q, k, v, inputs.segment_ids, None, table))
+    ctx.observe("attention/mixed", mixed, *HEADS)
     y = _project_out(cfg, params, mixed, ctx)
-    if cache is not None:
-        return y, {"keys": k.transpose(0, 2, 3, 1), "values": v.swapaxes(1, 2)}
-    aux |= watch.measure(ctx, made | {"attention/mixed": mixed}, "batch", "sequence", "heads")
-    return y, aux | watch.measure(ctx, {"attention/out": y}, "batch", "residual")
+    ctx.observe("attention/out", y, *RESIDUAL)
+    return y
 
 
 def cross_attention(
-    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, layer_inputs: LayerInputs, cache: Params | None = None
-) -> tuple[jax.Array, Aux]:
-    """Computes attention from the tokens of a decoder to those of an encoder, in the same segment.
+    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, inputs: LayerInputs, cache: Params | None = None
+) -> jax.Array:  # [B, T/n, D] -> [B, T/n, D]
+    """Computes attention from the tokens of a decoder to the tokens of an encoder, in the same segment.
 
     Args:
-      cfg: the model.
       params: the group `cross` of a layer, with the projections of `attention_spec`.
-      x: this device's part of the decoder's residual stream [B, T/n, D].
-      ctx: execution context.
-      layer_inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
+      x: this device's part of the decoder's residual stream.
+      inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
       cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
         take the place of `encoded`, and each row is one segment.
-
-    Returns:
-      [B, T/n, D], and what is watched.
     """
-    assert layer_inputs.encoder is not None
+    assert inputs.encoder is not None
     q = linear(cfg, params, "q", ctx.layout.gather_activations(x, "heads"), ctx, "heads")
-    q = norm(cfg, params["q_norm"], q, ctx, "rms") if cfg.qk_norm else q
+    if cfg.qk_norm:
+        q = norm(cfg, params["q_norm"], q, ctx, "rms")
     if cache:
-        assert layer_inputs.encoder.segment_ids is not None
-        held, visible = (cache["cross_keys"], cache["cross_values"]), layer_inputs.encoder.segment_ids != 0
-        mixed = kernels.cached_cross_attention(q, *held, visible, **_score_options(cfg))
-        return _project_out(cfg, params, mixed, ctx), {}
-    k, v = cross_keys(cfg, params, layer_inputs.side["encoded"], ctx)
-    q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        assert inputs.encoder.segment_ids is not None
+        visible = inputs.encoder.segment_ids != 0
+        keys = cache["cross_keys"], cache["cross_values"]
+        return _project_out(cfg, params, kernels.cached_cross_attention(q, *keys, visible, **_score_options(cfg)), ctx)
+    k, v = cross_keys(cfg, params, inputs.side["encoded"], ctx)
+    q = checkpoint_name(q, "query")
+    k = checkpoint_name(k, "key")
+    v = checkpoint_name(v, "value")
     options = _score_options(cfg) | {"mask": AttentionMask(kind="cross")}
-    arguments = q, k, v, layer_inputs.segment_ids, layer_inputs.encoder.segment_ids, None
-    mixed, aux = _attention_region(ctx, "cross", options, arguments)
+    mixed = _attention_region(ctx, "cross", options, (q, k, v, inputs.segment_ids, inputs.encoder.segment_ids, None))
     y = _project_out(cfg, params, mixed, ctx)
-    return y, aux | watch.measure(ctx, {"cross/out": y}, "batch", "residual")
+    ctx.observe("cross/out", y, *RESIDUAL)
+    return y
 
 
 def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
     """Returns the keys and the values [B, S, G, K] of an encoder's output [B, S, D], for `cross_attention`."""
-    k, v = (linear(cfg, params, name, encoded, ctx, "heads") for name in ("k", "v"))
-    return norm(cfg, params["k_norm"], k, ctx, kind="rms") if cfg.qk_norm else k, v
+    k = linear(cfg, params, "k", encoded, ctx, "heads")
+    v = linear(cfg, params, "v", encoded, ctx, "heads")
+    if cfg.qk_norm:
+        k = norm(cfg, params["k_norm"], k, ctx, "rms")
+    return k, v
 
 
 def _score_options(cfg: ModelConfig) -> dict[str, Any]:
@@ -246,12 +254,12 @@ def _project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Contex
 
 def _attention_region(
     ctx: Context, group: str, options: dict[str, Any], arguments: tuple[jax.Array | None, ...]
-) -> tuple[jax.Array, Aux]:
-    """Runs `_attend` on the arguments from `q` on; `group` begins the names of watched values."""
-    rows, heads = ("batch", "sequence"), ("batch", "sequence", "heads")
-    given = (heads, heads, heads, rows, rows, (None, "heads"))
-    mixed, aux = ctx.region(partial(_attend, {**options, "group": group}), arguments, given, heads)
-    return mixed, aux
+) -> jax.Array:
+    """Runs `_attend` on the arguments from `q` on; `group` begins the names of observed values."""
+    rows = ("batch", "sequence")
+    where = (HEADS, HEADS, HEADS, rows, rows, (None, "heads"))
+    mixed: jax.Array = ctx.region(partial(_attend, {**options, "group": group}), arguments, where, HEADS)
+    return mixed
 
 
 def _attend(
@@ -263,22 +271,22 @@ def _attend(
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
     table: jax.Array | None,
-) -> tuple[jax.Array, Aux]:
+) -> jax.Array:
     """Computes attention over the heads of this device, for `Context.region`; `table` has relative biases."""
     masked: dict[str, Any] = {"segment_ids": segment_ids, **options}
     if kv_segment_ids is not None:
         masked["kv_segment_ids"] = kv_segment_ids
     max_distance = masked.pop("max_distance", None)
+    group = masked.pop("group")
     if table is not None:
         masked["bias"] = RelativeBias(table, None, max_distance, not masked["mask"].causal)
-    axes, aux, name = ctx.layout.axes("sequence"), {}, f"{masked.pop('group')}/max_logit"
-    if name in ctx.watch:
-        largest = kernels.largest_logit(q, k, axes=axes, **masked)
-        aux = watch.measure_largest(ctx, name, largest, "batch", "sequence", "heads")
+    axes = ctx.layout.axes("sequence")
+    largest = partial(kernels.largest_logit, q, k, axes=axes, **masked)
+    ctx.observe(f"{group}/max_logit", largest, *HEADS)
     masked["implementation"] = ctx.ops.attention
     if axes:
-        return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.layout.context_method, **masked), aux
-    return kernels.attention(q, k, v, **masked), aux
+        return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.layout.context_method, **masked)
+    return kernels.attention(q, k, v, **masked)
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:
@@ -313,32 +321,29 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
     raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh, relu or relu2")
 
 
-def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
-    """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202).
-
-    x and the result are [B, S/n, D]. What is watched is returned, too.
-    """
-    y, aux = mlp_products(cfg, params, ctx.layout.gather_activations(x, "mlp"), ctx)
+def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
+    """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202)."""
+    y = mlp_products(cfg, params, ctx.layout.gather_activations(x, "mlp"), ctx)
     y = ctx.layout.reduce_activations(y, "mlp")
-    y = kernels.add_in_float32(y, params["b_down"]) if cfg.bias else y
-    return y, aux | watch.measure(ctx, {"mlp/out": y}, "batch", "residual")
+    if cfg.bias:
+        y = kernels.add_in_float32(y, params["b_down"])
+    ctx.observe("mlp/out", y, *RESIDUAL)
+    return y
 
 
-def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> tuple[jax.Array, Aux]:
-    """Computes the MLP in a tensor-parallel region: this device's share of the sum over the hidden width, [B, S, D].
-
-    What is watched is returned, too.
-    """
-    up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")
+def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S, D] -> [B, S, D]
+    """Computes the MLP in a tensor-parallel region: this device's share of the sum over the hidden width."""
+    hidden_axes = ("batch", "sequence", "mlp")
+    up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")  # [B, S, F/n]
+    ctx.observe("mlp/up", up, *hidden_axes)
     if cfg.gated:
         gate = checkpoint_name(linear(cfg, params, "gate", x, ctx, "mlp"), "mlp_gate")
+        ctx.observe("mlp/gate", gate, *hidden_axes)
         hidden = activate(cfg.activation, gate, ctx) * up
-        made = {"mlp/up": up, "mlp/gate": gate, "mlp/hidden": hidden}
     else:
         hidden = activate(cfg.activation, up, ctx)
-        made = {"mlp/up": up, "mlp/hidden": hidden}
-    aux = watch.measure(ctx, made, "batch", "sequence", "mlp")
-    return linear(cfg, params, "down", hidden, ctx, "mlp", back=True), aux
+    ctx.observe("mlp/hidden", hidden, *hidden_axes)
+    return linear(cfg, params, "down", hidden, ctx, "mlp", back=True)
 
 
 def table_axes(cfg: ModelConfig) -> tuple[str, str]:

@@ -38,7 +38,7 @@ class Param:
       decay: whether weight decay applies to it. `None` means as its kind: all but vectors.
       orthogonal: whether Muon orthogonalises it. `None` means matrices between two hidden widths; the head is not one.
       width_ratio: for a matrix that reads a hidden width, the width of the model divided by that of its base model, see
-        `models.width`. The optimizer reduces its updates by it. 1 means that they stay as they are.
+        `features.width`. The optimizer reduces its updates by it. 1 means that they stay as they are.
       unpadded: shape without the zeros at the ends of padded dimensions, which change no result. `None` means that the
         array has none.
     """

@@ -22,7 +22,7 @@ from jaxstack.common.files import short_path
 from jaxstack.config import Config, ModelConfig
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.family import FAMILIES
+from jaxstack.models.family import FAMILIES, Family
 from jaxstack.models.params import Param, flat_spec
 from jaxstack.sharding.rules import MeshAxes, names_of
 
@@ -283,18 +283,19 @@ class _Found:
         self.stack = next((v for v in every if isinstance(v, Stack)), None)
         self.lengths: tuple[int, ...] = ()
         self.declared: dict[str, Param] = {}
-        self.name = ""
-        family = None if self.cfg is None else FAMILIES.get(self.cfg.family)
+        self.name = "" if self.stack is None else self.stack.name
+        family = next((v for v in every if isinstance(v, Family)), None)
+        if family is None and self.cfg is not None:
+            family = FAMILIES.get(self.cfg.family)
         if self.cfg is not None and family is not None:
             self.declared = flat_spec(family.spec(self.cfg))
-            stacks = family.stacks(self.cfg)
-            self.name = next((name for name, stack in stacks.items() if stack == self.stack), "")
             self.lengths = _row_lengths(every, self.cfg.objective.terms[0].weights)
 
     def path(self, wanted: Any) -> str:
         """Returns the path of an array, a group or a module in the outermost tree that has it, or ""."""
         for step in self._steps:
-            for name, tree in step.frame.f_locals.items():
+            for name, variable in step.frame.f_locals.items():
+                tree = variable.shown if isinstance(variable, Context) else variable
                 if (path := _path_in(tree, wanted)) is None:
                     continue
                 if self.declared:  # lists of blocks are within the steps of a loop

@@ -224,7 +224,7 @@ def _layer(model: ModelConfig, ctx: Context, x: jax.Array) -> float:
 
     def forward(weights: PyTree, x: jax.Array) -> jax.Array:
         layer_inputs = families.of(model).make_layer_inputs(model, {"tokens": tokens}, ctx)
-        return remat(ctx, lambda w, x: stack.step(model, ctx, w, x, 0, layer_inputs)[0])(weights, x)
+        return remat(ctx, lambda w, x: stack.step(model, ctx, stack, w, x, 0, layer_inputs)[0])(weights, x)
 
     @jax.jit
     def both(weights: PyTree, x: jax.Array, dy: jax.Array) -> PyTree:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.features.router_losses import Counts
 from jaxstack.models import batches, params
 from jaxstack.models.blocks import group_layers, split_microbatches
 from jaxstack.models.context import Context
@@ -22,7 +23,6 @@ from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
 from jaxstack.training import losses
 from jaxstack.training.assemble import objective_of
-from jaxstack.training.features import experts
 from jaxstack.training.features.pipelined import pipeline_fns, split_matrices
 
 PARTS = ("layer", "layer_backward", "embedding", "embedding_backward", "head", "head_and_backward")
@@ -85,7 +85,7 @@ class _Stage:
         if job.model.dropout:
             batch = batch | {"rows": job.ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
         name, stack = families.only_stack(job.model)
-        counts = experts.Counts({name: float(rows * length)}, {name: float(rows)})
+        counts = Counts({name: float(rows * length)}, {name: float(rows)})
         totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
         fns = pipeline_fns(job.model, job.ctx, objective_of(job.model), job.pipeline.split or (), totals)
         shared, stacks = families.split_stacks(job.model, values)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxstack.models.watch import EXPONENTS
+from jaxstack.features.watching import EXPONENTS
 from jaxstack.sharding.totals import Measured
 from jaxstack.tracking.jsonl import Record
 

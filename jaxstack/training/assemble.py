@@ -19,27 +19,19 @@ from jaxstack.models.partitioned import within_step
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses, step
-from jaxstack.training.features import comparison, experts, noise_scale, pipelined, qat, teacher
+from jaxstack.training.features import comparison, noise_scale, pipelined, qat, teacher
 from jaxstack.training.features.watch import Watched, WatchProbe
 from jaxstack.training.gradients import Gradients, accumulated, over_devices, plain, summed_once
-from jaxstack.training.losses import EvalSums, Extras, Objective
+from jaxstack.training.losses import EvalSums, Objective
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import Probe, TrainStep
-
-
-def extras_of(model: ModelConfig) -> Extras:
-    """Returns what a model adds to a step besides the terms of its objective."""
-    if model.moe.num_experts:
-        return experts.extras(model)
-    family = families.of(model)
-    return Extras(after_update=lambda params, sums, ctx: family.after_update(model, params, sums, ctx))
 
 
 def objective_of(model: ModelConfig) -> Objective:
     """Returns what a model is trained for, unless you give `make_gradients` an objective of your own."""
     rows = comparison.comparing(model)
     loss = families.of(model).loss if rows is None else comparison.compared_loss(rows)
-    return Objective(loss, model.objective.terms, extras_of(model))
+    return Objective(loss, model.objective.terms, families.of(model).extras(model))
 
 
 def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None) -> Gradients:
@@ -96,9 +88,9 @@ def make_train_step(
         probes.append(noise_scale.NoiseProbe())
     if watched is not None:
         probes.append(WatchProbe(watched, ctx))
-        inner = replace(ctx, watch=watched.taps)
+        inner = replace(ctx, observer=watched.watcher)
     gradients = make_gradients(cfg, inner, objective)
-    extras = extras_of(cfg.model) if objective is None else objective.extras
+    extras = families.of(cfg.model).extras(cfg.model) if objective is None else objective.extras
     return step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, extras, probes)
 
 

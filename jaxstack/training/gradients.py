@@ -18,8 +18,8 @@ from jaxstack.models import params as parameters
 from jaxstack.models import shape_errors
 from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux
 from jaxstack.models.params import Params, Spec
+from jaxstack.models.values import Aux
 from jaxstack.sharding import totals as sharded
 from jaxstack.training import losses
 from jaxstack.training.losses import BatchTotals, Metrics, Objective, Sums

@@ -16,8 +16,9 @@ from jaxstack.config.objective import Term
 from jaxstack.models import decoder
 from jaxstack.models.blocks import split_microbatches
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux
+from jaxstack.models.family import Extras
 from jaxstack.models.params import Params
+from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 Sums: TypeAlias = dict[str, jax.Array]
@@ -44,26 +45,6 @@ class BatchTotals(NamedTuple):
 
     weights: Mapping[str, jax.Array | float]
     counts: PyTree = None
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What a model adds to a step besides the terms of its objective. The defaults add nothing.
-
-    Attributes:
-      count: `count(batch, ctx)` returns more totals of the global batch.
-      loss: `loss(aux, counts, stack)` returns this device's share of more losses, from the auxiliary values of one
-        microbatch. A `stack` of `None` means that `aux` has the values of all stacks.
-      totals: `totals(counts)` returns what is logged of `counts`, in the order of layers.
-      metrics: `metrics(sums)` returns figures for the log, from the sums of a step and `totals`.
-      after_update: `after_update(params, sums, ctx)` returns the parameters that no gradient changes, updated.
-    """
-
-    count: Callable[[Batch, Context], PyTree] = lambda batch, ctx: None
-    loss: Callable[[Aux, PyTree, str | None], jax.Array | float] = lambda aux, counts, stack: 0.0
-    totals: Callable[[PyTree], Aux] = lambda counts: {}
-    metrics: Callable[[Metrics], Metrics] = lambda sums: {}
-    after_update: Callable[[Params, Metrics, Context], Params] = lambda params, sums, ctx: params
 
 
 @dataclass(frozen=True)
@@ -146,7 +127,7 @@ def sequence_log_probs(cfg: ModelConfig, params: Params, batch: Batch, ctx: Cont
     """
 
     def work(params: Params, batch: Batch) -> jax.Array:
-        hidden, _ = decoder.FAMILY.hidden_states(cfg, params, batch, ctx)
+        hidden, _ = families.of(cfg).hidden_states(cfg, params, batch, ctx)
         return decoder.log_probs(cfg, params, hidden, batch["targets"], ctx)[0]
 
     return jax.checkpoint(work, policy=jax.checkpoint_policies.nothing_saveable)(params, batch)
@@ -214,9 +195,7 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
       ctx: execution context.
     """
 
-    def work(
-        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array
-    ) -> tuple[None, jax.Array]:
+    def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         axes = ctx.layout.axes("vocab")
 
         def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -227,8 +206,8 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
             better = (logits > own) | ((logits == own) & (ids < target[:, None]))
             return (weight * (collectives.all_reduce(better.sum(1), axes) == 0)).sum()
 
-        return None, jax.lax.map(one_row, (hidden, targets, weights)).sum()
+        return jax.lax.map(one_row, (hidden, targets, weights)).sum()
 
     rows = ("batch", "sequence")
     arguments = (params, hidden, batch["targets"], batch["loss_weights"])
-    return ctx.region(work, arguments, (families.spec(cfg), rows, rows, rows), ())[1]
+    return ctx.sum_region(work, arguments, (families.spec(cfg), rows, rows, rows))

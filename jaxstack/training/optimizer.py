@@ -297,7 +297,7 @@ def _adafactor(spec: Spec) -> optax.GradientTransformation:
 
 
 def _scaled_to_width(cfg: OptimConfig, spec: Spec) -> optax.GradientTransformation:
-    """Builds the division of updates by the ratio of widths (muP, see `models.width`).
+    """Builds the division of updates by the ratio of widths (muP, see `features.width`).
 
     The update of Adam, and of the others whose elements have a fixed size, grows with the width in its spectral norm.
     An orthogonalized one is multiplied by the root of the width (`orthogonalized`), so it is divided by the root only.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_meshes as meshes
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.compress import sparsify
 from jaxstack.compress.calibrate import Walk
@@ -30,7 +31,7 @@ def opened(name: str, sizes: dict[str, int]) -> tuple[Walk, Any, list[Any]]:
     cfg = meshes.config(name, sizes)
     cfg = replace(cfg, mesh=MeshConfig(**{"data": 1, **sizes}))
     ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: int(np.prod([*sizes.values(), 1]))]))
-    spec = decoder.spec(cfg.model)
+    spec = families.spec(cfg.model)
     values = jax.device_get(params.init(jax.random.key(1), spec))
     rng = np.random.default_rng(5)
     values = jax.tree.map(lambda a: a + rng.normal(size=a.shape).astype(np.float32) / 20, values)
@@ -43,6 +44,11 @@ def opened(name: str, sizes: dict[str, int]) -> tuple[Walk, Any, list[Any]]:
         jax.device_put(values, place),
         jax.device_put(batches, ctx.layout.sharding(ctx.layout.batch)),
     )
+
+
+def run_step(walk: Walk, *arguments: Any) -> Any:
+    _, stack = families.only_stack(walk.cfg)
+    return stack.step(walk.cfg, walk.ctx, stack, *arguments)
 
 
 def measured(name: str, sizes: dict[str, int], dtype: Any = jnp.float32) -> list[Arrays]:
@@ -74,7 +80,12 @@ def test_statistics_are_those_of_the_inputs(name: str) -> None:
         embedded = decoder.embed(walk.cfg, values, inputs, walk.ctx)[0]
         x = np.asarray(embedded, np.float64)
         period = [jax.tree.map(lambda a, i=i: a[i], values["layers"]) for i in range(len(walk.cfg.windows))]
-        after = np.asarray(decoder.scan_block(walk.cfg, walk.ctx, period, embedded, 0, inputs)[0], np.float64)
+        after = np.asarray(
+            families.only_stack(walk.cfg)[1].step(
+                walk.cfg, walk.ctx, families.only_stack(walk.cfg)[1], period, embedded, 0, inputs
+            )[0],
+            np.float64,
+        )
         lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(after, axis=-1)
         turn += (1 - (x * after).sum(-1) / lengths).sum()
         scales = jax.tree.map(lambda a: np.asarray(a[0], np.float64), values["layers"]["attention_norm"])
@@ -146,7 +157,9 @@ def test_a_layer_reads_what_the_compressed_layers_before_it_make() -> None:
     for batch in batches:
         inputs = decoder.make_layer_inputs(walk.cfg, batch, walk.ctx)
         x, _ = decoder.embed(walk.cfg, values, inputs, walk.ctx)
-        x, _ = decoder.scan_block(walk.cfg, walk.ctx, [jax.tree.map(lambda a: a / 2, first)], x, 0, inputs)
+        x, _ = families.only_stack(walk.cfg)[1].step(
+            walk.cfg, walk.ctx, families.only_stack(walk.cfg)[1], [jax.tree.map(lambda a: a / 2, first)], x, 0, inputs
+        )
         h = np.asarray(norm(walk.cfg, second["attention_norm"], x, walk.ctx), np.float64).reshape(-1, x.shape[-1])
         gram = gram + h.T @ h
     np.testing.assert_allclose(found[1]["attention/w_q"].gram, gram, rtol=1e-4, atol=1e-4 * np.max(gram))
@@ -171,7 +184,7 @@ def test_factors_of_inputs_change_nothing(name: str) -> None:
                 layer = {**layer, group: {**layer[group], last: scaled}}
         layers.append(layer)
     changed = {**values, "layers": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
-    before, after = (decoder.FAMILY.hidden_states(cfg, v, batches[0], walk.ctx)[0] for v in (values, changed))
+    before, after = (families.of(cfg).hidden_states(cfg, v, batches[0], walk.ctx)[0] for v in (values, changed))
     np.testing.assert_allclose(after, before, rtol=1e-3, atol=1e-4 * float(jnp.abs(before).max()))
 
 
@@ -190,7 +203,7 @@ def test_quantised_layers_make_fewer_errors_than_rounded_ones(name: str, method:
         for layer in layers:
             assert set(layer.codes) == set(walk.matrices) == set(layer.errors)
         new = join(walk.cfg, values, layers)
-        wanted, got = (decoder.FAMILY.hidden_states(walk.cfg, v, batches[1], walk.ctx)[0] for v in (values, new))
+        wanted, got = (families.of(walk.cfg).hidden_states(walk.cfg, v, batches[1], walk.ctx)[0] for v in (values, new))
         found[kind] = float(jnp.mean((wanted - got) ** 2))
     assert found[method] < 0.9 * found["rtn"], found
 

@@ -11,13 +11,14 @@ import pytest
 import test_meshes as meshes
 from families import FAMILIES
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.compress import prune
 from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.importance import Importance, measure
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
 from jaxstack.families.surgery import Kept
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training.losses import evaluate
 
@@ -35,7 +36,7 @@ PRUNED: dict[str, tuple[ModelConfig, dict[str, int]]] = {
 
 def drawn(cfg: ModelConfig, rng: np.random.Generator) -> Any:
     """Parameters of which no scale or bias is that of the initial values."""
-    values = jax.device_get(params.init(jax.random.key(0), decoder.spec(cfg)))
+    values = jax.device_get(params.init(jax.random.key(0), families.spec(cfg)))
     return jax.tree.map(lambda a: a + rng.normal(size=a.shape).astype(np.float32) / 5, values)
 
 
@@ -79,7 +80,7 @@ def test_parts_that_add_nothing_leave_without_a_trace(name: str, rng: np.random.
     assert prune.sizes_of_kept(kept) == sizes
     without_outputs(cfg, values["layers"], kept)
     channels = mask(cfg.d_model, kept.channels)
-    for path, p in params.flat_spec(decoder.spec(cfg)).items():
+    for path, p in params.flat_spec(families.spec(cfg)).items():
         leaf = flatten(values)[path]
         for dim, axis in enumerate(p.axes):
             if axis in ("embed", "expert_embed", "input_embed"):
@@ -91,7 +92,7 @@ def test_parts_that_add_nothing_leave_without_a_trace(name: str, rng: np.random.
             leaf[...] = (offset + leaf) * (cfg.d_model / sizes.d_model) ** 0.5 - offset
     tokens = jnp.asarray(rng.integers(0, cfg.vocab, (2, 20)))
     small = prune.smaller_model(cfg, sizes)
-    expected, got = (jax.jit(partial(decoder.forward, c))(v, tokens)[0] for c, v in ((cfg, values), (small, new)))
+    expected, got = (jax.jit(partial(families.forward, c))(v, tokens)[0] for c, v in ((cfg, values), (small, new)))
     np.testing.assert_allclose(got, expected, atol=1e-4 * float(jnp.abs(expected).max()))  # float32 sums, other order
 
 

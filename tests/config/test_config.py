@@ -15,7 +15,7 @@ from jaxstack.common import errors
 from jaxstack.config import Config, ConfigError, flat, resolve
 from jaxstack.config.reading import key_help, parse, suggestions
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.batches import abstract_batch
 from jaxstack.runtime import platform
 from jaxstack.sharding import make_mesh
@@ -61,7 +61,7 @@ def test_every_config_builds_abstractly(path):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == ()
     if path.stem in PARAMETERS:
-        assert params.count(decoder.spec(cfg.model)) == PARAMETERS[path.stem]
+        assert params.count(families.spec(cfg.model)) == PARAMETERS[path.stem]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -26,9 +26,10 @@ from jaxstack.debug import replay
 from jaxstack.debug.describe import describe, device, place
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad
-from jaxstack.families import encoder_decoder
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, moe_layer, params
+from jaxstack.features import experts as moe_layer
+from jaxstack.models import decoder, params
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 
@@ -125,14 +126,14 @@ def after_block(fault):
     """Applies a fault to what the block of layer `number` returns."""
 
     def patch(monkeypatch, number):
-        real, apply = blocks.block, in_layer(number, fault)
+        real = Stack.run_layer
+        apply = in_layer(number, fault)
 
-        def block(cfg, p, x, *rest, **how):
-            x, aux = real(cfg, p, x, *rest, **how)
-            return apply(p, x), aux
+        def run_layer(stack, cfg, ctx, p, x, *rest, **how):
+            x, values = real(stack, cfg, ctx, p, x, *rest, **how)
+            return apply(p, x), values
 
-        for module in (blocks, decoder, encoder_decoder):
-            monkeypatch.setattr(module, "block", block)
+        monkeypatch.setattr(Stack, "run_layer", run_layer)
 
     return patch
 
@@ -145,10 +146,11 @@ def patched(module, name, change):
 def starving(real):
     """A mixture of experts that divides by the tokens of each expert, of which one has none."""
 
-    def moe(cfg, p, x, ctx, layer_inputs):
-        y, aux = real(cfg, p, x, ctx, layer_inputs)
+    def moe(cfg, stack, p, x, ctx, inputs):
+        y = real(cfg, stack, p, x, ctx, inputs)
+        aux = ctx.values
         share = aux["balance_loss"] / (aux["load"] * jnp.arange(aux["load"].shape[0])).min()  # fault expert
-        return y + share.astype(y.dtype) * 0, aux
+        return y + share.astype(y.dtype) * 0
 
     return moe
 

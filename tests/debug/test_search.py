@@ -24,9 +24,9 @@ from jaxstack.debug import describe, replay, rules, search
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import Statistics, is_bad, statistics
 from jaxstack.debug.way import Guide
-from jaxstack.families import encoder_decoder
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, params
+from jaxstack.models import params
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.sharding import make_mesh
@@ -80,14 +80,13 @@ def in_layer(number, f, otherwise):
 
 def wrap_block(monkeypatch, number, f):
     """Applies `f` to what the block of one layer returns."""
-    real = blocks.block
+    real = Stack.run_layer
 
-    def block(cfg, p, x, *rest, **how):
-        x, aux = real(cfg, p, x, *rest, **how)
-        return in_layer(number, f, lambda x: x)(p, x), aux
+    def run_layer(stack, cfg, ctx, p, x, *rest, **how):
+        x, values = real(stack, cfg, ctx, p, x, *rest, **how)
+        return in_layer(number, f, lambda x: x)(p, x), values
 
-    for module in (blocks, decoder, encoder_decoder):
-        monkeypatch.setattr(module, "block", block)
+    monkeypatch.setattr(Stack, "run_layer", run_layer)
 
 
 def overflow(x):

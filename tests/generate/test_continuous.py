@@ -11,6 +11,7 @@ import pytest
 import scipy.special
 from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
 
+from jaxstack import families
 from jaxstack.config import SampleConfig
 from jaxstack.generate import decode, sampling
 from jaxstack.generate import engine as engines
@@ -18,7 +19,6 @@ from jaxstack.generate.continuous import ContinuousBatch, Prompt
 from jaxstack.generate.engine import Engine, Programs
 from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.sampling import RowSample
-from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 
@@ -237,7 +237,7 @@ def test_each_prompt_has_its_own_sampling_and_log_probabilities(rng):
             assert scores[name] == [None] * len(scores[name])
             continue
         chosen, ids, top = map(np.concatenate, zip(*scores[name], strict=True))
-        logits, _ = jax.jit(decoder.forward, static_argnums=0)(cfg, values, np.asarray([text]))
+        logits, _ = jax.jit(families.forward, static_argnums=0)(cfg, values, np.asarray([text]))
         expected = scipy.special.log_softmax(np.asarray(logits[0, len(prompt) - 1 : -1], np.float64)[:, : cfg.vocab], 1)
         own = np.arange(sample.tokens)
         # One float32 forward pass against another one, with a cache: rounding of a few layers.

@@ -20,6 +20,7 @@ import scipy.stats
 import test_meshes
 from families import EXPERTS, FAMILIES
 
+from jaxstack import families
 from jaxstack.checkpoint import run_dir as rundir
 from jaxstack.checkpoint import verify
 from jaxstack.checkpoint.store import Checkpoints
@@ -43,7 +44,7 @@ from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.engine import Engine, Programs
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.loaded.trained_run import TrainedRun
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 from jaxstack.planner import generation_memory, memory
@@ -71,7 +72,7 @@ def slow(cases: list[Any]) -> list[Any]:
 @functools.cache
 def values_of(cfg: ModelConfig) -> Any:
     """Returns parameters with varied norms and biases. With the initial ones, a text would repeat a single token."""
-    leaves, tree = jax.tree.flatten(params.init(jax.random.key(0), decoder.spec(cfg)))
+    leaves, tree = jax.tree.flatten(params.init(jax.random.key(0), families.spec(cfg)))
     rng = np.random.default_rng(1)
     return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
 
@@ -105,7 +106,7 @@ def assert_greedy(cfg: ModelConfig, prompts: list[list[int]], tokens: int, form:
     for row, text in zip(whole, rows, strict=True):
         row[: len(text)] = text
     gates = None if gate is None else jnp.full_like(whole, gate)
-    logits, _ = decoder.forward(decode.dropless(cfg), values, whole, gate_ids=gates)  # rows are aligned left here
+    logits, _ = families.forward(decode.dropless(cfg), values, whole, gate_ids=gates)  # rows are aligned left here
     for prompt, text, scores in zip(prompts, rows, np.asarray(logits), strict=True):
         assert len(text) == len(prompt) + tokens
         assert text[: len(prompt)] == prompt
@@ -276,7 +277,7 @@ def best_of_all(cfg: ModelConfig, prompt: list[int], tokens: int, penalty: float
         texts.add(text[: next((i + 1 for i, token in enumerate(text) if token in stop), tokens)])
     ordered = sorted(texts)
     rows = np.asarray([[*prompt, *text, *[0] * (tokens - len(text))] for text in ordered], np.int32)
-    logits = np.asarray(decoder.forward(cfg, values_of(cfg), rows)[0], np.float64)[:, len(prompt) - 1 :]
+    logits = np.asarray(families.forward(cfg, values_of(cfg), rows)[0], np.float64)[:, len(prompt) - 1 :]
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     worth = [
         sum(row[i, token] for i, token in enumerate(text)) / len(text) ** penalty
@@ -328,7 +329,7 @@ def test_eight_beams_find_no_text_worth_less_than_greedy():
 
     def likelihood(rows: list[list[int]]) -> np.ndarray:
         whole = np.asarray([row[-(GREEDY.tokens + 1) :] for row in rows], np.int32)
-        logs = jax.nn.log_softmax(decoder.forward(cfg, values_of(cfg), whole)[0], axis=-1)
+        logs = jax.nn.log_softmax(families.forward(cfg, values_of(cfg), whole)[0], axis=-1)
         return np.take_along_axis(np.asarray(logs)[:, :-1], whole[:, 1:, None], -1).sum((1, 2))
 
     prompts = [[1], [2], [3], [4]]

@@ -128,10 +128,10 @@ def test_stages_run_their_layers_on_the_rows_of_a_group_and_never_for_nothing(mo
     """Four rows on two stages of one layer: 11 tokens after the first, of two groups of two rows, in each layer."""
     ran, step = [], decoder.scan_block
 
-    def counted(cfg: Any, ctx: Any, params: Any, x: jax.Array, *others: Any) -> Any:
+    def counted(cfg: Any, ctx: Any, stack: Any, params: Any, x: jax.Array, *others: Any) -> Any:
         if x.shape[1] == 1:  # not the prompts
             jax.debug.callback(lambda rows: ran.append(int(rows)), jnp.int32(x.shape[0]))
-        return step(cfg, ctx, params, x, *others)
+        return step(cfg, ctx, stack, params, x, *others)
 
     monkeypatch.setattr(decoder, "scan_block", counted)
     cfg, values, options = on_mesh("llama3", {"pipe": 2})

@@ -12,6 +12,7 @@ from families import EXPERTS
 from test_generate import MODELS, PROMPTS, gate_of, joined, on_mesh, values_of
 
 import jaxstack as js
+from jaxstack import families
 from jaxstack.checkpoint import run_dir
 from jaxstack.checkpoint.store import Checkpoints
 from jaxstack.cli.parser import execute
@@ -20,7 +21,6 @@ from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode
 from jaxstack.generate.engine import Engine
-from jaxstack.models import decoder
 from jaxstack.moe.placement import read_load
 from jaxstack.sharding import make_mesh
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -124,7 +124,7 @@ def test_the_load_counts_what_the_uncached_forward_counts(name, mesh, tokens):
     batch = {"tokens": tokens, "loss_weights": read}
     if options["gate"] is not None:
         batch["gate_ids"] = np.full_like(tokens, options["gate"])
-    forward = jax.jit(lambda values: decoder.FAMILY.hidden_states(decode.dropless(cfg), values, batch)[1]["load"])
+    forward = jax.jit(lambda values: families.of(cfg).hidden_states(decode.dropless(cfg), values, batch)[1]["load"])
     expected = jax.device_get(forward(jax.device_get(alone)))
     np.testing.assert_array_equal(engine.counted["load"], expected)
 

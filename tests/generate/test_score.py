@@ -10,7 +10,7 @@ import pytest
 import scipy.special
 from test_generate import MODELS, on_mesh
 
-from jaxstack import kernels
+from jaxstack import families, kernels
 from jaxstack.config import ConfigError
 from jaxstack.generate import decode
 from jaxstack.generate.score import Scorer
@@ -27,7 +27,7 @@ def by_definition(cfg: Any, values: Any, texts: list[list[int]], gate: int | Non
     model = decode.dropless(cfg)
 
     def work(values: Any, batch: Any) -> Any:
-        return decoder.logits(model, values, decoder.FAMILY.hidden_states(model, values, batch)[0])
+        return decoder.logits(model, values, families.of(model).hidden_states(model, values, batch)[0])
 
     found = []
     for text, logits in zip(texts, np.asarray(jax.jit(work)(values, batch), np.float64), strict=True):

@@ -11,11 +11,12 @@ import pytest
 import scipy.stats
 from test_generate import GREEDY, MODELS, gate_of, on_mesh, slow, values_of
 
+from jaxstack import families
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import decode, sampling, speculative
 from jaxstack.generate.engine import Engine
 from jaxstack.generate.speculative import Speculation
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 
@@ -88,7 +89,7 @@ def test_in_bfloat16_every_token_is_likeliest_up_to_rounding(rng):
     work = speculation(cfg, values, 0.02, ctx=ctx)
     prompt = rng.integers(0, cfg.vocab, 20).tolist()
     text = [*prompt, *added(last(work.stream(prompt, LONG, at_once=True)))]
-    logits = np.asarray(decoder.forward(cfg, values, jnp.asarray([text]), ctx)[0][0], np.float64)[19:-1]
+    logits = np.asarray(families.forward(cfg, values, jnp.asarray([text]), ctx)[0][0], np.float64)[19:-1]
     chosen = logits[np.arange(len(logits)), text[20:]]
     assert (logits.max(-1) - chosen <= 4 * 2**-8 * np.abs(logits).max(-1)).all()
 
@@ -166,7 +167,7 @@ def test_chosen_tokens_have_the_distribution_of_the_model(rng):
 def test_sampled_texts_have_the_distribution_of_the_model(rng):
     """Of whole texts: the second and third tokens after a prompt, against those of `decode.generate`, with top-k."""
     cfg = replace(MODELS["llama3"], vocab_size=5)
-    values = params.init(jax.random.key(3), decoder.spec(cfg))
+    values = params.init(jax.random.key(3), families.spec(cfg))
     values = jax.tree.map(lambda a: 2 * a, values)
     sample = SampleConfig(tokens=3, temperature=1.3, top_k=4)
     work, count = speculation(cfg, values, 0.1, tokens=2), 3000

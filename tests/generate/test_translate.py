@@ -10,6 +10,7 @@ import pytest
 from families import ENCODER_DECODERS
 
 import jaxstack
+from jaxstack import families
 from jaxstack.cli import parser
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, SampleConfig
 from jaxstack.config.denoisers import DenoiserConfig
@@ -32,7 +33,7 @@ LENGTHS, N = (9, 30, 1), 10
 
 def random_values(cfg, seed):
     """Returns parameters whose logits are far apart, so that rounding changes no token."""
-    values = params.init(jax.random.key(seed), encoder_decoder.spec(cfg))
+    values = params.init(jax.random.key(seed), families.spec(cfg))
     keys = iter(jax.random.split(jax.random.key(seed), 100))
     return jax.tree.map(lambda a: a + 0.15 * jax.random.normal(next(keys), a.shape), values)
 
@@ -43,7 +44,7 @@ def whole_model(cfg, values, row, gate):
     for _ in range(N):
         pair = Pair(np.asarray(row, np.int32), np.append(targets, 0).astype(np.int32), gate)
         batch = make_batch([[pair]], len(row), N, 0, gates=bool(cfg.moe.num_experts))
-        hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, Context())
+        hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, Context())
         logits = encoder_decoder.logits(cfg, values, hidden)[0, len(targets), : cfg.vocab]
         targets = np.append(targets, int(logits.argmax()))
         if targets[-1] == 1:
@@ -77,7 +78,7 @@ def test_every_mesh_writes_what_one_device_writes(mesh, beams, rng, seed):
     sample = SampleConfig(tokens=N, temperature=0.0, beams=beams)
     expected = make_translate(cfg, sample, start=0, stop=(1,))(values, inputs, 0)
     ctx = make_context(run, make_mesh(run.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
-    placed = jax.device_put(values, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(encoder_decoder.spec(cfg))))
+    placed = jax.device_put(values, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(cfg))))
     assert make_translate(cfg, sample, start=0, stop=(1,), ctx=ctx)(placed, inputs, 0) == expected
 
 

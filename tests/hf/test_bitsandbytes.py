@@ -11,13 +11,13 @@ import pytest
 from test_compressed import save_quantized
 from test_hf import MODELS, read
 
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf import bitsandbytes, quantized_folders
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.kernels.rounding import NF4, round_to_nearest
-from jaxstack.models import decoder
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
 
@@ -153,6 +153,6 @@ def test_transformers_computes_the_same_logits(library, tmp_path, rng):
     assert type(theirs.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
     tokens = rng.integers(0, MODEL.vocab, (4, 48))
     expected = theirs.eval()(torch.from_numpy(tokens)).logits.numpy(force=True)
-    got, _ = decoder.forward(MODEL, read(tmp_path / "out"), tokens)
+    got, _ = families.forward(MODEL, read(tmp_path / "out"), tokens)
     # As in tests/hf/test_hf.py, where the weights are not quantised: other orders of the same sums.
     assert np.abs(got - expected).max() <= 2e-4 * np.abs(expected).max()

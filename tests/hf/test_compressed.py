@@ -14,7 +14,7 @@ import pytest
 from families import FAMILIES
 from test_hf import MODELS, change_json, equal, random_values, read
 
-from jaxstack import hf, sharding
+from jaxstack import families, hf, sharding
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.compress import quantize
@@ -26,7 +26,7 @@ from jaxstack.hf import compressed, quantized_folders, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.hf.compressed import Scheme
 from jaxstack.kernels.rounding import NF4
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 
@@ -57,7 +57,7 @@ def dequantized(codes, scales):
 def save_quantized(folder, name, cfg, scheme, rng, dtype="float32"):
     """Writes a model with random codes for attention and MLPs, and returns its tensors, dequantised."""
     values = random_values(cfg, rng)
-    tensors = weights.hf_tensors(name, decoder.spec(cfg))
+    tensors = weights.hf_tensors(name, families.spec(cfg))
     codes = {
         key: random_codes(rng, tensor.shape, scheme)
         for key, tensor in tensors.items()
@@ -67,7 +67,7 @@ def save_quantized(folder, name, cfg, scheme, rng, dtype="float32"):
     codes = {key: (code, scale.astype(kind).astype(F32)) for key, (code, scale) in codes.items()}
     folder.mkdir()
     hf.save_pretrained(folder, cfg, values, dtype, 64, quantized=(scheme, codes))
-    declared, leaves = decoder.spec(cfg), flatten(values)
+    declared, leaves = families.spec(cfg), flatten(values)
     dense = {
         key: weights.build_tensor(tensor, weights.flat_spec(declared), leaves, kind).astype(F32)
         for key, tensor in tensors.items()
@@ -285,7 +285,7 @@ def test_transformers_computes_the_same_logits(name, scheme, dtype, library, tmp
     assert not any(info.values()), info
     tokens = rng.integers(0, cfg.vocab, (4, 48))
     expected = theirs.eval()(torch.from_numpy(tokens)).logits.numpy(force=True)
-    got, _ = decoder.forward(cfg, read(tmp_path / "out"), tokens)
+    got, _ = families.forward(cfg, read(tmp_path / "out"), tokens)
     # As in tests/hf/test_hf.py, where the weights are not quantised: other orders of the same sums.
     assert np.abs(got - expected).max() <= 2e-4 * np.abs(expected).max()
 
@@ -350,7 +350,7 @@ def test_transformers_computes_the_same_logits_after_rounding(library, tmp_path,
     torch, load = library.torch, library.transformers.AutoModelForCausalLM.from_pretrained
 
     cfg = FAMILIES[name]
-    values = params.init(jax.random.key(3), decoder.spec(cfg))
+    values = params.init(jax.random.key(3), families.spec(cfg))
     walk = Walk.of(cfg, Context())
     layers = list(quantize.quantize(walk, values, [], quantize.Settings(Scheme(bits, group), "rtn")))
     codes = quantize.hf_codes(cfg, layers)
@@ -363,7 +363,7 @@ def test_transformers_computes_the_same_logits_after_rounding(library, tmp_path,
         np.testing.assert_array_equal(np.asarray(flatten(found)[path]), value, err_msg=path)
     tokens = rng.integers(0, cfg.vocab, (2, 40))
     theirs = load(tmp_path, dtype=torch.float32)(torch.tensor(tokens)).logits
-    ours = np.asarray(decoder.forward(cfg, found, tokens)[0])
+    ours = np.asarray(families.forward(cfg, found, tokens)[0])
     np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=2e-4 * np.abs(ours).max())
 
 
@@ -402,7 +402,7 @@ def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monke
     from compressed_tensors.quantization.utils import helpers
 
     cfg = FAMILIES[name]
-    values = params.init(jax.random.key(3), decoder.spec(cfg))
+    values = params.init(jax.random.key(3), families.spec(cfg))
     scheme = INPUTS
     layers = list(quantize.quantize(Walk.of(cfg, Context()), values, [], quantize.Settings(scheme, "rtn")))
     new = jax.device_get(quantize.join(cfg, values, layers))
@@ -410,7 +410,7 @@ def test_transformers_rounds_the_same_inputs(library, tmp_path, rng, name, monke
     found = read(tmp_path)
     tokens = rng.integers(0, cfg.vocab, (2, 40))
     plain, ours = (
-        np.asarray(decoder.forward(cfg, found, tokens, Context(ops=Ops(quant=q)))[0]) for q in ("none", "int8")
+        np.asarray(families.forward(cfg, found, tokens, Context(ops=Ops(quant=q)))[0]) for q in ("none", "int8")
     )
     theirs = load(tmp_path, dtype=torch.float32)
     with torch.inference_mode():

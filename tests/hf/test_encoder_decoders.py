@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, ConfigError, DataConfig, OptimConfig, SampleConfig, TrainConfig
@@ -78,7 +78,7 @@ def saved(kind, rng, folder):
 
 def to_ours(cfg, named):
     """Returns their weights or gradients as a tree of ours."""
-    theirs, spec = {name: tensor.numpy(force=True) for name, tensor in named}, encoder_decoder.spec(cfg)
+    theirs, spec = {name: tensor.numpy(force=True) for name, tensor in named}, families.spec(cfg)
     rows = hf.weight_map("switch_transformers" if cfg.moe.num_experts else "t5", spec)
     return jax.tree_util.tree_map_with_path(
         lambda keys, p: hf.read_param(p, rows[path_of(keys)], lambda name, index: theirs[name][index]),
@@ -112,7 +112,7 @@ def their_loss(theirs, batch):
 
 
 def our_logits(cfg, values, batch):
-    hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, CPU)
+    hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, CPU)
     return encoder_decoder.logits(cfg, values, hidden, CPU)
 
 
@@ -135,7 +135,7 @@ def test_logits_and_gradients_of_an_imported_model_and_its_export(kind, tmp_path
     wanted = to_ours(cfg, with_gradients(theirs))
 
     def work(values):
-        hidden, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch, CPU)
+        hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, CPU)
         total = encoder_decoder.loss(cfg, values, hidden, batch, CPU)["loss"]
         return total / batch["loss_weights"].sum(), encoder_decoder.logits(cfg, values, hidden, CPU)
 

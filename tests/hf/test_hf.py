@@ -18,7 +18,7 @@ from families import EXPERTS, FAMILIES
 from random_runs import write_run
 from test_train import ROOT, SMALL, environment, run
 
-from jaxstack import data, hf, sharding
+from jaxstack import data, families, hf, sharding
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
@@ -36,7 +36,6 @@ from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, 
 from jaxstack.families.context import make_context
 from jaxstack.hf import originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import decoder
 from jaxstack.models.params import map_spec
 from jaxstack.training.services import init_from
 
@@ -51,7 +50,7 @@ MODELS = {
 
 
 def random_values(cfg, rng):
-    return map_spec(lambda p: rng.normal(size=p.shape).astype(np.float32), decoder.spec(cfg))
+    return map_spec(lambda p: rng.normal(size=p.shape).astype(np.float32), families.spec(cfg))
 
 
 def save(folder, cfg, values, dtype="float32"):
@@ -231,7 +230,7 @@ def test_a_vocabulary_is_padded_on_the_way_in_and_cut_on_the_way_out(name, tmp_p
     run = Config(model=padded, mesh=mesh, data=DataConfig(seq_len=32))
     with hf.PretrainedFolder(folder) as source:
         found = source.read_params(make_context(run, sharding.make_mesh(mesh, 16)), 80)
-    table, spec = found["embedding"]["tokens"], decoder.spec(padded)
+    table, spec = found["embedding"]["tokens"], families.spec(padded)
     assert {shard.data.shape[0] for shard in table.addressable_shards} == {20}
     assert jax.tree.map(np.shape, found) == map_spec(lambda p: p.shape, spec)
     assert not np.asarray(table[61:]).any()
@@ -315,13 +314,13 @@ def test_published_models_are_those_of_our_configs(name):
     written = hf.to_json(family, theirs, 1)
     assert hf.model_differences(hf.from_json("again", written)[1], theirs) == []
     assert written.items() >= {k: PUBLISHED[name][k] for k in ("architectures", "model_type", "vocab_size")}.items()
-    tensors = weights.hf_tensors(family, decoder.spec(theirs))
+    tensors = weights.hf_tensors(family, families.spec(theirs))
     sizes = sum(np.prod(tensor.shape) for tensor in tensors.values())
     assert sizes == sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: abstract(theirs))))
 
 
 def abstract(cfg):
-    return map_spec(lambda p: jax.numpy.zeros(p.shape), decoder.spec(cfg))
+    return map_spec(lambda p: jax.numpy.zeros(p.shape), families.spec(cfg))
 
 
 def test_what_acts_on_training_alone_is_named():
@@ -404,7 +403,7 @@ def test_only_a_model_of_a_family_is_exported(name):
 
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "qwen3"), ("llama", "qwen3"), ("qwen3", "llama")])
 def test_a_table_holds_every_weight_or_says_which_it_lacks(family, name):
-    spec = decoder.spec(MODELS[name])
+    spec = families.spec(MODELS[name])
     if (family, name) == ("qwen3", "llama"):
         with pytest.raises(ConfigError, match="has layers/attention/k_norm/scale, layers/attention/q_norm/scale, but"):
             hf.weight_map(family, spec)
@@ -833,7 +832,7 @@ def test_what_transformers_saves_is_the_same_model_here_and_back(name, parity, t
     equal(values, parity.to_ours(name, theirs.named_parameters()))
     tokens = rng.integers(0, cfg.vocab, (4, 48))
     expected = theirs(torch.from_numpy(tokens)).logits.numpy(force=True)
-    got, _ = decoder.forward(cfg, values, tokens)
+    got, _ = families.forward(cfg, values, tokens)
     assert np.abs(got - expected).max() <= 2e-4 * np.abs(expected).max()
 
     execute(["import", str(tmp_path / "saved"), str(tmp_path / "run"), "--data.seq_len=32"])

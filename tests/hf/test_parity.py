@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 from families import EXPERTS, FAMILIES
 
-from jaxstack import hf
+from jaxstack import families, hf
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeScaling, TrainConfig
-from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
@@ -132,7 +131,7 @@ def as_saved(family: str, named):
 
 def to_ours(family: str, named):
     """Returns pairs of name and tensor, of weights or gradients, as a tree of ours. A tied weight occurs once."""
-    theirs, spec = dict(as_saved(family, named)), decoder.spec(CONFIGS[family])
+    theirs, spec = dict(as_saved(family, named)), families.spec(CONFIGS[family])
     rows = hf.weight_map(THEIRS.get(family, family), spec)
 
     def one(keys, declared: Param) -> np.ndarray:
@@ -184,7 +183,7 @@ def test_the_tables_use_every_weight_once(family, rng):
 def test_logits(family, context, rng):
     cfg, theirs = CONFIGS[family], build(family, rng)
     values, tokens = to_ours(family, theirs.named_parameters()), random_batch(cfg, rng)["tokens"]
-    got, _ = jax.jit(lambda values: decoder.forward(cfg, values, tokens, CONTEXTS[context]))(values)
+    got, _ = jax.jit(lambda values: families.forward(cfg, values, tokens, CONTEXTS[context]))(values)
     expected = theirs(torch.from_numpy(tokens)).logits.numpy(force=True)
     assert np.abs(got - expected).max() <= 5e-5 * np.abs(expected).max()
 

@@ -12,14 +12,14 @@ import pytest
 from test_hf import MODELS, random_values, read, save
 from test_train import SMALL, run
 
-from jaxstack import hf, sharding
+from jaxstack import families, hf, sharding
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, PipelineConfig, RunConfig
 from jaxstack.families.context import make_context
 from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training.services import init_from
 
@@ -288,7 +288,7 @@ def test_pefts_own_model_has_our_logits_in_both_directions(name, parity, tmp_pat
         found = peft.read_adapters(adapter, source.family, source.model)
         values = params.combine(peft.place(found, source.model, Context()), source.read_params())
         model = replace(source.model, lora=found.lora)
-    got, _ = decoder.forward(model, values, tokens, Context(dtype=jax.numpy.dtype(dtype)))
+    got, _ = families.forward(model, values, tokens, Context(dtype=jax.numpy.dtype(dtype)))
     if dtype == "float32":  # the tolerance of tests/hf/test_hf.py
         for one in (again, got):
             assert np.abs(one - expected).max() <= 2e-4 * np.abs(expected).max()

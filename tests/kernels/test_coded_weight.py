@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from families import FAMILIES
 
-from jaxstack import kernels
+from jaxstack import families, kernels
 from jaxstack.config import SampleConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.generate import decode
@@ -17,7 +17,7 @@ from jaxstack.kernels import coded_weight
 from jaxstack.kernels.coded_weight import CodedWeight, coded_product
 from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.rounding import round_matrix
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 
@@ -127,14 +127,14 @@ def test_with_rounded_inputs_it_is_the_product_of_training(rng):
 def test_decoding_reads_codes(rng, name, dtype, codes, scheme):
     """Weights on the grid of the codes lose nothing, so that logits of a new token are those of the dense weights."""
     cfg = FAMILIES[name]
-    values = params.init(jax.random.key(1), decoder.spec(cfg))
+    values = params.init(jax.random.key(1), families.spec(cfg))
 
     def on_grid(p, a):
         if not params.is_compressed(p) or "layers" not in p.axes:
             return a
         return round_matrix(10 * a, p.batch_axes, p.in_axes, scheme)
 
-    values = params.map_spec(on_grid, decoder.spec(cfg), values)
+    values = params.map_spec(on_grid, families.spec(cfg), values)
     ctx = Context(ops=Ops(decode="unrolled"), dtype=dtype)
     tokens = jnp.asarray(rng.integers(0, cfg.vocab, (2, 9)), jnp.int32)
 
@@ -159,7 +159,7 @@ def test_decoding_reads_codes(rng, name, dtype, codes, scheme):
 @pytest.mark.slow
 def test_generation_holds_codes_only_where_it_is_asked_to():
     cfg = FAMILIES["llama3"]
-    values = params.init(jax.random.key(1), decoder.spec(cfg))
+    values = params.init(jax.random.key(1), families.spec(cfg))
     held = {}
     for kind, scheme in (("float", None), ("int8", Scheme(8)), ("int4", Scheme(4, 32))):
         ctx = Context(ops=Ops(decode="unrolled", decode_weights=scheme))

@@ -16,6 +16,7 @@ from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
+from jaxstack.features.router_losses import Counts
 from jaxstack.kernels import taps
 from jaxstack.models import params
 from jaxstack.models.blocks import group_layers
@@ -26,7 +27,6 @@ from jaxstack.sharding import make_mesh
 from jaxstack.sharding.collectives import varies_along, varying
 from jaxstack.training import losses
 from jaxstack.training.assemble import make_gradients, objective_of
-from jaxstack.training.features.experts import Counts
 from jaxstack.training.features.pipelined import pipeline_fns, with_frozen
 from jaxstack.training.state import Recipe, abstract_state
 

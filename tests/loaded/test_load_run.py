@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jaxstack as js
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.reading import parse
-from jaxstack.models import decoder
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=48
     --data.seq_len=32 --data.batch_size=4 --train.steps=3 --train.eval_every=3 --train.eval_steps=2 --optim.name=sgd
@@ -67,7 +67,7 @@ def test_one_device_computes_what_a_mesh_computes(run_dir, rng):
     one, many = js.load(run_dir), js.load(str(run_dir), mesh={"fsdp": 2, "context": 2, "tensor": 2})
     assert one.evaluate().loss == pytest.approx(logged(run_dir)["eval_loss"], rel=1e-6)  # sums in another order
     tokens = rng.integers(0, 256, (3, 70))
-    expected = np.asarray(decoder.forward(one.model, one.params, tokens)[0])
+    expected = np.asarray(families.forward(one.model, one.params, tokens)[0])
     for text in (tokens, tokens[0], tokens[0, :1]):
         wanted = expected[0] if text.ndim == 1 else expected
         # Logits of about 1 are sums of 32 products, rounded to 2**-24 each.

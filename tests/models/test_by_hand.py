@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from families import EXPERTS, FAMILIES, SMALL
 
+from jaxstack import families
 from jaxstack.config import LoraConfig, ModelConfig, MoEConfig
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training import losses
-from jaxstack.training.assemble import extras_of
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
@@ -192,7 +192,7 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
 def drawn(cfg, rng):
     """Returns parameters without zeros and ones, exact in float64, and a batch of packed documents."""
     values = jax.tree.map(
-        lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), params.abstract(decoder.spec(cfg))
+        lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), params.abstract(families.spec(cfg))
     )
     lengths, moe = (5, 1, 7), cfg.moe
     gates = moe.max_timestep if moe.router == "timestep" else max(moe.num_experts, 1)
@@ -246,7 +246,7 @@ def shapes_of(cfg):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_definition(name):
-    found = {path: p.shape for path, p in params.flat_spec(decoder.spec(MODELS[name])).items()}
+    found = {path: p.shape for path, p in params.flat_spec(families.spec(MODELS[name])).items()}
     assert found == shapes_of(MODELS[name])
 
 
@@ -279,9 +279,9 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
     @jax.jit
     def run(values, batch):
         rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
-        logits, _ = decoder.forward(cfg, values, batch["tokens"], **rest)
+        logits, _ = families.forward(cfg, values, batch["tokens"], **rest)
         sums, aux = losses.loss_sums(cfg, values, batch, Context())
-        extras = extras_of(cfg)
+        extras = families.of(cfg).extras(cfg)
         counts = extras.count(batch, Context())
         figures = extras.metrics(aux | extras.totals(counts))
         return logits, sums["loss"], extras.loss(aux, counts, None), figures, aux
@@ -317,10 +317,10 @@ def test_bfloat16_is_near_the_definition(name, rng):
     """Learned routers are left out: of two nearly equal experts, bfloat16 may choose the other."""
     cfg = MODELS[name]
     values, batch = drawn(cfg, rng)
-    matrices = params.cast_matrices(decoder.spec(cfg), values, jnp.bfloat16)
+    matrices = params.cast_matrices(families.spec(cfg), values, jnp.bfloat16)
     expected, _ = expected_of(cfg, matrices, batch)
     rest = {name: batch[name] for name in ("segment_ids", "positions", "gate_ids")}
-    logits, _ = jax.jit(lambda v, t, r: decoder.forward(cfg, v, t, Context(dtype=jnp.bfloat16), **r))(
+    logits, _ = jax.jit(lambda v, t, r: families.forward(cfg, v, t, Context(dtype=jnp.bfloat16), **r))(
         values, batch["tokens"], rest
     )
     # A rounding is 2^-9 = 0.002 at most and 0.001 on average; some thirty of them, one after the other, are 0.006.

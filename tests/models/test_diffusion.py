@@ -12,12 +12,12 @@ import test_meshes as meshes
 from families import DIFFUSION
 
 import jaxstack
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError, MoEConfig, SampleConfig
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import images
 from jaxstack.data.captions import Given
-from jaxstack.families import diffusion
 from jaxstack.families.context import make_context
 from jaxstack.families.diffusion import Path
 from jaxstack.generate import pictures
@@ -139,7 +139,7 @@ def loss_by_hand(cfg, values, batch):
 def test_loss_and_gradients_are_those_of_a_second_implementation(name, rng, seed):
     """It has one head, one expert and one picture at a time, in float64. No parameter is zero, as many are at first."""
     cfg = dataclasses.replace(DIFFUSION[name], **ODD)
-    values = params.init(jax.random.key(seed), diffusion.spec(cfg))
+    values = params.init(jax.random.key(seed), families.spec(cfg))
     values = jax.tree.map(lambda v: v + rng.normal(0, 0.2, v.shape).astype(np.float32), values)
     batch = meshes.random_pictures(rng, cfg, 3)
     with jax.enable_x64(True):
@@ -160,7 +160,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, rng, seed
         found, grads = jax.jit(jax.value_and_grad(mean))(values)
         assert float(found) == pytest.approx(float(wanted), rel=bound)
         size = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradient)))
-        for path, p in params.flat_spec(diffusion.spec(cfg)).items():
+        for path, p in params.flat_spec(families.spec(cfg)).items():
             one, other = _at(grads, path), _at(gradient, path)
             if path.endswith("b_k") and cfg.positions != "rope":  # moves all scores alike
                 assert np.linalg.norm(one) < bound * size
@@ -197,7 +197,7 @@ def model(seed):
     """A small model with random parameters, whose outputs depend on everything."""
     cfg = DIFFUSION["dit_experts"]
     rng = np.random.default_rng(seed)
-    values = params.init(jax.random.key(seed), diffusion.spec(cfg))
+    values = params.init(jax.random.key(seed), families.spec(cfg))
     return cfg, jax.tree.map(lambda v: v + rng.normal(0, 0.1, v.shape).astype(np.float32), values)
 
 
@@ -238,7 +238,7 @@ def test_a_picture_depends_neither_on_the_others_nor_on_the_mesh(model, monkeypa
     run = meshes.config("dit_experts", {"fsdp": 2, "tensor": 2, "expert": 2})
     run = dataclasses.replace(run, model=cfg)
     ctx = make_context(run, meshes.make_mesh(run.mesh, 8, jax.devices()))
-    placed = jax.device_put(values, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(diffusion.spec(cfg))))
+    placed = jax.device_put(values, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(cfg))))
     np.testing.assert_allclose(pictures.make_draw(cfg, SampleConfig(steps=3), ctx)(placed, three, 1), alone, atol=1e-4)
 
 

@@ -17,7 +17,7 @@ from test_family import TWO_STACKS
 
 from jaxstack import families as model_families
 from jaxstack.config import ConfigError
-from jaxstack.models import decoder, layers, params
+from jaxstack.models import layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.step import dropout_key
 
@@ -136,7 +136,7 @@ def test_the_keys_of_dropout_are_not_those_of_initial_values():
     """The key of step n would else be the key of a parameter whose path has the hash n."""
     cfg = meshes.config("llama3", {}, dropout=0.5)
     root = jax.random.key(cfg.run.seed)
-    path = next(iter(params.flat_spec(decoder.spec(cfg.model))))
+    path = next(iter(params.flat_spec(model_families.spec(cfg.model))))
     ours = dropout_key(cfg.model, cfg.run.seed, np.uint32(zlib.crc32(path.encode())))
     assert (jax.random.key_data(ours) != jax.random.key_data(params.random_key(root, path))).any()
     assert dropout_key(meshes.config("llama3", {}).model, 0, 0) is None

@@ -62,7 +62,7 @@ def renamed(tree: dict, old: str, new: str) -> dict:
 
 TOWER = dataclasses.replace(
     decoder.FAMILY,
-    spec=lambda cfg: renamed(decoder.spec(cfg), "layers", "tower"),
+    spec=lambda cfg: renamed(families.spec(cfg), "layers", "tower"),
     stacks=lambda cfg: renamed(decoder.stacks(cfg), "layers", "tower"),
 )
 
@@ -98,7 +98,7 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
         ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         state = make_state(Recipe.of(cfg), ctx, abstract)
-        values = params.init(jax.random.key(0), decoder.spec(tower))
+        values = params.init(jax.random.key(0), families.spec(tower))
         values = renamed(values, "layers", "tower") if model is tower else values
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
         state = dataclasses.replace(state, params=jax.device_put(values, shardings))
@@ -129,8 +129,8 @@ def two_spec(cfg):
     }
 
 
-def two_step(cfg, ctx, weights, x, index, layer_inputs, cache=None):
-    return decoder.scan_block(cfg, ctx, weights, x + layer_inputs.side["condition"], index, layer_inputs, cache)
+def two_step(cfg, ctx, stack, weights, x, index, layer_inputs, cache=None):
+    return decoder.scan_block(cfg, ctx, stack, weights, x + layer_inputs.side["condition"], index, layer_inputs, cache)
 
 
 def two_loss(cfg, values, hidden, batch, ctx):
@@ -144,9 +144,16 @@ def two_enter(cfg, values, x, side, layer_inputs, ctx):
     return jnp.tanh(x), {"condition": side["condition"] / 2}
 
 
+def two_inputs(cfg, batch, ctx):
+    classes = ctx.layout.slice_for_sequence_parallel(batch["gate_ids"])
+    return dataclasses.replace(decoder.make_layer_inputs(cfg, batch, ctx), gate_ids=classes)
+
+
 def family_of(stacks, spec=two_spec) -> Family:
     """Returns a family with a side input, three losses and these stacks."""
-    return dataclasses.replace(decoder.FAMILY, spec=spec, stacks=stacks, embed=two_embed, loss=two_loss)
+    return dataclasses.replace(
+        decoder.FAMILY, spec=spec, stacks=stacks, make_layer_inputs=two_inputs, embed=two_embed, loss=two_loss
+    )
 
 
 ONE_STACK = family_of(lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step)})
@@ -162,14 +169,14 @@ def by_hand(made, cfg: ModelConfig, values, batch):
     `norm` counts other tokens.
     """
     ctx = Context(dtype=jnp.dtype("float64"))
-    inputs = decoder.make_layer_inputs(cfg, batch, ctx)
+    inputs = two_inputs(cfg, batch, ctx)
     x, side = two_embed(cfg, values, inputs, ctx)
-    for name, stack in made.stacks(cfg).items():
+    for name, stack in made.layers(cfg).items():
         if stack.enter:
             x, side = stack.enter(cfg, values, x, side, inputs, ctx)
         for i in range(stack.depth):
             layer = jax.tree.map(lambda a, i=i: a[i], values[name])
-            x, _ = two_step(cfg, ctx, [layer], x, i, dataclasses.replace(inputs, side=side))
+            x, _ = two_step(cfg, ctx, stack, [layer], x, i, dataclasses.replace(inputs, side=side))
     sums = two_loss(cfg, values, decoder.final_norm(cfg, values, x, inputs, ctx), batch, ctx)
     return {name: sums[name] / jnp.maximum(batch[f"{name}_weights"].sum(), 1) for name in ("loss", "norm", "absent")}
 

@@ -16,15 +16,15 @@ from families import EXPERTS, FAMILIES
 from lines import lines, values
 from test_train import ROOT, environment
 
-from jaxstack import data, hf, sharding
+from jaxstack import data, families, hf, sharding
 from jaxstack.checkpoint import store
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimConfig, RunConfig, TrainConfig
 from jaxstack.config.reading import parse
-from jaxstack.families import encoder_decoder
 from jaxstack.families import flops as plan
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, lora, params
+from jaxstack.features import adapters
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training import assemble, losses
 from jaxstack.training.assemble import make_gradients
@@ -54,12 +54,12 @@ def batch_of(cfg, rng):
 
 def values_of(cfg, rng, std=0.3):
     """Returns parameters whose adapters are not zero."""
-    trained, frozen = params.partition(decoder.spec(cfg), initial(cfg))
+    trained, frozen = params.partition(families.spec(cfg), initial(cfg))
     return params.combine(jax.tree.map(lambda v: v + rng.normal(0, std, v.shape).astype(np.float32), trained), frozen)
 
 
 def initial(cfg):
-    return jax.device_get(jax.jit(lambda: params.init(jax.random.key(0), decoder.spec(cfg)))())
+    return jax.device_get(jax.jit(lambda: params.init(jax.random.key(0), families.spec(cfg)))())
 
 
 # --- declarations -----------------------------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ def initial(cfg):
 
 def test_adapters_stand_beside_their_matrices():
     cfg = replace(ALL["mixtral"], lora=replace(LORA, targets=("attention/w_[qo]", "moe/w_up")))
-    spec = params.flat_spec(decoder.spec(cfg))
-    base = params.flat_spec(decoder.spec(cfg.base))
+    spec = params.flat_spec(families.spec(cfg))
+    base = params.flat_spec(families.spec(cfg.base))
     assert {path for path, p in spec.items() if not p.frozen} == spec.keys() - base.keys()
     assert all(dataclasses.replace(spec[path], frozen=False) == p for path, p in base.items())
     shapes = {path.removeprefix("layers/"): (spec[path].shape, spec[path].axes) for path in spec.keys() - base.keys()}
@@ -87,12 +87,12 @@ def test_adapters_stand_beside_their_matrices():
 
 def test_targets_are_whole_names():
     cfg = dataclasses.replace(FAMILIES["llama3"], lora=LoraConfig(rank=2, targets=("attention/w_q|mlp/w",)))
-    names = [path for path in params.flat_spec(decoder.spec(cfg)) if "lora_" in path]
+    names = [path for path in params.flat_spec(families.spec(cfg)) if "lora_" in path]
     assert names == ["layers/attention/lora_a_q", "layers/attention/lora_b_q"]
 
 
 def test_all_matrices_of_a_block_but_the_router_by_default():
-    spec = params.flat_spec(decoder.spec(replace(ALL["deepseek"], lora=LORA)))
+    spec = params.flat_spec(families.spec(replace(ALL["deepseek"], lora=LORA)))
     found = {path.split("/", 1)[1] for path, p in spec.items() if not p.frozen and "lora_a_" in path}
     assert found == {
         *(f"attention/lora_a_{n}" for n in "qkvo"),
@@ -101,7 +101,7 @@ def test_all_matrices_of_a_block_but_the_router_by_default():
 
 
 def test_split_and_join(rng):
-    spec = decoder.spec(replace(ALL["gpt2"], lora=LORA))
+    spec = families.spec(replace(ALL["gpt2"], lora=LORA))
     values = params.abstract(spec)
     trained, frozen = params.partition(spec, values)
     assert trained.keys() == {"layers"}
@@ -109,7 +109,7 @@ def test_split_and_join(rng):
     assert all(
         a is b for a, b in zip(jax.tree.leaves(params.combine(trained, frozen)), jax.tree.leaves(values), strict=True)
     )
-    base = decoder.spec(ALL["gpt2"])
+    base = families.spec(ALL["gpt2"])
     assert params.partition(base, base) == (base, {})
 
 
@@ -122,7 +122,7 @@ def test_split_and_join(rng):
         (lambda: LoraConfig(targets=("(",)), "is not a regular expression"),
         (lambda: replace(config("llama3"), run=RunConfig()), r"run\.init_from is not set. Name a run or a Hugging"),
         (
-            lambda: decoder.spec(replace(ALL["llama3"], lora=replace(LORA, targets=("attention",)))),
+            lambda: families.spec(replace(ALL["llama3"], lora=replace(LORA, targets=("attention",)))),
             r"the pattern 'attention' matches no matrix of a layer. Use names among attention/w_k, .*mlp/w_up",
         ),
     ],
@@ -144,12 +144,12 @@ SLOW = pytest.mark.matrix
 def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same(family, rng):
     cfg = replace(ALL[family], lora=LORA)
     tokens = batch_of(cfg, rng)["tokens"]
-    forward = jax.jit(decoder.forward, static_argnums=0)
+    forward = jax.jit(families.forward, static_argnums=0)
     base, fresh = initial(cfg.base), initial(cfg)
     expected = forward(cfg.base, base, tokens)[0]
     np.testing.assert_array_equal(forward(cfg, fresh, tokens)[0], expected)  # b is zero: exactly
     values = values_of(cfg, rng, 0.1)
-    merged = lora.merge_adapters(cfg.lora, values)
+    merged = adapters.merge_adapters(cfg.lora, values)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     got, want = forward(cfg, values, tokens)[0], forward(cfg.base, merged, tokens)[0]
     assert np.abs(want - expected).max() > 0.1
@@ -167,11 +167,11 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
     gradients = jax.jit(make_gradients(cfg, Context()))
     of_merged = jax.jit(make_gradients(replace(cfg, model=cfg.model.base), Context()))
     loss, grads, _ = gradients(values, batch)
-    loss_of_merged, of_weights, _ = of_merged(lora.merge_adapters(LORA, values), batch)
+    loss_of_merged, of_weights, _ = of_merged(adapters.merge_adapters(LORA, values), batch)
     assert float(loss) == pytest.approx(float(loss_of_merged), rel=1e-5)
     fresh = initial(cfg.model)
     assert (
-        gradients(fresh, batch)[0] == of_merged(params.partition(decoder.spec(cfg.model), fresh)[1], batch)[0]
+        gradients(fresh, batch)[0] == of_merged(params.partition(families.spec(cfg.model), fresh)[1], batch)[0]
     )  # exactly
 
     found, expected, held = flatten(grads), flatten(of_weights), flatten(values)
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
 
     if family == "mixtral":
         return  # a small step may change an expert's choice
-    trained, frozen = params.partition(decoder.spec(cfg.model), values)
+    trained, frozen = params.partition(families.spec(cfg.model), values)
     steepness = float(optax.global_norm(grads))
 
     def moved(by):
@@ -218,7 +218,7 @@ def trained(cfg, batch, steps):
     """Returns the losses of `steps` steps; the base has stayed, bit for bit, the adapters have not, and they alone have
     moments."""
     state = jax.jit(lambda: init_state(Recipe.of(cfg)))()
-    before, spec = flatten(jax.device_get(state.params)), decoder.spec(cfg.model)
+    before, spec = flatten(jax.device_get(state.params)), families.spec(cfg.model)
     adapters = params.flat_spec(params.partition(spec, spec)[0])
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert moments
@@ -243,7 +243,7 @@ def test_the_gradient_of_a_frozen_matrix_is_not_computed():
     cfg = replace(cfg, model=replace(cfg.model, d_model=128, head_dim=32, d_ff=256, vocab_size=512))
     flops = {}
     for name, one in (("adapters", cfg), ("all", replace(cfg, model=cfg.model.base))):
-        values = params.abstract(decoder.spec(one.model))
+        values = params.abstract(families.spec(one.model))
         batch = batch_of(one.model, np.random.default_rng(0))
         compiled = jax.jit(make_gradients(one, Context())).lower(values, batch).compile()
         flops[name] = compiled.cost_analysis()["flops"]
@@ -257,9 +257,9 @@ def test_the_gradient_of_a_frozen_matrix_is_not_computed():
 def test_adapters_of_an_encoder_decoder_are_those_of_the_merged_model(name, rng):
     """Both stacks have them, and every layer of a unit; gradients are those through the merged matrices."""
     cfg = meshes.MODELS[name]
-    spec = encoder_decoder.spec(cfg)
+    spec = families.spec(cfg)
     trained = [path for path, p in params.flat_spec(spec).items() if not p.frozen]
-    matrices = [path for path, p in params.flat_spec(encoder_decoder.spec(cfg.base)).items() if p.kind == "matrix"]
+    matrices = [path for path, p in params.flat_spec(families.spec(cfg.base)).items() if p.kind == "matrix"]
     assert sorted(trained) == sorted(
         path.replace("w_", f"lora_{part}_")
         for path in matrices
@@ -278,7 +278,7 @@ def test_adapters_of_an_encoder_decoder_are_those_of_the_merged_model(name, rng)
         return loss(cfg, params.combine(adapters, base))
 
     def merged(adapters):
-        return loss(cfg.base, lora.merge_adapters(cfg.lora, params.combine(adapters, base)))
+        return loss(cfg.base, adapters.merge_adapters(cfg.lora, params.combine(adapters, base)))
 
     one, other = (jax.jit(jax.value_and_grad(f))(moved) for f in (own, merged))
     # Sums of float32 in another order: x w + (x a) b, and x (w + a b).
@@ -324,7 +324,7 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     base_cfg = replace(ALL["llama3"], vocab_size=256, init_std=0.3)
     folder, tuned, out = (tmp_path / name for name in ("folder", "tuned", "out"))
     folder.mkdir()
-    base = params.init(jax.random.key(1), decoder.spec(base_cfg))
+    base = params.init(jax.random.key(1), families.spec(base_cfg))
     hf.save_pretrained(folder, base_cfg, base, "float32", 64)
     flags = [
         "--model.lora.rank=8", "--data.tokenizer=bytes", "--data.source=chat", "--data.packing=true",
@@ -355,12 +355,12 @@ def test_from_a_folder_to_a_chat_and_back(tmp_path):
     ctx = replace(make_context(replace(cfg, mesh=replace(cfg.mesh, data=1)), mesh), remat="none")
     wanted = abstract_state(Recipe.of(cfg), ctx)
     state = store.restore(tuned / "checkpoints", 60, wanted)
-    spec = decoder.spec(cfg.model)
+    spec = families.spec(cfg.model)
     frozen = flatten(params.partition(spec, state.params)[1])
     for path, value in flatten(base).items():
         np.testing.assert_array_equal(frozen[path], value, err_msg=path)  # imported, trained, saved: bit for bit
     tokens = np.random.default_rng(0).integers(0, 256, (2, 32)).astype(np.int32)
-    a, b = decoder.forward(cfg.model, state.params, tokens)[0], decoder.forward(cfg.model.base, merged, tokens)[0]
+    a, b = families.forward(cfg.model, state.params, tokens)[0], families.forward(cfg.model.base, merged, tokens)[0]
     np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())  # sums in another order, at logits of the order of 10
 
     answers = run(

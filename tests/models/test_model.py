@@ -11,10 +11,12 @@ import pytest
 from families import EXPERTS, FAMILIES, SMALL
 from jax.sharding import PartitionSpec
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, RopeScaling
 from jaxstack.families.context import make_context
 from jaxstack.models import blocks, decoder, layers, params
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layers import AttentionMask, LayerInputs
 from jaxstack.models.ops import Ops, implementations
@@ -29,7 +31,7 @@ CONTEXTS = {
 def randomised(cfg: ModelConfig, rng: np.random.Generator):
     """Returns parameters without zeros and ones, so that no initial value hides a mistake."""
     return jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), jnp.float32), params.abstract(decoder.spec(cfg))
+        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), jnp.float32), params.abstract(families.spec(cfg))
     )
 
 
@@ -44,7 +46,7 @@ def test_every_parameter_of_every_layer_is_read(family, rng):
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
 
     def loss(values):
-        logits, _ = decoder.forward(cfg, values, tokens)
+        logits, _ = families.forward(cfg, values, tokens)
         return (logits * jnp.asarray(rng.normal(size=logits.shape), jnp.float32)).sum()
 
     for path, grad in flatten(jax.grad(loss)(values)).items():
@@ -62,7 +64,7 @@ def test_tokens_that_are_not_rows_of_ids_are_refused(kind, rng):
     values = randomised(cfg, rng)
 
     def forward(tokens):
-        return decoder.forward(cfg, values, kind(tokens))
+        return families.forward(cfg, values, kind(tokens))
 
     with pytest.raises(
         ValueError, match=r"shape \(3,\), but forward reads rows of tokens \[B, S\]. Use tokens\[None\]"
@@ -86,7 +88,7 @@ def test_a_compiled_forward_reports_an_id_beyond_the_vocabulary_under_debug(rng)
     values = randomised(cfg, rng)
 
     def logits(*ids):
-        return jax.jit(lambda tokens: decoder.forward(cfg, values, tokens)[0])(jnp.asarray([ids]))
+        return jax.jit(lambda tokens: families.forward(cfg, values, tokens)[0])(jnp.asarray([ids]))
 
     plain = logits(0, cfg.vocab - 1)
     assert np.isfinite(logits(0, cfg.vocab)).all()
@@ -123,7 +125,7 @@ def test_key_bias_cannot_matter_without_positions_in_the_scores(rng):
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
     shifted = jax.tree.map(lambda leaf: leaf, values)
     shifted["layers"]["attention"]["b_k"] = values["layers"]["attention"]["b_k"] + 1.0
-    a, b = (decoder.forward(cfg, v, tokens)[0] for v in (values, shifted))
+    a, b = (families.forward(cfg, v, tokens)[0] for v in (values, shifted))
     np.testing.assert_allclose(a, b, atol=2e-3 * float(jnp.abs(a).max()))
 
 
@@ -143,7 +145,7 @@ def test_causality_by_gradients(family, context, rng):
         grown = dataclasses.replace(cfg, vocab_size=rows.shape[0] + cfg.vocab)
         if not cfg.tied_embeddings:
             own = own | {"head": {"w": jnp.ones((cfg.d_model, grown.vocab)) * jnp.arange(grown.vocab)}}
-        x, _ = decoder.FAMILY.hidden_states(grown, own, {"tokens": unique}, CONTEXTS[context])
+        x, _ = families.of(grown).hidden_states(grown, own, {"tokens": unique}, CONTEXTS[context])
         return jnp.sin(x[0, t]).sum()
 
     grads = jnp.abs(jax.grad(logit_sum)(table[tokens[0]])).max(axis=1)
@@ -159,7 +161,7 @@ def test_sliding_window_by_gradients(rng):
     one = jax.tree.map(lambda leaf: leaf[0], values["layers"])
 
     def at(x):
-        y, _ = blocks.block(cfg, one, x, Context(), LayerInputs(), mask=AttentionMask(4))
+        y = blocks.block(cfg, Stack(1, 1, decoder.scan_block), one, x, Context(), LayerInputs(), mask=AttentionMask(4))
         return jnp.sin(y[0, 10]).sum()
 
     moved = jnp.abs(jax.grad(at)(x)[0]).max(axis=1) > 0
@@ -177,10 +179,10 @@ def test_packed_documents_equal_separate_ones(family, context, rng):
     documents = [tokens_for(cfg, rng, 1, n) for n in lengths]
     segment_ids = jnp.asarray(np.repeat(np.arange(1, 5), lengths))[None]
     positions = jnp.concatenate([jnp.arange(n) for n in lengths])[None]
-    packed, _ = decoder.forward(
+    packed, _ = families.forward(
         cfg, values, jnp.concatenate(documents, 1), CONTEXTS[context], positions=positions, segment_ids=segment_ids
     )
-    alone = jnp.concatenate([decoder.forward(cfg, values, d)[0] for d in documents], 1)
+    alone = jnp.concatenate([families.forward(cfg, values, d)[0] for d in documents], 1)
     # Float32 sums in another order, through two layers; logits are of order 1 to 10.
     np.testing.assert_allclose(packed, alone, atol=1e-4, rtol=1e-4)
 
@@ -196,7 +198,7 @@ def test_remat_changes_no_gradient(family, context, policies, rng):
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
 
     def loss(values, ctx):
-        return jnp.tanh(decoder.forward(cfg, values, tokens, ctx)[0]).mean()
+        return jnp.tanh(families.forward(cfg, values, tokens, ctx)[0]).mean()
 
     plain = flatten(jax.grad(loss)(values, CONTEXTS[context]))
     whole = math.sqrt(sum(float(jnp.square(g).sum()) for g in plain.values()))
@@ -212,14 +214,14 @@ def test_remat_changes_no_gradient(family, context, policies, rng):
 def test_remat_policies_recompute_what_they_say():
     """Saved residuals: `none` keeps the most, `dots` the matmul outputs, `full` each layer's input alone."""
     cfg = FAMILIES["llama3"]
-    values = params.abstract(decoder.spec(cfg))
+    values = params.abstract(families.spec(cfg))
     tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
     saved = {}
     for remat in ("none", "selective", "dots", "full"):
         ctx = Context(remat=remat)
 
         def pullback(values, tokens, ctx=ctx):
-            return jax.vjp(lambda v: decoder.forward(cfg, v, tokens, ctx)[0], values)[1]
+            return jax.vjp(lambda v: families.forward(cfg, v, tokens, ctx)[0], values)[1]
 
         shapes = jax.eval_shape(pullback, values, tokens)
         saved[remat] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -258,7 +260,7 @@ def test_initial_values_follow_from_seed_and_path_alone():
     deep = dataclasses.replace(small, num_layers=5)
     other = dataclasses.replace(small, tied_embeddings=True, qk_norm=True)
     key = jax.random.key(7)
-    a, b, c = (flatten(params.init(key, decoder.spec(cfg))) for cfg in (small, deep, other))
+    a, b, c = (flatten(params.init(key, families.spec(cfg))) for cfg in (small, deep, other))
     for path in ("layers/attention/w_q", "layers/mlp/w_up"):
         assert (a[path] == b[path][:2]).all(), path
         assert (a[path] == c[path]).all(), path
@@ -280,7 +282,7 @@ def expected_start(path: str, cfg: ModelConfig) -> float:
 @pytest.mark.parametrize("family", FAMILIES | EXPERTS)
 def test_initial_spread_is_what_is_declared(family):
     cfg = dataclasses.replace((FAMILIES | EXPERTS)[family], num_layers=4, init_std=0.3)
-    values, begins = flatten(params.init(jax.random.key(0), decoder.spec(cfg))), set()
+    values, begins = flatten(params.init(jax.random.key(0), families.spec(cfg))), set()
     for path, value in values.items():
         expected, value = expected_start(path, cfg), np.asarray(value)
         if expected in (0.0, 1.0):
@@ -298,8 +300,8 @@ def test_initial_spread_is_what_is_declared(family):
 
 
 def test_one_layout_however_the_windows_alternate():
-    a = decoder.spec(ModelConfig(**SMALL | {"num_layers": 4}, windows=(8, 0)))
-    b = decoder.spec(ModelConfig(**SMALL | {"num_layers": 4}))
+    a = families.spec(ModelConfig(**SMALL | {"num_layers": 4}, windows=(8, 0)))
+    b = families.spec(ModelConfig(**SMALL | {"num_layers": 4}))
     assert jax.tree.structure(params.abstract(a)) == jax.tree.structure(params.abstract(b))
     assert params.abstract(a) == params.abstract(b)
 
@@ -318,8 +320,8 @@ def test_the_program_does_not_grow_with_depth():
     def equations(num_layers):
         cfg = ModelConfig(**SMALL | {"num_layers": num_layers}, windows=(8, 0))
         tokens = jnp.zeros((2, 16), jnp.int32)
-        jaxpr = jax.make_jaxpr(lambda v: jax.grad(lambda v: decoder.forward(cfg, v, tokens)[0].sum())(v))(
-            params.abstract(decoder.spec(cfg))
+        jaxpr = jax.make_jaxpr(lambda v: jax.grad(lambda v: families.forward(cfg, v, tokens)[0].sum())(v))(
+            params.abstract(families.spec(cfg))
         )
         return str(jaxpr).count(" = ")
 
@@ -328,9 +330,9 @@ def test_the_program_does_not_grow_with_depth():
 
 def test_bfloat16_is_near_float32(rng):
     cfg = FAMILIES["llama3"]
-    values, tokens = params.init(jax.random.key(0), decoder.spec(cfg)), tokens_for(cfg, rng)
-    exact, _ = decoder.forward(cfg, values, tokens)
-    rough, _ = decoder.forward(cfg, values, tokens, Context(dtype=jnp.bfloat16))
+    values, tokens = params.init(jax.random.key(0), families.spec(cfg)), tokens_for(cfg, rng)
+    exact, _ = families.forward(cfg, values, tokens)
+    rough, _ = families.forward(cfg, values, tokens, Context(dtype=jnp.bfloat16))
     assert rough.dtype == jnp.float32
     # bfloat16 has 8 bits: 0.4% an operation, a few dozen of them in a row.
     assert jnp.linalg.norm(rough - exact) < 0.03 * jnp.linalg.norm(exact)
@@ -340,7 +342,7 @@ def test_bfloat16_is_near_float32(rng):
 @pytest.mark.parametrize("family", FAMILIES | EXPERTS)
 def test_matrices_and_tables_are_cast_and_nothing_else(family):
     """Norms, biases and routers are not cast: a rounded logit could choose another expert."""
-    spec = decoder.spec((FAMILIES | EXPERTS)[family])
+    spec = families.spec((FAMILIES | EXPERTS)[family])
     cast = jax.eval_shape(lambda v: params.cast_matrices(spec, v, jnp.bfloat16), params.abstract(spec))
     for path, leaf in flatten(cast).items():
         name = path.rsplit("/", 1)[-1]
@@ -357,10 +359,10 @@ def test_dropout_is_off_without_a_key_and_unbiased_with_one(rng):
     assert abs(float(y.mean()) - 1) < 4 * (0.3 / 0.7 / x.size) ** 0.5  # four standard deviations
     cfg = dataclasses.replace(FAMILIES["gpt2"], dropout=0.5)
     values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
-    a, b = (decoder.forward(cfg, values, tokens, dropout_key=jax.random.key(i))[0] for i in (0, 1))
+    a, b = (families.forward(cfg, values, tokens, dropout_key=jax.random.key(i))[0] for i in (0, 1))
     assert not jnp.allclose(a, b)
-    plain, _ = decoder.forward(dataclasses.replace(cfg, dropout=0.0), values, tokens)
-    assert (decoder.forward(cfg, values, tokens)[0] == plain).all()
+    plain, _ = families.forward(dataclasses.replace(cfg, dropout=0.0), values, tokens)
+    assert (families.forward(cfg, values, tokens)[0] == plain).all()
 
 
 def test_the_model_names_no_mesh_and_no_kernel():

@@ -9,12 +9,13 @@ import pytest
 import test_meshes as meshes
 from families import FAMILIES
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig, PipelineConfig, SampleConfig, TrainConfig
 from jaxstack.families import flops
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.params import Param
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble, optimizer
@@ -89,16 +90,16 @@ def test_texts_and_logits_are_those_without_padding(family, rng):
     """A temperature of 50 makes all ids about equally likely, so that padding would be chosen soon."""
     plain = FAMILIES[family]
     cfg = replace(plain, pad_vocab_to=96)
-    values = jax.tree.map(np.asarray, params.init(jax.random.key(0), decoder.spec(plain)))
-    padded = params.init(jax.random.key(0), decoder.spec(cfg))
+    values = jax.tree.map(np.asarray, params.init(jax.random.key(0), families.spec(plain)))
+    padded = params.init(jax.random.key(0), families.spec(cfg))
     tokens = rng.integers(0, 61, (2, 9))
-    logits, expected = (decoder.forward(c, v, tokens)[0] for c, v in ((cfg, padded), (plain, values)))
+    logits, expected = (families.forward(c, v, tokens)[0] for c, v in ((cfg, padded), (plain, values)))
     np.testing.assert_allclose(logits[..., :61], expected, rtol=1e-5, atol=1e-6)
     probabilities = jax.nn.softmax(logits)
     assert not probabilities[..., 61:].any()
     assert np.isfinite(logits * 0).all()
     with pytest.raises(ValueError, match=r"contain the id 61, but model\.vocab_size=61"):
-        decoder.forward(cfg, padded, tokens.clip(61))
+        families.forward(cfg, padded, tokens.clip(61))
     # The softmax sees 61 ids, so the same random numbers choose the same ones.
     for sample in (SampleConfig(tokens=9, temperature=50.0), SampleConfig(tokens=5, temperature=0, beams=3)):
         texts = [decode.generate(c, v, [[1, 2], [3]], sample) for c, v in ((cfg, padded), (plain, values))]
@@ -106,7 +107,7 @@ def test_texts_and_logits_are_those_without_padding(family, rng):
     uncached = [decode.generate_uncached(c, v, [[1]], SampleConfig(tokens=5, temperature=50.0), window=4)
                 for c, v in ((cfg, padded), (plain, values))]  # fmt: skip
     assert uncached[0] == uncached[1]
-    assert params.count(decoder.spec(cfg)) == params.count(decoder.spec(plain))
+    assert params.count(families.spec(cfg)) == params.count(families.spec(plain))
     assert flops.flops_per_token(cfg, 32) == flops.flops_per_token(plain, 32)
 
 

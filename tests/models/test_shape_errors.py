@@ -12,10 +12,12 @@ import pytest
 import test_meshes as meshes
 from flax import linen, nnx
 
+from jaxstack import families
 from jaxstack.cli import parser
 from jaxstack.common.errors import ConfigError
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, layers, moe_layer, params, shape_errors
+from jaxstack.features import experts as moe_layer
+from jaxstack.models import layers, params, shape_errors
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
 
@@ -35,7 +37,7 @@ def traced(sizes, change=None, model="llama3", **options):
     cfg = meshes.config(model, sizes, **options)
     count = math.prod(size for size in sizes.values() if isinstance(size, int))
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[:count]))
-    spec = params.pad_to_slots(decoder.spec(cfg.model), ctx.layout.stages)
+    spec = params.pad_to_slots(families.spec(cfg.model), ctx.layout.stages)
     values = params.abstract(spec)
     if change:
         change(values)
@@ -104,7 +106,7 @@ def test_a_weight_of_another_shape_is_named_with_the_declared_size():
 
 
 def test_a_layer_that_returns_another_dtype_is_told_so(monkeypatch):
-    monkeypatch.setattr(layers, "mlp", lambda cfg, params, x, ctx: (x.astype(jnp.complex64), {}))
+    monkeypatch.setattr(layers, "mlp", lambda cfg, params, x, ctx: x.astype(jnp.complex64))
     lines, _ = traced({})
     assert "must have equal types, but they differ: The input carry x has type float32[8,32,64]" in lines[0]
     assert "A layer must return the residual stream with the shape and dtype that it reads." in lines[-1]
@@ -113,7 +115,7 @@ def test_a_layer_that_returns_another_dtype_is_told_so(monkeypatch):
 def test_what_a_function_of_a_layer_gathers_again_has_its_path(monkeypatch):
     """The experts gather their parameters, so their arrays are others than those that the block has."""
     real = moe_layer.moe
-    monkeypatch.setattr(moe_layer, "moe", lambda cfg, own, h, ctx, inputs: real(cfg, own, h[:, :, :-1], ctx, inputs))
+    monkeypatch.setattr(moe_layer, "moe", lambda cfg, stack, own, h, *rest: real(cfg, stack, own, h[:, :, :-1], *rest))
     lines, _ = traced({"expert": 2}, model="softmax")
     assert lines[2] == LAYER.replace("layers/mlp", "layers/moe")
     assert "params['router'] float32[64,8]  layers/moe/router: embed 64, router 8" in lines

@@ -9,9 +9,9 @@ import pytest
 import width_transfer
 from families import EXPERTS, FAMILIES
 
+from jaxstack import families
 from jaxstack.config import ConfigError, OptimConfig
 from jaxstack.hf.configs import family_of
-from jaxstack.models import decoder
 from jaxstack.models.params import flat_spec
 from jaxstack.training.optimizer import optimizer
 
@@ -19,7 +19,7 @@ from jaxstack.training.optimizer import optimizer
 def test_what_a_matrix_reads_and_writes_decides():
     """A model four times as wide as its base; the published table has these factors for Adam."""
     cfg = replace(EXPERTS["deepseek"], base_width=8)
-    plain, scaled = (flat_spec(decoder.spec(c)) for c in (replace(cfg, base_width=None), cfg))
+    plain, scaled = (flat_spec(families.spec(c)) for c in (replace(cfg, base_width=None), cfg))
     factors = {path: (p.std / plain[path].std, p.width_ratio) for path, p in scaled.items() if p.init == "normal"}
     hidden, output, fixed = (0.5, 4), (0.25, 4), (1, 1)
     expected = {
@@ -39,12 +39,12 @@ def test_what_a_matrix_reads_and_writes_decides():
 @pytest.mark.parametrize(("name", "divisor"), [("adamw", 4), ("lion", 4), ("muon", 2)])
 def test_updates_are_divided_and_decay_is_not(name, divisor, rng):
     cfg = replace(FAMILIES["llama3"], num_layers=1)
-    values = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), decoder.spec(cfg))
+    values = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), families.spec(cfg))
     grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), values)
 
     def step(base, grads, decay):
         optim = OptimConfig(name=name, lr=1.0, warmup_steps=0, schedule="constant", weight_decay=decay, clip_norm=None)
-        rule = optimizer(optim, 10, decoder.spec(replace(cfg, base_width=base)))
+        rule = optimizer(optim, 10, families.spec(replace(cfg, base_width=base)))
         return rule.update(grads, rule.init(values), values)[0]
 
     whole, divided = (step(base, grads, 0.0)["layers"]["mlp"]["w_up"] for base in (None, 8))
@@ -71,7 +71,7 @@ def test_changes_do_not_grow_with_the_width(name, tied, rng):
 def test_at_the_width_of_the_base_nothing_changes():
     for family in ("gpt2", "llama3"):
         cfg = FAMILIES[family]
-        assert decoder.spec(replace(cfg, base_width=cfg.d_model)) == decoder.spec(cfg)
+        assert families.spec(replace(cfg, base_width=cfg.d_model)) == families.spec(cfg)
 
 
 def test_a_tied_head_that_is_scaled_has_no_hugging_face_family():

@@ -13,13 +13,14 @@ from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
-from jaxstack.families import encoder_decoder, flops, surgery
-from jaxstack.models import decoder, moe_layer, params
+from jaxstack.families import flops, surgery
+from jaxstack.features import experts as moe_layer
+from jaxstack.features import router_losses as experts
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.training import assemble, losses
 from jaxstack.training.assemble import make_gradients
-from jaxstack.training.features import experts
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
 
 CONTEXTS = {
@@ -29,8 +30,12 @@ CONTEXTS = {
 }
 
 
+def hidden_states(cfg, values, batch):
+    return families.of(cfg).hidden_states(cfg, values, batch)
+
+
 def randomised(cfg, rng):
-    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    values = params.init(jax.random.key(0), families.spec(cfg))
     return jax.tree.map(lambda v: v + 0.1 * jnp.asarray(rng.normal(size=v.shape), jnp.float32), values)
 
 
@@ -62,7 +67,7 @@ def test_every_implementation_is_the_reference(name, rng):
     def objective(values, ctx):
         sums, aux = losses.loss_sums(cfg, values, batch, ctx)
         counts = experts.Counts({"layers": 64.0}, {"layers": 4.0})
-        return sums["loss"] / 64 + experts.router_loss(cfg, aux, counts), aux
+        return sums["loss"] / 64 + families.of(cfg).extras(cfg).loss(aux, counts, None), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
     results = {
@@ -100,7 +105,7 @@ def test_every_product_with_the_router_has_the_highest_precision(name):
     moe = dataclasses.replace(EXPERTS[name].moe, num_experts=7, num_groups=1, top_k_groups=1)
     cfg = dataclasses.replace(EXPERTS[name], moe=moe)
     run = dataclasses.replace(run_config("mixtral"), model=cfg, train=TrainConfig(dtype="bfloat16", remat="full"))
-    values = params.abstract(decoder.spec(cfg))
+    values = params.abstract(families.spec(cfg))
     batch = random_batch(cfg, np.random.default_rng(0))
     context = Context(dtype=jnp.bfloat16, remat="full")
     text = jax.jit(make_gradients(run, context)).lower(values, batch).as_text()
@@ -193,7 +198,7 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
     # By the objective's weights, too: 0.01 for the balance loss, 1e-3 for the z-loss.
-    objective = experts.router_loss(cfg.model, sums, counts)
+    objective = families.of(cfg.model).extras(cfg.model).loss(sums, counts, None)
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
@@ -226,7 +231,8 @@ def test_each_stack_counts_its_own_tokens(every, rng):
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
     penalties = {name: sums[name] for name in ("balance_loss", "z_loss")}
-    objective = experts.router_loss(model, penalties, experts.count(model, batch, Context()))
+    extras = families.of(model).extras(model)
+    objective = extras.loss(penalties, extras.count(batch, Context()), None)
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
@@ -249,7 +255,7 @@ def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
 def test_a_step_reports_the_load_and_moves_the_bias_against_it(rng):
     cfg = run_config("deepseek")
     tx = make_optimizer(Recipe.of(cfg))
-    values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+    values = params.init(jax.random.key(0), families.spec(cfg.model))
     # One expert that everybody wants.
     values["layers"]["moe"]["balance"] = values["layers"]["moe"]["balance"].at[:, 3].set(10.0)
     zero = jnp.zeros((), jnp.int32)
@@ -271,11 +277,11 @@ def test_the_bias_moves_by_its_rate_unless_it_is_frozen():
     )
     values = {"layers": {"moe": {"balance": jnp.full((2, 8), 0.5), "w": jnp.ones(2)}}, "head": 1}
     load = np.array([[9, 0, 4, 4, 4, 4, 4, 3], [5, 5, 5, 5, 5, 5, 5, 5]], np.float32)  # means of 4 and 5
-    moved = decoder.update_router_bias(cfg, values, {"load": jnp.asarray(load)}, Context())
+    moved = families.of(cfg).extras(cfg).after_update(values, {"load": jnp.asarray(load)}, Context())
     assert moved["layers"]["moe"]["balance"].tolist() == [[0.25, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 0.75], [0.5] * 8]
     assert (moved["head"], moved["layers"]["moe"]["w"].tolist()) == (1, [1, 1])
     for other in (dataclasses.replace(cfg, lora=LoraConfig(rank=2)), EXPERTS["mixtral"], FAMILIES["llama3"]):
-        assert decoder.update_router_bias(other, values, {"load": jnp.asarray(load)}, Context()) is values
+        assert families.of(other).extras(other).after_update(values, {"load": jnp.asarray(load)}, Context()) is values
 
 
 def test_dropped_pairs_are_reported(rng):
@@ -297,9 +303,9 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
     tokens, ctx = batch["tokens"], CONTEXTS[context]
     for expert in range(cfg.moe.num_experts):
         gate = jnp.full(tokens.shape, expert)
-        whole, _ = jax.jit(lambda v, g: decoder.forward(cfg, v, tokens, ctx, gate_ids=g))(values, gate)
+        whole, _ = jax.jit(lambda v, g: families.forward(cfg, v, tokens, ctx, gate_ids=g))(values, gate)
         dense, dense_values = surgery.extract_expert(cfg, values, expert)
-        alone, aux = jax.jit(lambda v, d=dense: decoder.forward(d, v, tokens, ctx))(dense_values)
+        alone, aux = jax.jit(lambda v, d=dense: families.forward(d, v, tokens, ctx))(dense_values)
         assert aux == {}
         if ctx.ops.moe == "ragged":
             assert (whole == alone).all()
@@ -309,11 +315,11 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
 def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_model():
     moe = dataclasses.replace(EXPERTS["domain"].moe, d_ff=24)
     cfg = dataclasses.replace(EXPERTS["domain"], moe=moe)
-    values = params.init(jax.random.key(0), decoder.spec(cfg))
+    values = params.init(jax.random.key(0), families.spec(cfg))
     dense, found = surgery.extract_expert(cfg, values, 1)
     assert (dense.d_ff, dense.moe) == (24, MoEConfig())
     assert {path: v.shape for path, v in flatten(found).items()} == {
-        path: p.shape for path, p in params.flat_spec(decoder.spec(dense)).items()
+        path: p.shape for path, p in params.flat_spec(families.spec(dense)).items()
     }
     with pytest.raises(ConfigError, match="with 1 shared experts is not a hard gate"):
         surgery.extract_expert(dataclasses.replace(cfg, moe=dataclasses.replace(moe, shared_experts=1)), values, 1)
@@ -324,10 +330,10 @@ def test_an_up_cycled_model_starts_as_the_dense_one(rng):
     values, tokens = randomised(cfg, rng), rng.integers(0, 61, (2, 9))
     grown, grown_values = surgery.upcycle(cfg, values, MoEConfig(num_experts=4, top_k=2), jax.random.key(1))
     assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
-        lambda p: p.shape, params.abstract(decoder.spec(grown))
+        lambda p: p.shape, params.abstract(families.spec(grown))
     )
-    dense, _ = decoder.forward(cfg, values, tokens)
-    sparse, _ = decoder.forward(grown, grown_values, tokens)
+    dense, _ = families.forward(cfg, values, tokens)
+    sparse, _ = families.forward(grown, grown_values, tokens)
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
 
@@ -346,15 +352,15 @@ def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
     assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
         lambda p: p.shape, params.abstract(families.spec(grown))
     )
-    dense, _ = encoder_decoder.FAMILY.hidden_states(cfg, values, batch)
-    sparse, _ = encoder_decoder.FAMILY.hidden_states(grown, grown_values, batch)
+    dense, _ = families.of(cfg).hidden_states(cfg, values, batch)
+    sparse, _ = families.of(grown).hidden_states(grown, grown_values, batch)
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
     gates = dataclasses.replace(grown, moe=MoEConfig(num_experts=4, router="domain", every=every))
     routed = params.init(jax.random.key(2), families.spec(gates))
     batch |= {f"{side}gate_ids": np.full((2, 7), 3) for side in ("", "encoder_")}
-    whole, _ = encoder_decoder.FAMILY.hidden_states(gates, routed, batch)
-    alone, _ = encoder_decoder.FAMILY.hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
+    whole, _ = families.of(gates).hidden_states(gates, routed, batch)
+    alone, _ = hidden_states(*surgery.extract_expert(gates, routed, 3), batch)
     np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 
 
@@ -382,7 +388,7 @@ def test_mistakes_are_named(rng):
     with pytest.raises(ConfigError, match="needs diffusion time"):
         Config(model=EXPERTS["timestep"])
     with pytest.raises(ValueError, match=r"needs the batch array `gate_ids`"):
-        decoder.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))
+        families.forward(EXPERTS["domain"], randomised(EXPERTS["domain"], rng), np.zeros((1, 4), np.int32))
     with pytest.raises(ConfigError, match="is not a hard gate"):
         surgery.extract_expert(EXPERTS["mixtral"], {}, 0)
     with pytest.raises(ConfigError, match=r"expert 3 does not exist"):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 from families import EXPERTS, FAMILIES
 
+from jaxstack import families
 from jaxstack.config import ModelConfig
 from jaxstack.families import flops as plan
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 
 
 def test_gpt2_by_hand():
@@ -57,7 +58,7 @@ def test_the_formula_against_the_matmuls_in_the_program(family):
     """Counts the multiply-adds of every dot in the traced forward pass; the body of a scan counts for every turn."""
     cfg = FAMILIES[family]
     tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda v, t: decoder.forward(cfg, v, t)[0])(params.abstract(decoder.spec(cfg)), tokens)
+    jaxpr = jax.make_jaxpr(lambda v, t: families.forward(cfg, v, t)[0])(params.abstract(families.spec(cfg)), tokens)
     forward = plan.flops_per_token(cfg, 24).full / 3
     assert _dots(jaxpr.jaxpr) == forward * 2 * 24
 

@@ -17,13 +17,14 @@ import pytest
 from families import FAMILIES
 from test_serve_requests import MODEL
 
+from jaxstack import families
 from jaxstack.config import SampleConfig
 from jaxstack.data.chat import PlainTemplate
 from jaxstack.generate import decode
 from jaxstack.generate.continuous import ContinuousBatch
 from jaxstack.generate.engine import Engine
 from jaxstack.generate.score import Scorer
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 from jaxstack.serve.app import Limits, Server
@@ -93,7 +94,7 @@ def events(response: Any) -> list[Any]:
 def engine() -> Engine:
     """A model with varied norms and biases, which does not repeat a single token."""
     rng = np.random.default_rng(1)
-    values = params.init(jax.random.key(0), decoder.spec(CFG))
+    values = params.init(jax.random.key(0), families.spec(CFG))
     values = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), values)
     return Engine.create(CFG, values, ctx=Context(ops=Ops(decode="unrolled")))
 

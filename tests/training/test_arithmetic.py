@@ -26,11 +26,12 @@ from jaxstack import families, kernels, moe
 from jaxstack.config import Config, KernelsConfig, LoraConfig, SampleConfig
 from jaxstack.families import diffusion, encoder
 from jaxstack.families.context import make_context
+from jaxstack.features import adapters
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.sampling import sample_tokens
 from jaxstack.kernels.implementation import interpret_mode
 from jaxstack.kernels.taps import Tapped
-from jaxstack.models import decoder, layers, lora, params
+from jaxstack.models import decoder, layers, params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_train_step
@@ -324,7 +325,7 @@ def test_samplers_read_float32_logits():
         logits, _ = model.decode_token(new, jnp.int32(6), cache)
         return sample_tokens(logits, used, keys, sample)
 
-    values = params.abstract(decoder.spec(cfg))
+    values = params.abstract(families.spec(cfg))
     keys = jax.random.split(jax.random.key(0), rows)
     traced = jax.make_jaxpr(work)(values, jnp.zeros((rows, 6), jnp.int32), keys).jaxpr
     for equation in (e for body in bodies(traced) for e in body.eqns):
@@ -388,8 +389,8 @@ def test_adapters_keep_their_scale_in_bfloat16(rng):
     cfg = LoraConfig(rank=3, alpha=4)
     b = jnp.asarray(rng.normal(size=(3, 64)), jnp.bfloat16)
     exact = np.asarray(b, np.float64) * 4 / 3
-    _, scaled = lora.get_adapter(cfg, {"lora_a_up": jnp.ones((8, 3)), "lora_b_up": b}, "up")
-    _, tapped = lora.get_adapter(cfg, {"lora_a_up": jnp.ones((8, 3)), "lora_b_up": Tapped(b)}, "up")
+    _, scaled = adapters.get_adapter(cfg, {"lora_a_up": jnp.ones((8, 3)), "lora_b_up": b}, "up")
+    _, tapped = adapters.get_adapter(cfg, {"lora_a_up": jnp.ones((8, 3)), "lora_b_up": Tapped(b)}, "up")
     for found in (scaled, tapped.changes[0](b), (Tapped(b) * (4 / 3)).changes[0](b)):
         assert_rounded_once(found, exact)
 

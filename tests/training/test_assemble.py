@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack import families
 from jaxstack.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxstack.config.objective import Term
 from jaxstack.models import decoder, params
@@ -43,7 +44,7 @@ def test_an_objective_of_ones_own_is_an_argument(rng, accum):
     ids = rng.integers(0, 16, (4, 9)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_weights": np.ones((4, 8), np.float32)}
     cfg = dataclasses.replace(CFG, train=dataclasses.replace(CFG.train, grad_accum=accum))
-    values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+    values = params.init(jax.random.key(0), families.spec(cfg.model))
     policy = Objective(advantages, (Term("policy"),))
     ones = batch | {"advantages": np.ones((4, 8), np.float32)}
     found = jax.jit(make_gradients(cfg, Context(), policy))(values, ones)
@@ -54,7 +55,7 @@ def test_an_objective_of_ones_own_is_an_argument(rng, accum):
     drawn = batch | {"advantages": rng.normal(size=(4, 8)).astype(np.float32)}
     _, metrics = jax.jit(make_train_step(cfg, Context(), objective=policy))(init_state(Recipe.of(cfg)), drawn)
     state = init_state(Recipe.of(cfg))
-    hidden, _ = decoder.FAMILY.hidden_states(cfg.model, state.params, {"tokens": jnp.asarray(batch["tokens"])})
+    hidden, _ = families.of(cfg.model).hidden_states(cfg.model, state.params, {"tokens": jnp.asarray(batch["tokens"])})
     wanted = advantages(cfg.model, state.params, hidden, drawn, Context())["policy"] / 32
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-4)
     assert objective_of(cfg.model).terms == (Term(),)

@@ -23,13 +23,12 @@ from jaxstack.data.loader import bucket_sizes
 from jaxstack.data.pairs import PairTokens
 from jaxstack.data.tokens import Tokens
 from jaxstack.families.context import make_context
+from jaxstack.features.router_losses import Counts
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.planner import memory, mesh_search
 from jaxstack.sharding import make_mesh
 from jaxstack.training import losses
-from jaxstack.training.assemble import extras_of
-from jaxstack.training.features.experts import Counts
 from jaxstack.training.services.compile_ahead import CompileAhead
 
 SIZES = {8: (3, 8), 16: (9, 13), 32: (19, 32)}
@@ -88,7 +87,7 @@ def alone(real_BK: np.ndarray):
                     def one(row):
                         row = {name: a[None] for name, a in row.items()}
                         sums, aux = losses.loss_sums(cfg.model, params.combine(trained, frozen), row, ctx)
-                        return sums[term.name], extras_of(cfg.model).loss(aux, counts, None)
+                        return sums[term.name], families.of(cfg.model).extras(cfg.model).loss(aux, counts, None)
 
                     sums, aux = jax.lax.map(one, cut)
                     loss, added = loss + sums.sum() / total, added + jnp.sum(aux)

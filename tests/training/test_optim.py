@@ -12,10 +12,11 @@ import optax
 import pytest
 from families import EXPERTS, FAMILIES
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, MeshConfig, OptimConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.params import Param, flat_spec, map_spec
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
@@ -125,7 +126,7 @@ def test_a_warm_up_that_takes_the_whole_run_is_told(warmup, reached):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek"])
 def test_weight_decay_moves_matrices_and_tables_alone(family):
-    spec = decoder.spec((FAMILIES | EXPERTS)[family])
+    spec = families.spec((FAMILIES | EXPERTS)[family])
     values = jax.tree.map(lambda p: jnp.ones(p.shape), params.abstract(spec))
     tx = optimizer.optimizer(OptimConfig(lr=0.1, warmup_steps=0, schedule="constant", weight_decay=0.5), 10, spec)
     updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, values), tx.init(values), values)
@@ -360,7 +361,7 @@ def test_muon_shares_out_whole_matrices_and_gathers_no_stack(mesh, rng, monkeypa
     # Beside the norm's scalars: exchanges, replicas that gather what each has done, and single matrices.
     moved = [c for c in found if c.shape]
     assert {c.kind for c in moved} <= {"all-to-all", "all-gather"}
-    declared = {path: p for path, p in flat_spec(decoder.spec(cfg.model)).items() if p.is_hidden_matrix}
+    declared = {path: p for path, p in flat_spec(families.spec(cfg.model)).items() if p.is_hidden_matrix}
     whole = 4 * max(math.prod(p.shape[p.batch_axes :]) for p in declared.values())
     stacks = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.params)]
     for c in moved:

@@ -17,9 +17,10 @@ import pytest
 import test_meshes as meshes
 import test_pipeline as pipelines
 
+from jaxstack import families
 from jaxstack.config import Config, KernelsConfig, PipelineConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.sharding import BATCH_AXES, make_mesh
 from jaxstack.training.assemble import make_gradients
 
@@ -202,7 +203,7 @@ def test_devices_sum_gradients_in_the_dtype_that_is_asked_for(case, reduce_dtype
     cfg = config(family, mesh, "bfloat16", tokens=meshes.BATCH * meshes.SEQ, **how)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, reduce_dtype=reduce_dtype))
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum))
-    values = params.abstract(params.pad_to_slots(decoder.spec(cfg.model), ctx.layout.stages))
+    values = params.abstract(params.pad_to_slots(families.spec(cfg.model), ctx.layout.stages))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), text_like(0, cfg))
     traced = jax.make_jaxpr(make_gradients(cfg, ctx))(values, batch)
     replicated = {"context", *BATCH_AXES}  # axes along which devices see other tokens

@@ -16,7 +16,7 @@ from jaxstack.compress.quantize import Settings, quantize_layer
 from jaxstack.config import Config
 from jaxstack.config.scheme import Scheme
 from jaxstack.families.context import make_context
-from jaxstack.models import lora
+from jaxstack.features import adapters
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate
 from jaxstack.planner.job import Job
@@ -91,7 +91,7 @@ def test_the_forward_pass_reads_what_compression_stores(name, weights, seed):
             changed += not np.array_equal(np.asarray(value), np.asarray(flatten(values)[path]))
     matrices = Walk.of(cfg.model.base, Context()).matrices
     assert changed == 2 * len(matrices)
-    assert all(lora.A not in path and "router" not in path for path in matrices)
+    assert all(adapters.A not in path and "router" not in path for path in matrices)
 
 
 @pytest.mark.random

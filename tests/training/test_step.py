@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
     Config,
@@ -20,7 +21,7 @@ from jaxstack.config import (
     TrainConfig,
 )
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
 from jaxstack.sharding import make_mesh
@@ -90,7 +91,7 @@ def test_the_loss_is_the_mean_over_weighted_tokens(rng):
     cfg = config()
     batch = random_batch(cfg, rng)
     state, train_step, _ = build(cfg)
-    logits, _ = decoder.forward(cfg.model, state.params, batch["tokens"])
+    logits, _ = families.forward(cfg.model, state.params, batch["tokens"])
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
     expected = (nll * batch["loss_weights"]).sum() / batch["loss_weights"].sum()
     np.testing.assert_allclose(train_step(state, batch)[1]["loss"], expected, rtol=1e-5)
@@ -229,7 +230,7 @@ def test_dropout_follows_from_seed_and_step_alone(rng):
 
 def test_the_chunked_loss_is_the_loss(rng):
     cfg = config(model=dataclasses.replace(TINY, logit_softcap=3.0))
-    values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+    values = params.init(jax.random.key(0), families.spec(cfg.model))
     batch = random_batch(cfg, rng)
     loss = functools.partial(losses.loss_sums, cfg.model)
     (a, _), (b, _) = (
@@ -248,7 +249,7 @@ def same(a, b) -> bool:
 
 def test_the_first_state_follows_from_the_seed():
     state = init_state(Recipe.of(config(run=RunConfig(seed=7))))
-    assert same(state.params, params.init(jax.random.key(7), decoder.spec(TINY)))
+    assert same(state.params, params.init(jax.random.key(7), families.spec(TINY)))
     assert not state.recent.any()
     assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (0, 0, 0)
 
@@ -310,10 +311,10 @@ def test_evaluation_sums_over_weights_and_drops_nothing(rng, accum):
     cfg = config(model=dataclasses.replace(TINY, dropout=0.5), train=TrainConfig(steps=10, grad_accum=accum))
     batch = random_batch(cfg, rng)
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape).astype(np.float32)
-    values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+    values = params.init(jax.random.key(0), families.spec(cfg.model))
     total, tokens, right = jax.jit(assemble.make_eval_step(cfg.model, Context()))(values, batch)
     assert right is None  # of next tokens the loss is the aim
-    logits, _ = decoder.forward(cfg.model, values, batch["tokens"])
+    logits, _ = families.forward(cfg.model, values, batch["tokens"])
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(total["loss"], (nll * batch["loss_weights"]).sum(dtype=np.float64), rtol=1e-5)
     np.testing.assert_allclose(tokens["loss"], batch["loss_weights"].sum(dtype=np.float64), rtol=1e-6)
@@ -324,7 +325,7 @@ def test_microbatches_are_summed_in_float32_whatever_the_dtype_of_the_pass(rng):
     cfg = config(train=TrainConfig(steps=10, grad_accum=8, dtype="bfloat16"))
     # All tokens count: then the divisors differ by a power of two, and nothing rounds otherwise.
     batch, ctx = random_batch(cfg, rng, weights=False), Context(dtype=jnp.bfloat16)
-    values = params.init(jax.random.key(0), decoder.spec(cfg.model))
+    values = params.init(jax.random.key(0), families.spec(cfg.model))
     _, got, sums = jax.jit(assemble.make_gradients(cfg, ctx))(values, batch)
     one = jax.jit(assemble.make_gradients(dataclasses.replace(cfg, train=TrainConfig(steps=10, dtype="bfloat16")), ctx))
     expected = dict.fromkeys(flatten(values), 0.0)

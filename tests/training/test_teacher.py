@@ -10,12 +10,12 @@ import pytest
 import test_meshes
 from orbax.checkpoint import v1 as ocp
 
+from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, TrainConfig
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.config.training import DistillConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
 from jaxstack.training.assemble import make_gradients
@@ -81,7 +81,7 @@ def test_a_teacher_says_its_likeliest_tokens(name, mesh, dtype, seed):
 
     one = jax.device_put(values, jax.devices()[0])
     read = {key: batch[key] for key in ("positions", "segment_ids")}
-    logits, _ = decoder.forward(cfg.model, one, jnp.asarray(batch["tokens"]), **read)
+    logits, _ = families.forward(cfg.model, one, jnp.asarray(batch["tokens"]), **read)
     expected = np.asarray(jax.nn.log_softmax(logits / DISTILL.temperature))
     likeliest = -np.sort(-expected, -1)[..., : DISTILL.top_tokens]
     # Rounding in bfloat16 moves logits by up to 2 ** -6 of the largest one through some layers.

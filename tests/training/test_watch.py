@@ -16,9 +16,10 @@ from jaxstack import families, start
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, DebugConfig, MeshConfig, OptimConfig, PipelineConfig
 from jaxstack.families.context import make_context
-from jaxstack.models import watch as taps
+from jaxstack.features import watching as taps
 from jaxstack.models.context import Context
 from jaxstack.models.layout import Layout
+from jaxstack.models.values import Mean, observed
 from jaxstack.sharding import make_mesh, totals, transformer
 from jaxstack.tracking import watched
 from jaxstack.training.assemble import jit_train_step, make_gradients, make_train_step
@@ -178,9 +179,9 @@ def test_activations_are_those_of_the_definition(name, rng):
     """
     cfg = dataclasses.replace(definition.MODELS[name], activation="silu")
     values, batch = definition.drawn(cfg, rng)
-    ctx = Context(watch=frozenset(taps.TAPS))
+    ctx = Context(observer=taps.Watcher(frozenset(taps.TAPS)))
     _, aux = jax.jit(lambda values, batch: families.of(cfg).hidden_states(cfg, values, batch, ctx))(values, batch)
-    found = watched.statistics(["*"], jax.device_get(taps.only(aux)))
+    found = watched.statistics(["*"], jax.device_get(observed(aux)))
     expected = by_hand(cfg, jax.tree.map(lambda leaf: leaf.astype(np.float64), values), batch)
     # A dozen float32 operations in a row: some 1e-6, ten times that.
     assert_equal(found, expected, 2e-5, of_same_values=False)
@@ -235,21 +236,22 @@ def test_gradients_and_updates_are_those_of_numpy(seed):
 def test_parts_of_arrays_add_up(rng):
     """On a mesh that splits rows, tokens and heads: an array in the layout of heads, and one of the residual stream."""
     mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2), 8, jax.devices())
-    ctx = Context(Layout(mesh, transformer(MeshConfig(tensor=2))), watch=frozenset(taps.TAPS))
+    ctx = Context(Layout(mesh, transformer(MeshConfig(tensor=2))), observer=taps.Watcher(frozenset(taps.TAPS)))
     x, y = draw(rng, (4, 8, 4, 6)), draw(rng, (4, 8, 6))
 
     def work(x, y):
-        aux = taps.measure(ctx, {"attention/mixed": x}, "batch", "sequence", "heads")
-        aux |= taps.measure(ctx, {"mlp/out": y}, "batch", "residual")
-        aux |= taps.measure_mean(ctx, "moe/router_entropy", y.sum(), (y > 0).astype(jnp.float32), "batch", "residual")
-        aux |= taps.measure_largest(ctx, "cross/max_logit", -jnp.abs(x).min(), "batch", "sequence", "heads")
+        inner, aux = ctx.collecting()
+        inner.observe("attention/mixed", x, "batch", "sequence", "heads")
+        inner.observe("mlp/out", y, "batch", "residual")
+        inner.observe("moe/router_entropy", Mean(y.sum(), (y > 0).sum(dtype=jnp.float32)), "batch", "residual")
+        inner.observe("cross/max_logit", lambda: -jnp.abs(x).min(), "batch", "sequence", "heads")
         twice = totals.merge(totals.merge(totals.empty(aux), aux), aux)
         return totals.reduce((aux, twice), ctx.layout.token_axes)
 
     P = PartitionSpec
     specs = P("data", "context", "tensor"), P("data", ("context", "tensor"))
     run = jax.jit(jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=P()))
-    once, twice = (taps.only(aux) for aux in jax.device_get(run(x, y)))
+    once, twice = (observed(aux) for aux in jax.device_get(run(x, y)))
     expected = {"attention/mixed": statistics(x), "mlp/out": statistics(y)}
     expected["moe/router_entropy"] = {"value": y.astype(np.float64).sum() / (y > 0).sum()}
     expected["cross/max_logit"] = {"value": -np.abs(x).min().astype(np.float64)}
@@ -327,7 +329,7 @@ def test_a_pattern_without_a_match_names_the_nearest():
     ):
         watch.watched_of(wrong)
     right = watch.watched_of(dataclasses.replace(cfg, debug=DebugConfig(watch="layers/1/mlp/*")))
-    assert right.taps == {"mlp/up", "mlp/gate", "mlp/hidden", "mlp/out"}
+    assert right.watcher.names == {"mlp/up", "mlp/gate", "mlp/hidden", "mlp/out"}
     assert {name for name in right.names if "w_up" in name} == {
         f"layers/mlp/w_up/{kind}" for kind in ("gradient", "update", "update_ratio")
     }

@@ -43,6 +43,7 @@ def _group(name: str, readers: str, *families: str) -> tuple[Only, ...]:
 
 ONLY = (
     Only("model.norm_after", ("encoder",), "encoders", False),
+    Only("model.first_attention_norm", ("encoder",), "encoders", True),
     Only("model.token_types", ("encoder",), "encoders", 0),
     Only("model.first_position", ("encoder",), "encoders", 0),
     Only("model.labels", ("encoder",), "encoders", ()),
@@ -89,7 +90,6 @@ REFUSED = (
     Refused(("diffusion",), "model.tied_embeddings", False),
     Refused((*_MASKED, "contrastive"), "model.moe.num_experts", 0),
     Refused(("branches", "encoder_decoder", "diffusion", "contrastive"), "model.windows", (0,)),
-    Refused(("branches", "diffusion", "contrastive"), "model.first_attention_norm", True),
     Refused(("encoder_decoder", "diffusion"), "model.post_norm", False),
     Refused((*_MASKED, "diffusion"), "model.logit_softcap", None),
     Refused(("diffusion",), "model.norm_unit_offset", False),

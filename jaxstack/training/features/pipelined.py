@@ -15,8 +15,9 @@ from jaxstack.models import params as parameters
 from jaxstack.models.blocks import Stack, group_layers, remat, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order
-from jaxstack.models.layer_inputs import Aux, LayerInputs
+from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Params, Spec
+from jaxstack.models.values import Aux
 from jaxstack.pipeline import PipelineFns, StackFns
 from jaxstack.pipeline.functions import Layer
 from jaxstack.training.gradients import Key, Part, Share
@@ -36,7 +37,7 @@ def pipeline_fns(
       totals: of the global batch.
     """
     model = families.of(cfg)
-    stacks = model.stacks(cfg)
+    stacks = model.layers(cfg)
     spec = families.spec(cfg)
     ctx = ctx.within_stage
     trained, _ = parameters.partition(spec, spec)
@@ -52,8 +53,8 @@ def pipeline_fns(
             weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
         ) -> tuple[Stream, jax.Array, Aux]:
             x, side = stream
-            x, aux = stack.step(cfg, ctx, weights, x, index, inputs[0].of_stack(name, side))
-            return (x, side), jnp.asarray(objective.extras.loss(aux, totals.counts, name)), aux
+            x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs[0].of_stack(name, side))
+            return (x, side), jnp.asarray(objective.extras.loss(values, totals.counts, name)), values
 
         return remat(ctx, step)
 

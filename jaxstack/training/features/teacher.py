@@ -57,7 +57,7 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
         return jnp.take_along_axis(ids, at, axis=-1), lse.log_probs(found)
 
     def work(values: Params, batch: Batch) -> dict[str, jax.Array]:
-        hidden, _ = decoder.FAMILY.hidden_states(model, values, batch, ctx)
+        hidden, _ = families.of(model).hidden_states(model, values, batch, ctx)
         B, S, D = hidden.shape
         size = max(1, min(S, ctx.ops.loss_chunk // B))
         padded = jnp.pad(hidden, ((0, 0), (0, -S % size), (0, 0))).reshape(B, -1, size, D).swapaxes(0, 1)

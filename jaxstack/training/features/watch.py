@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.features.watching import TAPS, Watcher, moments
 from jaxstack.models import params as parameters
-from jaxstack.models import watch as taps
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param, Params
+from jaxstack.models.values import observed
 from jaxstack.sharding.totals import Measured
 from jaxstack.training.losses import Metrics
 from jaxstack.training.step import Probe
@@ -46,9 +47,9 @@ class Watched:
     names: frozenset[str]
 
     @property
-    def taps(self) -> frozenset[str]:
-        """The names of activations within a layer, for `Context.watch`."""
-        return frozenset(tap for tap in taps.TAPS if any(name.endswith(f"/{tap}") for name in self.names))
+    def watcher(self) -> Watcher:
+        """Measures the activations among them, for `Context.observer`."""
+        return Watcher(frozenset(tap for tap in TAPS if any(name.endswith(f"/{tap}") for name in self.names)))
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class WatchProbe(Probe):
 
     def metrics(self, sums: Metrics, grads: Params, grad_norm: jax.Array, updated: Metrics) -> Metrics:
         """Returns `watch`: the activations among the sums, the statistics of gradients, and `updated`."""
-        activations = {name: value for name, value in taps.only(sums).items() if name in self.watched.names}
+        activations = {name: value for name, value in observed(sums).items() if name in self.watched.names}
         return {"watch": activations | self._measure("gradient", grads) | updated}
 
     def _measure(self, kind: str, tree: Params) -> Metrics:
         figures: Metrics = {}
         for path, p, x in self._trained(tree):
             if f"{path}/{kind}" in self.watched.names:
-                sums, largest = taps.moments(x, keep=p.stacked)
+                sums, largest = moments(x, keep=p.stacked)
                 padding = prod(p.shape[p.stacked :]) - prod((p.unpadded or p.shape)[p.stacked :])
                 sums |= {name: sums[name] - padding for name in ("count", "zeros")}  # padding is zero
                 figures[f"{path}/{kind}"] = _in_layer_order(self.ctx, path, p, Measured(sums, largest))
@@ -126,12 +127,12 @@ def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]
       arrays: of a batch.
       dtype: of activations.
     """
-    ctx = Context(dtype=jnp.dtype(dtype), watch=frozenset(taps.TAPS))
+    ctx = Context(dtype=jnp.dtype(dtype), observer=Watcher(frozenset(TAPS)))
     model = families.of(cfg)
     batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
     params = parameters.abstract(families.spec(cfg))
-    _, aux = jax.eval_shape(lambda params, batch: model.hidden_states(cfg, params, batch, ctx), params, batch)
-    depths = {name: jax.tree.leaves(measured)[0].shape[0] for name, measured in taps.only(aux).items()}
+    _, values = jax.eval_shape(lambda params, batch: model.hidden_states(cfg, params, batch, ctx), params, batch)
+    depths = {name: jax.tree.leaves(measured)[0].shape[0] for name, measured in observed(values).items()}
     for path, p in trained(cfg).items():
         depths |= {f"{path}/{kind}": p.shape[0] if p.stacked else None for kind in KINDS}
     found: dict[str, str] = {}

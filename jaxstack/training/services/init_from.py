@@ -16,9 +16,9 @@ from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
+from jaxstack.features import adapters
 from jaxstack.hf import peft
 from jaxstack.hf.pretrained import PretrainedFolder
-from jaxstack.models import lora
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -99,8 +99,8 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
         return params
     shardings = jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(families.spec(run.model.base)))
 
-    def merge(adapters: Params, base: Params) -> Params:
-        return lora.merge_adapters(run.model.lora, parameters.combine(adapters, base))
+    def merge(trained: Params, base: Params) -> Params:
+        return adapters.merge_adapters(run.model.lora, parameters.combine(trained, base))
 
     return jax.jit(merge, out_shardings=shardings, donate_argnums=1)(
         *parameters.partition(families.spec(run.model), params)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) as a transformation of a model's declarations.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): the family whose layers have them.
 
 A matrix `w_q` gets two more, `lora_a_q` and `lora_b_q`, and the layer computes x w + alpha / rank (x a) b. This second
 path costs T rank (in + out) more multiplications for T tokens. Training then needs no gradient with respect to w, which
@@ -18,14 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack import kernels
-from jaxstack.config import ConfigError, LoraConfig
+from jaxstack.config import ConfigError, LoraConfig, ModelConfig
+from jaxstack.kernels import Adapted
 from jaxstack.kernels.taps import Tapped
+from jaxstack.models.blocks import Stack
+from jaxstack.models.family import Extras, Family
 from jaxstack.models.params import Param, Params, Spec, flat_spec, map_spec
 
 A, B = "lora_a_", "lora_b_"
 
 
-def add_adapters(spec: Spec, cfg: LoraConfig, stacks: Sequence[str] = ("layers",)) -> Spec:
+def add_adapters(spec: Spec, cfg: LoraConfig, stacks: Sequence[str]) -> Spec:
     """Adds adapters to the declarations of the layers of a model's stacks, and freezes everything else.
 
     Each matrix [in, out] of each layer and expert has an adapter of its own. a [in, rank] starts normal with standard
@@ -81,18 +84,35 @@ def _adapter(p: Param, rank: int) -> tuple[Param, Param]:
     return a, b
 
 
-def with_adapters_of(params: Params, spec: Spec, rank: int) -> Spec:
-    """Returns the declarations of a group, and those of the adapters that `params` has for its matrices."""
-    found: Spec = {}
-    for name, below in spec.items():
+def with_adapters(family: Family) -> Family:
+    """Returns the family with adapters in its layers, and everything else frozen, also the biases of routers.
+
+    A matrix and its adapter become one `kernels.Adapted` before a layer reads its parameters.
+    """
+
+    def spec(cfg: ModelConfig) -> Spec:
+        return add_adapters(family.spec(cfg), cfg.lora, [*family.stacks(cfg)])
+
+    def stacks(cfg: ModelConfig) -> dict[str, Stack]:
+        join = partial(join_adapters, cfg.lora)
+        return {name: replace(stack, prepare=join) for name, stack in family.stacks(cfg).items()}
+
+    def extras(cfg: ModelConfig) -> Extras:
+        return replace(family.extras(cfg), after_update=Extras().after_update)
+
+    return replace(family, spec=spec, stacks=stacks, extras=extras)
+
+
+def join_adapters(cfg: LoraConfig, params: Params) -> Params:
+    """Returns a group of parameters in which each matrix that has an adapter is one `kernels.Adapted` with it."""
+    joined: Params = {}
+    for name, below in params.items():
         if isinstance(below, dict):
-            found[name] = with_adapters_of(params[name], below, rank)
-            continue
-        found[name] = below
-        suffix = name.removeprefix("w_")
-        if f"{A}{suffix}" in params:
-            found[f"{A}{suffix}"], found[f"{B}{suffix}"] = _adapter(below, rank)
-    return found
+            joined[name] = join_adapters(cfg, below)
+        elif not name.startswith((A, B)):
+            adapter = get_adapter(cfg, params, name.removeprefix("w_"))
+            joined[name] = below if adapter is None else Adapted(below, *adapter)
+    return joined
 
 
 def get_adapter(cfg: LoraConfig, params: Params, name: str) -> tuple[jax.Array, jax.Array] | None:

@@ -1,24 +1,21 @@
 """Measures named activations, gradients and updates, for `debug.watch`.
 
-A layer returns the statistics of the activations that `Context.watch` names among its auxiliary values. They are sums
-and maxima (`sharding.totals`), so that they are exact whatever splits the batch. Nothing is measured where no name is
-watched: the program is then the same.
+A `Watcher` measures the activations that layers show to it, see `Context.observe`. The statistics are sums and maxima
+(`sharding.totals`), so that they are exact whatever splits the batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux
+from jaxstack.models.context import Context, Observable
+from jaxstack.models.values import OBSERVED, Aux, Mean
 from jaxstack.sharding import collectives
 from jaxstack.sharding.totals import Measured
-
-PREFIX = "watch/"
-"""Begins the names of such auxiliary values."""
 
 TAPS = {
     "residual/in": "residual stream that the layer reads; of the first layer, the output of the embedding",
@@ -47,65 +44,31 @@ EXPONENTS = range(-40, 17)
 """The bins of a histogram are at these powers of two."""
 
 
-def measure(ctx: Context, arrays: Mapping[str, jax.Array], *axes: str) -> Aux:
-    """Returns the statistics of those activations that are watched, as auxiliary values.
+@dataclass(frozen=True)
+class Watcher:
+    """Measures the activations of a layer with these names, for `Context.observer`."""
 
-    Args:
-      ctx: execution context.
-      arrays: this device's parts of the activations, by their names, see `TAPS`.
-      axes: logical axes of their dimensions that are split, such as `batch` and `residual`.
-    """
-    found: Aux = {}
-    for name, x in arrays.items():
-        if name in ctx.watch:
-            found |= _aux(ctx, name, *moments(jax.lax.stop_gradient(x)), *axes)
-    return found
+    names: frozenset[str]
 
-
-def measure_mean(ctx: Context, name: str, total: jax.Array, counts: jax.Array | int, *axes: str) -> Aux:
-    """Returns a mean over tokens as auxiliary values, if it is watched; see `measure`.
-
-    Args:
-      ctx: execution context.
-      name: one of `TAPS`.
-      total: sum over the tokens of this device.
-      counts: which of these tokens count, or how many.
-      axes: logical axes that split the tokens.
-    """
-    if name not in ctx.watch:
-        return {}
-    count = jnp.float32(counts) if isinstance(counts, int) else counts.sum(dtype=jnp.float32)
-    return _aux(ctx, name, {"total": total, "count": count}, None, *axes)
-
-
-def measure_largest(ctx: Context, name: str, largest: jax.Array, *axes: str) -> Aux:
-    """Returns a maximum as auxiliary values, from that of this device; see `measure`."""
-    return _aux(ctx, name, {}, largest, *axes) if name in ctx.watch else {}
-
-
-def _aux(ctx: Context, name: str, sums: dict[str, jax.Array], largest: jax.Array | None, *axes: str) -> Aux:
-    assert name in TAPS, name
-    split = ctx.layout.axes(*axes)
-    sums, largest = jax.tree.map(lambda a: collectives.varying(jax.lax.stop_gradient(a), split), (sums, largest))
-    return {PREFIX + name: Measured(sums, largest, tuple(axis for axis in split if axis not in ctx.layout.token_axes))}
-
-
-def within(group: str, aux: Aux) -> Aux:
-    """Returns auxiliary values in which the names of watched ones begin with a group, such as the stack's."""
-    return {
-        f"{PREFIX}{group}/{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else name: value
-        for name, value in aux.items()
-    }
-
-
-def without(aux: Aux) -> Aux:
-    """Returns the auxiliary values that are not those of watched activations."""
-    return {name: value for name, value in aux.items() if not name.startswith(PREFIX)}
-
-
-def only(aux: Aux) -> Aux:
-    """Returns the auxiliary values of watched activations, by their names without the prefix."""
-    return {name.removeprefix(PREFIX): value for name, value in aux.items() if name.startswith(PREFIX)}
+    def __call__(self, ctx: Context, name: str, value: Observable, axes: Sequence[str], /) -> Aux:
+        """Returns the statistics of an activation, if it is watched; see `Observer`."""
+        assert name in TAPS, name
+        if name not in self.names:
+            return {}
+        sums: dict[str, jax.Array]
+        largest: jax.Array | None
+        if isinstance(value, Mean):
+            sums = {"total": value.total, "count": value.tokens}
+            largest = None
+        elif callable(value):
+            sums = {}
+            largest = value()
+        else:
+            sums, largest = moments(jax.lax.stop_gradient(value))
+        split = ctx.layout.axes(*axes)
+        sums, largest = jax.tree.map(lambda a: collectives.varying(jax.lax.stop_gradient(a), split), (sums, largest))
+        others = tuple(axis for axis in split if axis not in ctx.layout.token_axes)
+        return {OBSERVED + name: Measured(sums, largest, others)}
 
 
 def moments(x: jax.Array, keep: int = 0) -> tuple[dict[str, jax.Array], jax.Array]:

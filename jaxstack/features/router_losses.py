@@ -3,19 +3,20 @@
 import functools
 import itertools
 import operator
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxstack import families, moe
+from jaxstack import moe
 from jaxstack.common.tree import Batch
 from jaxstack.config import ModelConfig
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import Aux
-from jaxstack.models.params import flat_spec
+from jaxstack.models.family import Extras
+from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
-from jaxstack.training.losses import Extras, Metrics
 
 
 class Counts(NamedTuple):
@@ -31,22 +32,22 @@ class Counts(NamedTuple):
     sequences: dict[str, jax.Array | float]
 
 
-def extras(cfg: ModelConfig) -> Extras:
-    """Returns what the experts of a model add to a training step."""
+def extras(cfg: ModelConfig, stacks: Mapping[str, Stack]) -> Extras:
+    """Returns what the experts in the layers of some stacks add to a training step."""
+    depths = {name: stack.depth for name, stack in stacks.items()}
     return Extras(
-        count=lambda batch, ctx: count(cfg, batch, ctx),
-        loss=lambda aux, counts, stack: router_loss(cfg, aux, counts, stack),
-        totals=lambda counts: routing_totals(cfg, counts),
+        count=lambda batch, ctx: count(cfg, stacks, batch, ctx),
+        loss=lambda values, counts, stack: router_loss(cfg, depths, values, counts, stack),
+        totals=lambda counts: routing_totals(depths, counts),
         metrics=routing_metrics,
-        after_update=lambda params, sums, ctx: families.of(cfg).after_update(cfg, params, sums, ctx),
     )
 
 
-def count(cfg: ModelConfig, batch: Batch, ctx: Context) -> Counts:
+def count(cfg: ModelConfig, stacks: Mapping[str, Stack], batch: Batch, ctx: Context) -> Counts:
     """Returns the totals over all devices, from this device's tokens."""
     tokens: dict[str, jax.Array | float] = {}
     sequences: dict[str, jax.Array | float] = {}
-    for name, stack in families.of(cfg).stacks(cfg).items():
+    for name, stack in stacks.items():
         weights = batch[stack.counts or cfg.objective.terms[0].weights]  # [B, S]
         tokens_of_row = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
         tokens_of_sequence = collectives.all_reduce(tokens_of_row, ctx.layout.axes("sequence"))
@@ -56,54 +57,48 @@ def count(cfg: ModelConfig, batch: Batch, ctx: Context) -> Counts:
     return Counts(tokens, sequences)
 
 
-def router_loss(cfg: ModelConfig, aux: Aux, counts: Counts, stack: str | None = None) -> jax.Array | float:
+def router_loss(
+    cfg: ModelConfig, depths: Mapping[str, int], values: Aux, counts: Counts, stack: str | None = None
+) -> jax.Array | float:
     """Returns what the routers add to the objective, from this device's sums of one microbatch.
 
     The shares add up over devices and microbatches to the value that one device gets from the global batch.
 
     Args:
-      cfg: the model.
-      aux: auxiliary values of the layers.
+      depths: number of layers of each stack that has experts.
+      values: named values of the layers.
       counts: of the global batch.
-      stack: the stack that `aux` is of. `None` means all.
+      stack: the stack that the values are of. `None` means all.
     """
-    aux = {name: aux[name] for name in ("balance_loss", "z_loss") if name in aux}
-    if not aux:
+    values = {name: values[name] for name in ("balance_loss", "z_loss") if name in values}
+    if not values:
         return 0.0
-    depths = _depths(cfg)
     if stack is None and len(depths) > 1:
-        parts = _by_stack(depths, aux)
-        return functools.reduce(operator.add, (router_loss(cfg, part, counts, name) for name, part in parts.items()))
+        parts = _by_stack(depths, values)
+        shares = (router_loss(cfg, depths, part, counts, name) for name, part in parts.items())
+        return functools.reduce(operator.add, shares)
     stack = stack or next(iter(depths))
     balance: jax.Array | float = 0.0
     z: jax.Array | float = 0.0
     if cfg.moe.router == "softmax":
-        balance = cfg.moe.aux_loss_weight * aux["balance_loss"].sum()
+        balance = cfg.moe.aux_loss_weight * values["balance_loss"].sum()
     if cfg.moe.router in ("softmax", "sigmoid"):
-        z = cfg.moe.z_loss_weight * aux["z_loss"].sum()
+        z = cfg.moe.z_loss_weight * values["z_loss"].sum()
     tokens = jnp.maximum(counts.tokens[stack], 1.0)
     sequences = jnp.maximum(counts.sequences[stack], 1.0)
     return (balance / sequences + z / tokens) / sum(depths.values())
 
 
-def _depths(cfg: ModelConfig) -> dict[str, int]:
-    """Returns the number of layers of each stack that has experts."""
-    spec = families.spec(cfg)
-    routed = {name for name in spec if any("moe" in path.split("/") for path in flat_spec(spec[name]))}
-    return {name: stack.depth for name, stack in families.of(cfg).stacks(cfg).items() if name in routed}
-
-
-def _by_stack(depths: dict[str, int], aux: Aux) -> dict[str, Aux]:
-    """Returns the auxiliary values of each stack, from the values of all layers [L, ...]."""
+def _by_stack(depths: Mapping[str, int], values: Aux) -> dict[str, Aux]:
+    """Returns the named values of each stack, from the values of all layers [L, ...]."""
     parts = {}
     for (name, depth), end in zip(depths.items(), itertools.accumulate(depths.values()), strict=True):
-        parts[name] = {key: array[end - depth : end] for key, array in aux.items()}
+        parts[name] = {key: array[end - depth : end] for key, array in values.items()}
     return parts
 
 
-def routing_totals(cfg: ModelConfig, counts: Counts) -> Aux:
+def routing_totals(depths: Mapping[str, int], counts: Counts) -> Aux:
     """Returns the totals that `routing_metrics` divides by: scalars, or [L] where stacks count different tokens."""
-    depths = _depths(cfg)
     totals = {"counted_tokens": counts.tokens, "counted_sequences": counts.sequences}
     if len(depths) == 1:
         (only,) = depths
@@ -114,7 +109,7 @@ def routing_totals(cfg: ModelConfig, counts: Counts) -> Aux:
     }
 
 
-def routing_metrics(sums: Metrics) -> Metrics:
+def routing_metrics(sums: Aux) -> Aux:
     """Returns figures for the log: the load of the worst layer, and means over layers of the others.
 
     `sums` are the sums of a step, with the totals of `routing_totals`.

@@ -8,10 +8,29 @@ the hidden states before it are divided by m instead; for another head the two f
 
 from dataclasses import replace
 
-from jaxstack.models.params import Param, Spec, map_spec
+from jaxstack import kernels
+from jaxstack.common.tree import PyTree
+from jaxstack.config import ModelConfig
+from jaxstack.models.context import Context
+from jaxstack.models.family import Family
+from jaxstack.models.layer_inputs import LayerInputs
+from jaxstack.models.params import Param, Params, Spec, map_spec
 
 GROWING = frozenset({"embed", "expert_embed", "heads", "kv_heads", "mlp"})
 """Logical axes whose sizes are in proportion to the width of a model."""
+
+
+def with_width(family: Family) -> Family:
+    """Returns the family with the initial values of muP, and where the head is tied with the hidden states divided."""
+
+    def spec(cfg: ModelConfig) -> Spec:
+        return scale_to_width(family.spec(cfg), cfg.width_ratio)
+
+    def final_norm(cfg: ModelConfig, params: Params, x: PyTree, inputs: LayerInputs, ctx: Context) -> PyTree:
+        x = family.final_norm(cfg, params, x, inputs, ctx)
+        return kernels.multiply_in_float32(x, 1 / cfg.width_ratio) if cfg.tied_embeddings else x
+
+    return replace(family, spec=spec, final_norm=final_norm)
 
 
 def scale_to_width(spec: Spec, ratio: float) -> Spec:
