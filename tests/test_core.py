@@ -24,6 +24,7 @@ CORE = (
     "models/ops.py",
     "models/params.py",
     "models/partitioned.py",
+    "models/values.py",
     "training/gradients.py",
     "training/losses.py",
     "training/step.py",
@@ -39,12 +40,9 @@ WORDS = re.compile(
 """Words of features: of models with experts, of adapters, of quantisation-aware training, and so on."""
 
 NAMED = {
-    "blocks.py": 6,  # chooses experts or an MLP, and calls cross attention and watching
-    "context.py": 3,  # carries what is watched, and where experts are stored
-    "decoder.py": 25,  # declares experts and adapters, and mixes the loss of a teacher
-    "forward.py": 2,  # names watched values by their stack
-    "layer_inputs.py": 2,  # carries the inputs of gates and of an encoder
-    "layers.py": 13,  # adds adapters to products, measures what is watched, and has cross attention
+    "blocks.py": 1,  # saves the tokens of experts, by the name of their array
+    "context.py": 2,  # carries where experts are stored
+    "layer_inputs.py": 2,  # carries the inputs of gates, and the types of an encoder's tokens
     "layout.py": 2,  # never gathers experts, and names the rounds to them
     "ops.py": 3,  # lists the implementations of experts beside the others
     "params.py": 3,  # has the ratio of widths, and tells adapters from matrices

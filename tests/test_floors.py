@@ -19,6 +19,7 @@ FLOORS = {
     "moe": 4,
     "pipeline": 4,
     "models": 5,
+    "features": 6,
     "families": 7,
     "hf": 8,
     "training": 9,

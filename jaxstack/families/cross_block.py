@@ -3,6 +3,7 @@
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack import kernels
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.kernels import AttentionMask
@@ -32,7 +33,7 @@ def cross_block(
 ) -> jax.Array:  # [B, T/n, D] -> [B, T/n, D]
     """Runs one layer: attention, attention to the encoder, and MLP; see `blocks.block`.
 
-    `cache` is that of `layers.attention` and of `layers.cross_attention`.
+    `cache` is that of `layers.attention` and of `cross_attention`.
     """
     ctx.observe("residual/in", x, *RESIDUAL)
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
@@ -43,7 +44,7 @@ def cross_block(
     x = checkpoint_name(x + dropout(cfg, "attention", h, inputs), "residual")
 
     h = layers.norm(cfg, params["cross_norm"], x, ctx)
-    h = layers.cross_attention(cfg, params["cross"], h, ctx, inputs, cache)
+    h = cross_attention(cfg, params["cross"], h, ctx, inputs, cache)
     x = checkpoint_name(x + dropout(cfg, "cross", h, inputs), "residual")
     ctx.observe("residual/attention", x, *RESIDUAL)
 
@@ -55,3 +56,48 @@ def cross_block(
     x = x + dropout(cfg, "mlp", h, inputs)
     ctx.observe("residual/out", x, *RESIDUAL)
     return x
+
+
+def cross_attention(
+    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, inputs: LayerInputs, cache: Params | None = None
+) -> jax.Array:  # [B, T/n, D] -> [B, T/n, D]
+    """Computes attention from the tokens of a decoder to the tokens of an encoder, in the same segment.
+
+    Args:
+      params: the group `cross` of a layer, with the projections of `attention_spec`.
+      x: this device's part of the decoder's residual stream.
+      inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
+      cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
+        take the place of `encoded`, and each row is one segment.
+    """
+    assert inputs.encoder is not None
+    q = layers.linear(cfg, params, "q", ctx.layout.gather_activations(x, "heads"), ctx, "heads")
+    if cfg.qk_norm:
+        q = layers.norm(cfg, params["q_norm"], q, ctx, "rms")
+    if cache:
+        assert inputs.encoder.segment_ids is not None
+        visible = inputs.encoder.segment_ids != 0
+        keys = cache["cross_keys"], cache["cross_values"]
+        return layers.project_out(
+            cfg, params, kernels.cached_cross_attention(q, *keys, visible, **layers.score_options(cfg)), ctx
+        )
+    k, v = cross_keys(cfg, params, inputs.side["encoded"], ctx)
+    q = checkpoint_name(q, "query")
+    k = checkpoint_name(k, "key")
+    v = checkpoint_name(v, "value")
+    options = layers.score_options(cfg) | {"mask": AttentionMask(kind="cross")}
+    mixed = layers.attention_region(
+        ctx, "cross", options, (q, k, v, inputs.segment_ids, inputs.encoder.segment_ids, None)
+    )
+    y = layers.project_out(cfg, params, mixed, ctx)
+    ctx.observe("cross/out", y, *RESIDUAL)
+    return y
+
+
+def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and the values [B, S, G, K] of an encoder's output [B, S, D], for `cross_attention`."""
+    k = layers.linear(cfg, params, "k", encoded, ctx, "heads")
+    v = layers.linear(cfg, params, "v", encoded, ctx, "heads")
+    if cfg.qk_norm:
+        k = layers.norm(cfg, params["k_norm"], k, ctx, "rms")
+    return k, v

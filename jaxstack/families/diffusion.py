@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.families.cross_block import cross_attention
 from jaxstack.families.noise_path import Path, time_of
 from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.models import decoder, layers
@@ -313,7 +314,7 @@ def picture_block(
 
     if inputs.encoder is not None:
         h = layers.norm(cfg, params["cross_norm"], x, ctx)
-        h = layers.cross_attention(cfg, params["cross"], h, ctx, inputs)
+        h = cross_attention(cfg, params["cross"], h, ctx, inputs)
         x = checkpoint_name(x + h, "residual")
 
     h = modulated(cfg, x, mlp_shift, mlp_scale, ctx)

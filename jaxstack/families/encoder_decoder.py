@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ModelConfig
-from jaxstack.families.cross_block import cross_block, cross_spec
+from jaxstack.families.cross_block import cross_block, cross_keys, cross_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack, group_layers, kinds_of, of_one_layer, scan_stack, split_steps
@@ -165,7 +165,7 @@ def encode(cfg: ModelConfig, family: Family, params: Params, batch: Batch, ctx: 
 
     def one_layer(weights: Params) -> Params:
         gathered = stacks["decoder"].prepare(ctx.layout.gather_params(declared, weights))
-        k, v = layers.cross_keys(cfg, gathered, side["encoded"], ctx)
+        k, v = cross_keys(cfg, gathered, side["encoded"], ctx)
         return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
 
     weights = [kind["cross"] for kind in kinds_of(params["decoder"])]

@@ -34,8 +34,8 @@ HARD_GATES = ("domain", "timestep")
 def with_experts(family: Family) -> Family:
     """Returns the family with experts in place of the MLP of its layers.
 
-    With `moe.every` above 1, one layer of each unit of so many has experts, see `blocks.alternate`. The losses of the
-    router and what is logged of it are `router_losses`. Where the router has a bias, a step moves it.
+    With `moe.every` above 1, one layer of each unit of that many layers has experts, see `blocks.alternate`. The losses
+    of the router and what is logged of it are `router_losses`. Where the router has a bias, a step moves it.
     """
 
     def spec(cfg: ModelConfig) -> Spec:

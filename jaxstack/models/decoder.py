@@ -9,8 +9,9 @@ rows of this device, S tokens of a row within attention, S/n tokens of a row in 
 sequence parallelism), D width, V vocabulary, L layers.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -201,35 +202,50 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     """Returns the sum `loss` of weight * negative log-likelihood of the next tokens, in nats.
 
     Args:
-      cfg: the model.
       params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
-      batch: `targets` and `loss_weights` [B, S]. With a teacher also `teacher_ids` and `teacher_log_probs` [B, S, K],
-        and how both losses are mixed, `distill`; see `kernels.distillation_loss`.
-      ctx: execution context.
+      batch: `targets` and `loss_weights` [B, S].
+    """
+    cross_entropy = partial(kernels.cross_entropy, implementation=ctx.ops.cross_entropy)
+    arrays = batch["targets"], batch["loss_weights"]
+    return {"loss": sum_over_vocabulary(cross_entropy, cfg, params, hidden, arrays, ctx)}
+
+
+def sum_over_vocabulary(
+    measure: Callable[..., jax.Array],
+    cfg: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    arrays: Sequence[jax.Array],
+    ctx: Context,
+) -> jax.Array:
+    """Returns a sum over tokens of what the head says of them, of which each device has a part of the vocabulary.
+
+    Args:
+      measure: returns the sum over this device's tokens, from hidden states, the head [D, V/n] and the arrays; its
+        other arguments are those of `kernels.cross_entropy`.
+      params: as `spec` declares them.
+      hidden: normalised hidden states [B, S, D].
+      arrays: each [B, S, ...].
     """
 
-    def work(
-        ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array, *teacher: jax.Array
-    ) -> jax.Array:
-        given = hidden, head(cfg, params, ctx), targets, weights
-        options: dict[str, Any] = {
-            "softcap": cfg.logit_softcap,
-            "vocab_axes": ctx.layout.axes("vocab"),
-            "vocab_size": cfg.vocab,
-            "chunk": ctx.ops.loss_chunk,
-        }
-        if teacher:
-            ids, log_probs = teacher
-            return kernels.distillation_loss(*given, (ids, log_probs), batch["distill"], **options)  # type: ignore[arg-type]
-        return kernels.cross_entropy(*given, **options, implementation=ctx.ops.cross_entropy)
+    def work(ctx: Context, params: Params, hidden: jax.Array, *arrays: jax.Array) -> jax.Array:
+        return measure(
+            hidden,
+            head(cfg, params, ctx),
+            *arrays,
+            softcap=cfg.logit_softcap,
+            vocab_axes=ctx.layout.axes("vocab"),
+            vocab_size=cfg.vocab,
+            chunk=ctx.ops.loss_chunk,
+        )
 
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
-    only, rows = {group: {name: spec(cfg)[group][name]}}, ("batch", "sequence")
-    taught = [batch[name] for name in ("teacher_ids", "teacher_log_probs") if name in batch]
-    arguments = {group: {name: params[group][name]}}, hidden, batch["targets"], batch["loss_weights"], *taught
-    return {"loss": ctx.sum_region(work, arguments, (only, *[rows] * (len(arguments) - 1)))}
+    declared = {group: {name: spec(cfg)[group][name]}}
+    arguments = {group: {name: params[group][name]}}, hidden, *arrays
+    total: jax.Array = ctx.sum_region(work, arguments, (declared, *[("batch", "sequence")] * (len(arguments) - 1)))
+    return total
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

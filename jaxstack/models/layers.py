@@ -185,7 +185,7 @@ def attention(
         ctx.keep("keys", k.transpose(0, 2, 3, 1))
         ctx.keep("values", v.swapaxes(1, 2))
 
-    options = _score_options(cfg)
+    options = score_options(cfg)
     table = inputs.side["relative"] if cfg.positions == "relative" else None
     if cache:
         assert mask.causal, "a cache has the tokens before these"
@@ -194,65 +194,26 @@ def attention(
         mixed = kernels.cached_attention(q, k, v, *earlier, window=mask.window, bias=bias, **options)
     else:
         options |= {"mask": mask, "max_distance": cfg.relative_distance}
-        mixed = _attention_region(ctx, "attention", options, (q, k, v, inputs.segment_ids, None, table))
+        mixed = attention_region(ctx, "attention", options, (q, k, v, inputs.segment_ids, None, table))
     ctx.observe("attention/mixed", mixed, *HEADS)
-    y = _project_out(cfg, params, mixed, ctx)
+    y = project_out(cfg, params, mixed, ctx)
     ctx.observe("attention/out", y, *RESIDUAL)
     return y
 
 
-def cross_attention(
-    cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, inputs: LayerInputs, cache: Params | None = None
-) -> jax.Array:  # [B, T/n, D] -> [B, T/n, D]
-    """Computes attention from the tokens of a decoder to the tokens of an encoder, in the same segment.
-
-    Args:
-      params: the group `cross` of a layer, with the projections of `attention_spec`.
-      x: this device's part of the decoder's residual stream.
-      inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
-      cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
-        take the place of `encoded`, and each row is one segment.
-    """
-    assert inputs.encoder is not None
-    q = linear(cfg, params, "q", ctx.layout.gather_activations(x, "heads"), ctx, "heads")
-    if cfg.qk_norm:
-        q = norm(cfg, params["q_norm"], q, ctx, "rms")
-    if cache:
-        assert inputs.encoder.segment_ids is not None
-        visible = inputs.encoder.segment_ids != 0
-        keys = cache["cross_keys"], cache["cross_values"]
-        return _project_out(cfg, params, kernels.cached_cross_attention(q, *keys, visible, **_score_options(cfg)), ctx)
-    k, v = cross_keys(cfg, params, inputs.side["encoded"], ctx)
-    q = checkpoint_name(q, "query")
-    k = checkpoint_name(k, "key")
-    v = checkpoint_name(v, "value")
-    options = _score_options(cfg) | {"mask": AttentionMask(kind="cross")}
-    mixed = _attention_region(ctx, "cross", options, (q, k, v, inputs.segment_ids, inputs.encoder.segment_ids, None))
-    y = _project_out(cfg, params, mixed, ctx)
-    ctx.observe("cross/out", y, *RESIDUAL)
-    return y
-
-
-def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and the values [B, S, G, K] of an encoder's output [B, S, D], for `cross_attention`."""
-    k = linear(cfg, params, "k", encoded, ctx, "heads")
-    v = linear(cfg, params, "v", encoded, ctx, "heads")
-    if cfg.qk_norm:
-        k = norm(cfg, params["k_norm"], k, ctx, "rms")
-    return k, v
-
-
-def _score_options(cfg: ModelConfig) -> dict[str, Any]:
+def score_options(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns how queries and keys are scored, for the functions of `kernels`."""
     scale = cfg.head_width**-0.5 if cfg.attention_scale is None else cfg.attention_scale
     return {"scale": scale, "softcap": cfg.attention_softcap}
 
 
-def _project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Context) -> jax.Array:
+def project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the output of attention [B, S/n, D], from the mixed values of each head [B, S, H, K]."""
     y = ctx.layout.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
     return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
 
 
-def _attention_region(
+def attention_region(
     ctx: Context, group: str, options: dict[str, Any], arguments: tuple[jax.Array | None, ...]
 ) -> jax.Array:
     """Runs `_attend` on the arguments from `q` on; `group` begins the names of observed values."""

@@ -45,6 +45,8 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     spec = families.spec(model)
     ctx = within_step(ctx)
     objective = objective or objective_of(model)
+    if cfg.distill.teacher is not None:
+        objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill))
 
     if ctx.layout.pipeline is None:
         share = plain(model, ctx, objective)
@@ -61,8 +63,6 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
         share = summed_once(share, ctx, spec)
     if train.noise_scale:
         share = noise_scale.totalled(share, ctx)
-    if cfg.distill.teacher is not None:
-        share = teacher.taught(share, cfg.distill)
     gradients = over_devices(share, ctx, objective, spec)
     if train.rounding is not None:
         gradients = qat.rounded(gradients, model, train.rounding)

@@ -7,12 +7,12 @@ DIT, IMAGES = "models/test_diffusion.py -k 'second or path or sampler'", "data/t
 mistakes(
     "diffusion", "families/diffusion.py", DIT,
     ("(normal, 1 + scale.astype(jnp.float32))", "(normal, scale.astype(jnp.float32))"),
-    ("x = x + kernels.multiply_in_float32(h, made[5])", "x = x + h"),
+    ("x = x + kernels.multiply_in_float32(h, mlp_gate)", "x = x + h"),
     ("{\"condition\": jax.nn.silu(h)}", "{\"condition\": h}"),
     ("(weights * squares).sum()", "squares.sum()"),
     ("6.0 * modulation + 2 * (4 * time + 6 * out)", "6.0 * modulation + 4 * time + 6 * out", "planner/test_aot.py -k matmuls"),
-    ("checkpoint_name(x + h, \"residual\"), aux", "checkpoint_name(made[2] * h, \"residual\"), aux"),
-    ("layers.norm(cfg, values[\"cross_norm\"], x, ctx)", "modulated(cfg, x, made[0], made[1], ctx)"),
+    ("checkpoint_name(x + h, \"residual\")", "checkpoint_name(gate * h, \"residual\")"),
+    ("layers.norm(cfg, params[\"cross_norm\"], x, ctx)", "modulated(cfg, x, shift, scale, ctx)"),
     ("layers.norm(cfg, params[\"text_norm\"], x, ctx), \"heads\"", "x, \"heads\""),
     ("words * (text_len / seq_len - 1)", "words * (text_len / seq_len)", "planner/test_aot.py -k 'texts and dit_text'"),
     ("cfg.num_layers * text_len\n", "cfg.num_layers * seq_len\n", "planner/test_aot.py -k 'texts and dit_text'"),
@@ -60,6 +60,6 @@ mistakes(
     "diffusion",
     "families/diffusion.py",
     "training/test_arithmetic.py -k '(step and dit) or modulations'",
-    ("x + kernels.multiply_in_float32(h, made[2])", "x + made[2] * h"),
+    ("x + kernels.multiply_in_float32(h, gate)", "x + gate * h"),
     ("kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32))", "normal * (1 + scale)"),
 )

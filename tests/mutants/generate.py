@@ -58,7 +58,7 @@ mistakes(
 )
 
 mistakes(
-    "lora", "models/lora.py", "models/test_lora.py models/test_by_hand.py -k 'lora or stand or default or mistakes'",
+    "lora", "features/adapters.py", "models/test_lora.py models/test_by_hand.py -k 'lora or stand or default or mistakes'",
     ("factor=cfg.alpha / cfg.rank)", "factor=cfg.rank / cfg.alpha)"),
     ("std=prod(p.shape[lead:inputs]) ** -0.5", "std=prod(p.shape[lead:inputs]) ** 0.5"),
     ('a, b, precision=jax.lax.Precision.HIGHEST)', "a, b) * 2"),

@@ -25,7 +25,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "layers", "models/moe_layer.py", BY_HAND,
+    "layers", "features/experts.py", BY_HAND,
     ("d_ff=F * cfg.moe.shared_experts", "d_ff=F"),
     ('cfg.moe.router == "sigmoid":\n        spec["balance"]', 'cfg.moe.router == "softmax":\n        spec["balance"]'),
 )  # fmt: skip
@@ -42,7 +42,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "layers", "models/moe_layer.py", BY_HAND,
+    "layers", "features/experts.py", BY_HAND,
     ("down = cfg.init_std / (2 * cfg.num_layers) ** 0.5", "down = cfg.init_std / cfg.num_layers**0.5",
      "models/test_model.py -k spread"),
 )  # fmt: skip
@@ -53,7 +53,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "layers", "models/moe_layer.py", BY_HAND,
+    "layers", "features/experts.py", BY_HAND,
     ('Param((D, E), ("embed", "router"), "router", std=cfg.init_std)',
      'Param((D, E), ("embed", "router"), "matrix", std=cfg.init_std)',
      "models/test_model.py -k cast"),
@@ -73,12 +73,12 @@ mistakes(
 
 mistakes(
     "model", "models/blocks.py", BY_HAND,
-    ('x = x + drop("mlp", h)', 'x = x + drop("attention", h)', "models/test_dropout.py -k masks"),
+    ('x = x + dropout(cfg, "mlp", h, inputs)', 'x = x + drop("attention", h)', "models/test_dropout.py -k masks"),
 )  # fmt: skip
 
 mistakes(
     "model", "models/decoder.py", BY_HAND,
-    ("index * len(cfg.windows) + i", "index + i", "models/test_dropout.py -k masks"),
+    ("index * period + i", "index + i", "models/test_dropout.py -k masks"),
     ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.layout.token_index(length))",
      GENERATE + " -k 'greedy and gemma2'"),
 )  # fmt: skip
@@ -89,9 +89,13 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "model", "models/decoder.py", BY_HAND,
-    ('cfg.moe.router != "sigmoid" or cfg.lora.rank:', 'cfg.moe.router != "sigmoid":', "moe/test_experts.py -k frozen"),
-    ('ctx.layout.to_stage_order(aux["load"]), cfg.moe.bias_update_rate', 'ctx.layout.to_stage_order(aux["load"]), -cfg.moe.bias_update_rate', "moe/test_experts.py -k frozen"),
+    "model", "features/adapters.py", BY_HAND,
+    ("after_update=Extras().after_update", "after_update=family.extras(cfg).after_update", "moe/test_experts.py -k frozen"),
+)  # fmt: skip
+
+mistakes(
+    "model", "features/experts.py", BY_HAND,
+    ("counts=load, rate=cfg.moe.bias_update_rate", "counts=load, rate=-cfg.moe.bias_update_rate", "moe/test_experts.py -k frozen"),
 )  # fmt: skip
 
 mistakes(
@@ -103,7 +107,7 @@ mistakes(
 
 mistakes(
     "model", "models/blocks.py", "models/test_encoder.py -k behind",
-    ("stack.step(cfg, ctx, weights, x, count, of_layer())", "stack.step(cfg, ctx, weights, x, 0, of_layer())"),
+    ("stack.step(cfg, ctx, stack, weights, x, count, of_layer())", "stack.step(cfg, ctx, stack, weights, x, 0, of_layer())"),
     ("for i in range(looped, stack.depth)]", "for i in range(looped - 1, stack.depth - 1)]"),
 )  # fmt: skip
 
@@ -114,10 +118,10 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "losses", "training/features/experts.py", BY_HAND,
+    "losses", "features/router_losses.py", BY_HAND,
     ("(balance / sequences + z / tokens) / sum(depths.values())", "balance / sequences + z / tokens"),
     ("batch[stack.counts or cfg.objective.terms[0].weights]", "batch[cfg.objective.terms[0].weights]", "moe/test_experts.py -k each_stack"),
-    ('aux["balance_loss"].sum()', 'aux["balance_loss"].mean()'),
+    ('values["balance_loss"].sum()', 'values["balance_loss"].mean()'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
     ("jnp.sum(weights != 0, axis=1", "jnp.sum(weights == weights, axis=1"),
     ('figures["max_over_mean"].max()', 'figures["max_over_mean"].mean()'),
@@ -127,7 +131,7 @@ mistakes(
     "losses", "models/decoder.py", BY_HAND,
     ('segment_ids=batch.get("segment_ids"),', "segment_ids=None,"),
     ('positions = batch.get("positions", ctx.layout.token_index(length))', "positions = ctx.layout.token_index(length)"),
-    ('"softcap": cfg.logit_softcap', '"softcap": cfg.attention_softcap'),
+    ("softcap=cfg.logit_softcap", "softcap=cfg.attention_softcap"),
     ('rows = batch.get("rows")', "rows = None", STEP + " -k dropout"),
 )  # fmt: skip
 
@@ -170,12 +174,12 @@ mistakes(
         'scores = jnp.einsum("bsd,dv->bsv", hidden, w, preferred_element_type=jnp.float32)',
         'scores = jnp.einsum("bsd,dv->bsv", hidden, w).astype(jnp.float32)',
     ),
-    (
-        "x = kernels.multiply_in_float32(x, 1 / cfg.width_ratio)",
-        "x = x / cfg.width_ratio",
-        ARITHMETIC + " -k 'step and gpt2'",
-    ),
 )
+
+mistakes(
+    "model", "features/width.py", ARITHMETIC + " -k 'step and gpt2'",
+    ("kernels.multiply_in_float32(x, 1 / cfg.width_ratio)", "x / cfg.width_ratio"),
+)  # fmt: skip
 
 mistakes(
     "model",
@@ -198,5 +202,5 @@ mistakes(
     "model",
     "models/blocks.py",
     ARITHMETIC + " -k 'step and (t5 or dit)'",
-    ("wide = jax.tree.map(lambda a: a.astype(jnp.float32), layer_inputs.side)", "wide = layer_inputs.side"),
+    ("wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs.side)", "wide = layer_inputs.side"),
 )

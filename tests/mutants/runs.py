@@ -200,7 +200,7 @@ mistakes(
     "models", "models/shape_errors.py", "models/test_shape_errors.py",
     ("if last.is_own and last.raises:", "if not last.is_own and last.raises:"),
     ("elif size * count == whole:", "elif size == whole * count:"),
-    ("if stack == self.stack)", "if stack != self.stack)"),
+    ("return ends[0] if len(ends) == 1 else", "return path if len(ends) == 1 else"),
     ("found.append((calls, text, value))", "found.append((-calls, text, value))"),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from mutants.rows import mistakes
 WATCH = "training/test_watch.py"
 
 mistakes(
-    "watched", "models/watch.py", WATCH + " -k numpy",
+    "watched", "features/watching.py", WATCH + " -k numpy",
     ("2 * relative - 1", "2 * relative"),
     ("jnp.where(is_last, 1.0, 2 - relative)", "2 - relative"),
 )  # fmt: skip
@@ -25,7 +25,15 @@ mistakes(
     "watched", "kernels/largest_logit.py", WATCH + " -k mixtral", ("Mask(of_queries, of_keys), table", "Mask(), table")
 )
 mistakes(
-    "watched", "models/blocks.py", WATCH + " -k mixtral", ('seen = {"residual/in": x,', 'seen = {"residual/in": x + 1,')
+    "watched",
+    "models/blocks.py",
+    WATCH + " -k mixtral",
+    ('ctx.observe("residual/in", x, *RESIDUAL)', 'ctx.observe("residual/in", x + 1, *RESIDUAL)'),
 )
-mistakes("watched", "models/moe_layer.py", WATCH + " -k mixtral", ("is None else mask\n", "is None else x[..., 0]\n"))
+mistakes(
+    "watched",
+    "features/experts.py",
+    WATCH + " -k mixtral",
+    ("is None else mask.sum(dtype=jnp.float32)", "is None else x.sum(dtype=jnp.float32)"),
+)
 mistakes("watched", "report/heat_maps.py", "report/test_heat_maps.py", ("finite.min() >= 10", "finite.min() >= 1000"))

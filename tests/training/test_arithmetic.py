@@ -56,12 +56,13 @@ SUMS = {
     },
     "reductions": {
         "models/blocks.py::block": _RESIDUAL,
-        "models/blocks.py::_attend_to_encoder": _RESIDUAL,
-        "families/diffusion.py::scan_block": _RESIDUAL,
-        "models/layers.py::linear": "the product of a matrix and that of its adapter",
+        "families/encoder.py::block": _RESIDUAL,
+        "families/cross_block.py::cross_block": _RESIDUAL,
+        "families/diffusion.py::picture_block": _RESIDUAL,
+        "kernels/linear.py::linear": "the product of a matrix and that of its adapter",
         "families/diffusion.py::condition": "the embeddings of a time and a class",
         "moe/expert_mlp.py::product": "the product of a matrix and that of its adapter",
-        "models/moe_layer.py::_moe": "routed experts, summed in float32 and rounded, and shared ones",
+        "features/experts.py::_moe": "routed experts, summed in float32 and rounded, and shared ones",
     },
     "collectives": {
         "sharding/collectives.py::gather": "gradients of activations, of the devices of a tensor group",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack import families, kernels
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.config.training import DistillConfig
 from jaxstack.kernels.cross_entropy import log_sum_exp
@@ -15,19 +15,30 @@ from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, cast_matrices
 from jaxstack.sharding import collectives
-from jaxstack.training.gradients import Key, Part, Share
-from jaxstack.training.losses import BatchTotals
+from jaxstack.training.losses import Loss, Sums
 
 Teach = Callable[[Batch], Batch]
 """Adds `teacher_ids` and `teacher_log_probs` [B, S, K] to a global batch."""
 
 
-def taught(share: Share, distill: DistillConfig) -> Share:
-    """Returns the gradients of the loss that is mixed with the teacher's, for batches of `make_teach`."""
+def taught(loss: Loss, distill: DistillConfig) -> Loss:
+    """Returns the loss of a decoder that is mixed with the teacher's, for batches of `make_teach`.
+
+    A batch that no teacher has seen gets `loss`.
+    """
     mix = kernels.Mix(distill.weight, distill.temperature)
 
-    def mixed(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
-        return share(params, {**batch, "distill": mix}, key, totals)  # type: ignore[dict-item]
+    def measure(
+        hidden: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *teacher: jax.Array, **options: Any
+    ) -> jax.Array:
+        ids, log_probs = teacher
+        return kernels.distillation_loss(hidden, w, targets, weights, (ids, log_probs), mix, **options)
+
+    def mixed(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:
+        if "teacher_ids" not in batch:
+            return loss(cfg, params, hidden, batch, ctx)
+        arrays = [batch[name] for name in ("targets", "loss_weights", "teacher_ids", "teacher_log_probs")]
+        return {"loss": decoder.sum_over_vocabulary(measure, cfg, params, hidden, arrays, ctx)}
 
     return mixed
 
