@@ -97,12 +97,13 @@ def main(args: Namespace) -> None:
     check_value("--name", name, str, None)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
-    if template is not None and (end := end_of_turn_id(template, tokenizer)) is not None:
-        stop = (*stop, end)
+    end = None if template is None else end_of_turn_id(template, tokenizer)
+    stop += () if end is None else (end,)
     cfg = generate.with_arguments(cfg, args)
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
+    generate.note_frame(tokenizer)
     check = partial(generate.check_memory, context)
     run = load_run.open_run(
         path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check, placement=args.placement

@@ -228,7 +228,7 @@ def _tokenizer(cfg: DataConfig, file: Path) -> Tokenizer:
             f"data.format={cfg.format}: {file} does not contain its tokenizer. Set data.tokenizer to its "
             f"tokenizer.json; or to ids, with data.vocab_size, if you do not have it."
         )
-    return make_tokenizer(cfg.tokenizer, ())
+    return make_tokenizer(cfg.tokenizer, (), None, cfg.special_tokens)
 
 
 class _Plain(pickle.Unpickler):
