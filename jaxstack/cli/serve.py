@@ -103,7 +103,6 @@ def main(args: Namespace) -> None:
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
-    generate.note_frame(tokenizer)
     check = partial(generate.check_memory, context)
     run = load_run.open_run(
         path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check, placement=args.placement
@@ -175,6 +174,7 @@ def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int
     from jaxstack.generate.prompt_cache import PromptCache
     from jaxstack.serve.requests import MAX_LOGPROBS
 
+    generate.note_frame(run.tokenizer)
     engine = run.engine(run.config.sample.domain)
     size = args.prompt_cache
     if engine.ctx.layout.replicas > 1:

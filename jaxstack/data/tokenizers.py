@@ -453,7 +453,9 @@ class HFTokenizer(_WithBytes):
 
     def describe_frame(self) -> str:
         """Returns what is put around a text, for users, or an empty string if the file puts nothing there."""
-        before, after = (" ".join(self._tokenizer.id_to_token(i) for i in ids) for ids in (self.before, self.after))
+        before, after = (
+            " ".join(str(self._tokenizer.id_to_token(i)) for i in ids) for ids in (self.before, self.after)
+        )
         if not self._special_tokens:
             return "nothing is put around a text (data.special_tokens=false)"
         parts = [f"begins with {before}"] * bool(before) + [f"ends with {after}"] * bool(after)
@@ -469,7 +471,7 @@ class HFTokenizer(_WithBytes):
 
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""
-        saved = {"kind": "hf", "name": self.name, "tokenizer": self._json, "ends": list(self._ends)}
+        saved: JsonObject = {"kind": "hf", "name": self.name, "tokenizer": self._json, "ends": list(self._ends)}
         if self.chat is not None:
             saved["chat"] = self.chat
         if not self._special_tokens:
