@@ -17,7 +17,7 @@ from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
-from jaxstack.data.tokenizers import HFTokenizer
+from jaxstack.data.tokenizers import HFTokenizer, encode_prompt
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
 from jaxstack.runtime import preemption
@@ -71,6 +71,7 @@ def main(args: Namespace) -> None:
     )
     if template is None:
         how = "it has no chat template, so the model continues what you type"
+        generate.note_frame(tokenizer)
     else:
         how = "each line is a message"
     note(f"{path}: {how}. The context has {context} tokens. /help lists commands.")
@@ -129,7 +130,9 @@ class History:
         if self._template is not None:
             text = self._template.prompt([*self._messages, {"role": "user", "content": line}])
             return self._encode(text)
-        return self._ids + self._encode("\n" * bool(self._ids) + line + "\n")
+        if not self._ids:
+            return encode_prompt(self._tokenizer, f"{line}\n")
+        return self._ids + self._encode(f"\n{line}\n")
 
     def remember(self, line: str, asked: list[int], answer: list[int], text: str) -> None:
         """Adds a line and its answer.

@@ -39,7 +39,7 @@ def main(args: Namespace) -> None:
         )
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         alphabet = _counted(documents(cfg), progress, "reading the alphabet")
-        tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet))
+        tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet), None, cfg.special_tokens)
         skipped: list[str] = []
         header = write_token_file(out, _counted(documents(cfg, skipped), progress, "writing tokens"), tokenizer)
     print(f"{describe(cfg)} -> {out}: {summary(header)}")

@@ -25,6 +25,7 @@ from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import chat
+from jaxstack.data.tokenizers import describe_frame
 from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
@@ -95,6 +96,8 @@ def main(args: Namespace) -> None:
         "results": results,
     }
     Console(highlight=False, soft_wrap=True).print(table(results))
+    if line := describe_frame(tokenizer):
+        print(line)
     print(f"step     {record['step']:,}; number of programs that score: {record['programs']}")
     print(f"results  {evaluations.write(path, record)}")
 

@@ -20,6 +20,7 @@ from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
+from jaxstack.data.tokenizers import describe_frame, encode_prompt
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
@@ -114,7 +115,11 @@ def main(args: Namespace) -> None:
         end = chat.end_of_turn_id(template, tokenizer)
         stop += () if end is None else (end,)
     cfg = with_arguments(cfg, args)
-    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    if args.chat:  # the template has put everything around the messages
+        ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    else:
+        ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+        note_frame(tokenizer)
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
     load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
@@ -328,6 +333,12 @@ def read_prompts(words: Sequence[str]) -> list[str]:
     return prompts
 
 
+def note_frame(tokenizer: Tokenizer) -> None:
+    """Prints what is put around a text to stderr, if the tokenizer's file puts anything there."""
+    if line := describe_frame(tokenizer):
+        print(f"note: {line}", file=sys.stderr)
+
+
 def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a text: the tokens of `--stop`, and the end of a document.
 
@@ -340,5 +351,4 @@ def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
             raise ConfigError(
                 f"--stop={word!r} is {len(tokens)} tokens of the run's tokenizer. Give exactly one token."
             )
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    return (*(tokens[0] for tokens in ids), *end)
+    return (*(tokens[0] for tokens in ids), *tokenizer.stop_ids)

@@ -66,7 +66,8 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder, adapter) as found:
         cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
         name = cfg.data.tokenizer
-        tokenizer = data.make_tokenizer(name, (), chat.read_template(name, required=False))
+        template = chat.read_template(name, required=False)
+        tokenizer = data.make_tokenizer(name, (), template, cfg.data.special_tokens)
         init_from.require_same_tokenizer(found, str(folder), DataConfig(tokenizer=name), tokenizer)
         if name not in ("bytes", "chars"):
             cfg = resolve(cfg, tokenizer.vocab_size)

@@ -97,8 +97,8 @@ def main(args: Namespace) -> None:
     check_value("--name", name, str, None)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
-    if template is not None and (end := end_of_turn_id(template, tokenizer)) is not None:
-        stop = (*stop, end)
+    end = None if template is None else end_of_turn_id(template, tokenizer)
+    stop += () if end is None else (end,)
     cfg = generate.with_arguments(cfg, args)
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
@@ -174,6 +174,7 @@ def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int
     from jaxstack.generate.prompt_cache import PromptCache
     from jaxstack.serve.requests import MAX_LOGPROBS
 
+    generate.note_frame(run.tokenizer)
     engine = run.engine(run.config.sample.domain)
     size = args.prompt_cache
     if engine.ctx.layout.replicas > 1:

@@ -76,21 +76,34 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Json:
     return parse_json(read_bytes(path, most))
 
 
-def parse_json(content: str | bytes) -> Json:
+def parse_json(content: str | bytes, unique_keys: bool = False) -> Json:
     """Returns the value of JSON.
 
+    Args:
+      unique_keys: whether an object that has a key twice is an error. Otherwise the last value counts.
+
     Raises:
-      ValueError: it is not JSON, is nested more than `MOST_DEPTH` levels deep, or has an integer of more than
-        `MOST_DIGITS` digits.
+      ValueError: it is not JSON, has a key twice, is nested more than `MOST_DEPTH` levels deep, or has an integer of
+        more than `MOST_DIGITS` digits.
     """
     text = decode(content) if isinstance(content, bytes) else content
     try:
-        value = json.loads(text, parse_int=parse_integer)
+        pairs_hook = _unique_keys if unique_keys else None
+        value = json.loads(text, parse_int=parse_integer, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if _is_deeper(value, MOST_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value
+
+
+def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Returns the object that has these keys and values, each key once."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {max(keys, key=keys.count)!r} twice")
+    return content
 
 
 _TOO_DEEP = f"it is nested more than {MOST_DEPTH} levels deep"

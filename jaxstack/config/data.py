@@ -91,6 +91,9 @@ class DataConfig:
     tokenizer: str = "bytes"
     """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`). `ids`: a token file of another program whose
     tokenizer you do not have; texts are then shown as numbers, and bits per byte are not known."""
+    special_tokens: bool = True
+    """Put the special tokens around each text that the tokenizer.json puts there, such as BOS: in training, evaluations
+    and prompts. Texts of a chat template have the template's own tokens only."""
     vocab_size: PositiveInt | None = None
     """Number of ids, for `data.tokenizer=ids` only."""
     seq_len: PositiveInt = 256

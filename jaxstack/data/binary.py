@@ -139,10 +139,22 @@ def _nanogpt(path: Path) -> _Layout:
             f"{path} has {size:,} bytes, so it does not contain ids of 2 bytes, as data.format=nanogpt requires. Check "
             f"the file, or use another data.format."
         )
+    with path.open("rb") as file:
+        if file.read(6) == b"\x93NUMPY":
+            raise ConfigError(
+                f"{path} is an array of NumPy, whose header is not ids. Write its ids alone with `np.load(...).tofile("
+                f"...)`, or use another data.format."
+            )
     begin = np.fromfile(path, "<u2", 4096)
-    if begin.size > 16 and not begin[1::2].any() and begin.any():
+    # The upper halves of ids of 4 bytes are below 16 in every vocabulary of up to a million ids.
+    if (
+        begin.size > 16
+        and begin[1::2].max() < 16
+        and (not begin[1::2].any() or begin[::2].max() >= 256)
+        and begin.any()
+    ):
         raise ConfigError(
-            f"every second id at the beginning of {path} is 0, so its ids have 4 bytes and not 2, as "
+            f"every second id at the beginning of {path} is below 16, so its ids have 4 bytes and not 2, as "
             f"data.format=nanogpt requires. Write them as uint16, or use another data.format."
         )
     return _Layout(path, "<u2", 0, np.zeros(1, np.int64), np.array([size // 2], np.int64))
@@ -228,7 +240,7 @@ def _tokenizer(cfg: DataConfig, file: Path) -> Tokenizer:
             f"data.format={cfg.format}: {file} does not contain its tokenizer. Set data.tokenizer to its "
             f"tokenizer.json; or to ids, with data.vocab_size, if you do not have it."
         )
-    return make_tokenizer(cfg.tokenizer, ())
+    return make_tokenizer(cfg.tokenizer, (), None, cfg.special_tokens)
 
 
 class _Plain(pickle.Unpickler):

@@ -11,6 +11,7 @@ Each shape may have `system`, the text of a system message. Other keys, such as 
 they would change the conversation.
 """
 
+import codecs
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,9 +80,9 @@ def json_objects(path: str, what: str) -> Iterator[tuple[str, Any]]:
     with Path(path).open("rb") as lines:
         first = next((line for line in _lines(path, lines) if line.strip()), b"")
         lines.seek(0)
-        if first.lstrip().startswith(b"["):
+        if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             try:
-                values = inputs.parse_json(lines.read())
+                values = inputs.parse_json(lines.read(), unique_keys=True)
             except ValueError as error:
                 raise ConfigError(f"{path} is not JSON ({error}). Write a list of objects, in UTF-8.") from None
             yield from ((f"{path}, item {number:,}", value) for number, value in enumerate(values, start=1))
@@ -90,7 +91,7 @@ def json_objects(path: str, what: str) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 name = f"{path}, line {number:,}"
                 try:
-                    value = inputs.parse_json(line)
+                    value = inputs.parse_json(line, unique_keys=True)
                 except ValueError as error:
                     raise ConfigError(f"{name} is not JSON ({error}). Write one object per line, in UTF-8.") from None
                 yield name, value

@@ -117,7 +117,7 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
     names = source_names(cfg)
     opened = {i: _open(part) for i, part in enumerate(parts) if part.source == "tokens"}
     texts = [part for i, part in enumerate(parts) if i not in opened]
-    tokenizer = _make_tokenizer(texts, cfg.tokenizer, labels) if texts else opened[0].tokenizer
+    tokenizer = _make_tokenizer(texts, cfg, labels) if texts else opened[0].tokenizer
     for i, file in opened.items():
         if not same_vocabulary(file.tokenizer.to_json(), tokenizer.to_json()):
             raise ConfigError(
@@ -184,7 +184,7 @@ def _load_captions(cfg: DataConfig) -> Dataset:
     pictures = _load_images(cfg)
     assert isinstance(pictures.tokenizer, ClassNames)
     texts = class_texts(cfg, pictures.tokenizer.names)
-    tokenizer = make_tokenizer(cfg.tokenizer, [text for each in texts for text in each])
+    tokenizer = make_tokenizer(cfg.tokenizer, [text for each in texts for text in each], None, cfg.special_tokens)
     special = special_ids(tokenizer)
     captions = encode_captions(texts, tokenizer, special, cfg.target_length)
     (source,) = pictures.sources
@@ -210,6 +210,11 @@ def _open(cfg: DataConfig) -> BinaryFile:
             f"file again with `jaxstack data build --data.tokenizer={cfg.tokenizer}`, or use "
             f"--data.tokenizer={tokenizer.name}."
         )
+    if not cfg.special_tokens and (tokenizer.before or tokenizer.after):
+        raise ConfigError(
+            f"data.special_tokens=false, but the texts of data.path={cfg.path} have special tokens around them. Build "
+            f"the file again with `jaxstack data build --data.special_tokens=false`, or leave the key out."
+        )
     return BinaryFile(tokens, None, tokenizer, read_header(str(cfg.path)).sha256["bin"])
 
 
@@ -228,9 +233,9 @@ def _finish(name: str, cfg: DataConfig, file: BinaryFile) -> Source:
     return Source(name, train, held_out, f"{cfg.path}: {count}, {sizes}", file.fingerprint)
 
 
-def _make_tokenizer(texts: Sequence[DataConfig], name: str, labels: Labels | None) -> Tokenizer:
+def _make_tokenizer(texts: Sequence[DataConfig], cfg: DataConfig, labels: Labels | None) -> Tokenizer:
     """Returns the tokenizer of sources that are text. `chars` has the characters of all of them."""
-    saved = chat.read_template(name) if any(one.source == "chat" for one in texts) else None
+    saved = chat.read_template(cfg.tokenizer) if any(one.source == "chat" for one in texts) else None
 
     def read() -> Iterator[str]:
         for one in texts:
@@ -241,7 +246,7 @@ def _make_tokenizer(texts: Sequence[DataConfig], name: str, labels: Labels | Non
             parts = _render(one) if one.source == "chat" else _examples(one, labels) or documents(one)
             yield from (part.text for part in parts)
 
-    return make_tokenizer(name, read(), saved)
+    return make_tokenizer(cfg.tokenizer, read(), saved, cfg.special_tokens)
 
 
 def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | None) -> Source:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data.conversations import json_objects
-from jaxstack.data.tokenizers import HFTokenizer, Tokenizer, id_dtype
+from jaxstack.data.tokenizers import Tokenizer, id_dtype
 from jaxstack.data.tokens import Tokens
 
 
@@ -132,7 +132,8 @@ def encode_examples(examples: Iterable[Example], tokenizer: Tokenizer, seq_len: 
     Raises:
       ConfigError: no label is left of a text.
     """
-    before, after = tokenizer.frame() if isinstance(tokenizer, HFTokenizer) else ([], [])
+    before = tokenizer.before
+    after = tokenizer.after
     pieces: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     names = []

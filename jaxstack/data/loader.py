@@ -116,7 +116,7 @@ def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes
         windows = branches.rates[0] if branches else 1
         tasks = cfg.model.sentences
         sentences = SentenceTasks.of(tasks, seq_len, windows, tokenizer, cfg.model.token_types)
-        never = (*sentences.before, *sentences.after) if sentences else ()
+        never = () if tokenizer is None else (*tokenizer.before, *tokenizer.after)
         masking = hidden = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words, never)
         if branches:
             masking = BranchWindows(hidden, branches.rates, tasks.tasks)

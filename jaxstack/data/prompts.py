@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxstack.config import Config
-from jaxstack.data.tokenizers import Tokenizer
+from jaxstack.data.tokenizers import Tokenizer, encode_prompt
 from jaxstack.data.tokens import Tokens
 
 COUNT = 3
@@ -34,8 +34,8 @@ def held_out_prompts(cfg: Config, texts: Sequence[Tokens], tokenizer: Tokenizer)
         if held_out.domains is not None and (own := held_out.domains == cfg.sample.domain).any():
             held_out = held_out.documents(own)
         text = (_line if held_out.loss_mask is None else _conversation)(held_out, tokenizer, rng)
-        if (ids := tokenizer.encode(text)).size > limit:
-            text = tokenizer.decode(ids[:limit]).rstrip("\ufffd")
+        if len(ids := encode_prompt(tokenizer, text)) > limit:
+            text = tokenizer.decode(ids[len(tokenizer.before) : limit]).rstrip("\ufffd")
         if text.strip():
             prompts[text] = None
         if len(prompts) == COUNT:
@@ -60,10 +60,12 @@ def _line(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> s
     first = int(held_out.starts[document])
     end = int(held_out.ends[document])
     start = max(end - max(int(bounds[document]) - place, _WINDOW), first)  # with room for some lines
-    if held_out.ids[end - 1] == tokenizer.eos_id:
+    if tuple(held_out.ids[first : first + len(tokenizer.before)].tolist()) == tokenizer.before:
+        start = max(start, first + len(tokenizer.before))
+    while end > start and held_out.ids[end - 1] in (*tokenizer.after, tokenizer.eos_id):
         end -= 1
     text = tokenizer.decode(held_out.ids[start : min(start + _WINDOW, end)]).strip("\ufffd")
-    if start > first:  # the first line may have begun before
+    if start > first + len(tokenizer.before):  # the first line may have begun before
         text = re.sub(r"\A[^\n]*\n|\A\S*\s(?=[^\n]*\Z)", "", text)
     lines = [line.rstrip() for line in text.splitlines()]
     line = next((x for x in lines if sum(map(str.isalnum, x)) >= _WORTHWHILE), max(lines, key=len, default=""))

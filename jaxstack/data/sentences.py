@@ -16,7 +16,7 @@ import numpy as np
 from jaxstack.config import ConfigError
 from jaxstack.config.sentences import SentencesConfig, SentenceTask
 from jaxstack.data.token_stream import TokenStream
-from jaxstack.data.tokenizers import HFTokenizer, Tokenizer
+from jaxstack.data.tokenizers import Tokenizer
 
 Batch = dict[str, np.ndarray]
 
@@ -58,8 +58,8 @@ class SentenceTasks:
         """
         if not cfg.tasks:
             return None
-        frame = tokenizer.frame() if isinstance(tokenizer, HFTokenizer) else ([], [])
-        before, after = (tuple(each) for each in frame)
+        before = () if tokenizer is None else tokenizer.before
+        after = () if tokenizer is None else tokenizer.after
         room = seq_len - len(before) - 2 * len(after)
         if room < 2 * cfg.parts:
             raise ConfigError(

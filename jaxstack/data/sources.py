@@ -152,7 +152,10 @@ def _matching(root: Path, names: list[str], pattern: str | None) -> list[str]:
 
 
 def _read_text(path: Path, fix: str) -> str:
-    """Returns the text of a UTF-8 file with its own line ends. A zero byte marks a binary file, as in git."""
+    """Returns the text of a UTF-8 file with its own line ends, without a byte order mark.
+
+    A zero byte marks a binary file, as in git.
+    """
     if not path.is_file():
         raise ConfigError(f"data.path: {path} is not a regular file, and reading it may never end. Move it away.")
     try:
@@ -164,7 +167,7 @@ def _read_text(path: Path, fix: str) -> str:
     if b"\0" in content:
         raise _NotTextError(f"data.path: {path} is a binary file (it holds a zero byte). {fix}.")
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _NotTextError(f"data.path: {path} is not UTF-8 text (byte {error.start:,}). {fix}.") from None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from jaxstack.data.tokenizers import HFTokenizer, Tokenizer
+from jaxstack.data.tokenizers import HFTokenizer, Tokenizer, missing_before
 
 _INCOMPLETE = "\ufffd"
 
@@ -14,7 +14,7 @@ class TextStream:
     complete.
 
     Attributes:
-      prompt: ids of the prompt.
+      prompt: ids of the prompt, after those that the tokenizer puts before a text. The text does not show these.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, *, end: Collection[int] = ()) -> None:
@@ -23,13 +23,14 @@ class TextStream:
         Args:
           end: tokens that end the text and do not belong to it, besides the end of a document.
         """
-        self.prompt: list[int] = tokenizer.encode(prompt).tolist()
+        ids: list[int] = tokenizer.encode(prompt).tolist()
+        self.prompt = [*missing_before(tokenizer, ids), *ids]
         self._tokenizer = tokenizer
-        self._end = {*end} if tokenizer.eos_id is None else {*end, tokenizer.eos_id}
+        self._end = {*end, *tokenizer.stop_ids}
         self._ids: list[int] = []
         self._ended = False
         self._taken = ""
-        self.add(self.prompt)
+        self.add(ids)
 
     @property
     def text(self) -> str:

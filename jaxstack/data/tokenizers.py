@@ -5,7 +5,7 @@ A run directory keeps `to_json()` of its tokenizer, so that generation does not 
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypedDict
 
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
+from jaxstack.data.text_ends import TextEnds, read_text_ends
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, such as the content of a tokenizer.json."""
@@ -35,6 +36,12 @@ class Tokenizer(Protocol):
     """A bound of the ids: every id is less."""
     eos_id: int | None
     """The id that ends every document. `None` means that the tokenizer has none."""
+    stop_ids: tuple[int, ...]
+    """Ids that end a generated text: `eos_id`, and others such as the end of a turn."""
+    before: tuple[int, ...]
+    """Special ids that the tokenizer puts before a text, such as BOS or [CLS]."""
+    after: tuple[int, ...]
+    """Special ids that the tokenizer puts after a text, such as [SEP]."""
     keeps_text: bool
     """Whether ids represent the complete text. A tokenizer that drops spaces does not, so `num_bytes` is too small."""
 
@@ -105,10 +112,18 @@ class _WithBytes:
         return self._bytes.to_bytes(ids)
 
 
-class _WithoutText:
+class _WithoutFrame:
+    """A tokenizer that puts nothing around a text."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+class _WithoutText(_WithoutFrame):
     """A tokenizer whose ids represent no text that is known."""
 
     eos_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
     keeps_text = False
 
     def num_bytes(self, ids: ArrayLike) -> int:
@@ -120,12 +135,13 @@ class _WithoutText:
         return np.zeros(0, np.uint8), np.zeros(np.size(ids), np.int64)
 
 
-class ByteTokenizer:
+class ByteTokenizer(_WithoutFrame):
     """Uses UTF-8 bytes as ids. Byte 0 does not occur in text; it ends each document and counts as one byte."""
 
     name = "bytes"
     vocab_size = 256
     eos_id: int | None = 0
+    stop_ids: tuple[int, ...] = (0,)
     keeps_text = True
 
     def encode(self, text: str) -> np.ndarray:
@@ -156,11 +172,12 @@ class ByteTokenizer:
         return {"kind": "bytes"}
 
 
-class CharTokenizer(_WithBytes):
+class CharTokenizer(_WithBytes, _WithoutFrame):
     """Uses one id per character. The alphabet is the sorted set of characters of the training text, as in nanoGPT."""
 
     name = "chars"
     eos_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
     keeps_text = True
 
     def __init__(self, alphabet: str) -> None:
@@ -306,15 +323,30 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  #
 class HFTokenizer(_WithBytes):
     """Runs a tokenizer.json with the `tokenizers` library (extra `[hf]`).
 
-    The end-of-document id is the first of the usual end-of-text tokens that the file declares as special. No other
-    special token is added. Special tokens represent no bytes. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3,
-    Qwen). For SentencePiece it includes the space that the model puts before a text. `keeps_text` is false for other
-    tokenizers that split text at spaces and drop them, such as WordPiece. `special_ids` are the tokens that the file
-    declares as special. `byte_ids` are tokens of a single byte, with which SentencePiece spells characters that it does
-    not have. `chat` is the chat template that a run saves with its tokenizer, see `jaxstack.data.chat`.
+    Special tokens represent no bytes. `num_bytes` is exact for byte-level BPE (GPT-2, Llama 3, Qwen). For SentencePiece
+    it includes the space that the model puts before a text. `keeps_text` is false for other tokenizers that split text
+    at spaces and drop them, such as WordPiece. `special_ids` are the tokens that the file declares as special.
+    `byte_ids` are tokens of a single byte, with which SentencePiece spells characters that it does not have. `chat` is
+    the chat template that a run saves with its tokenizer, see `jaxstack.data.chat`.
+
+    Args:
+      name: the value of `data.tokenizer`.
+      tokenizer: the content of the file. Its `truncation`, `padding` and `dropout` are ignored: they are the state of
+        somebody's last call, and would cut texts, or encode one text in several ways.
+      chat: see above.
+      ends: the tokens that end a text. `None` means the first of the usual end-of-text tokens that the file declares as
+        special.
+      special_tokens: whether texts get the special tokens that the file's post-processor puts around them.
     """
 
-    def __init__(self, name: str, tokenizer: JsonObject, chat: SavedTemplate | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: JsonObject,
+        chat: SavedTemplate | None = None,
+        ends: TextEnds | None = None,
+        special_tokens: bool = True,
+    ) -> None:
         try:
             import tokenizers
         except ImportError:
@@ -325,7 +357,7 @@ class HFTokenizer(_WithBytes):
         self.chat = chat
         self._json = tokenizer
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(_without_state(tokenizer)))
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise ConfigError(
                 f"data.tokenizer={name} is not a tokenizer.json: {error}. Save it with `tokenizer.save(...)`."
@@ -345,7 +377,10 @@ class HFTokenizer(_WithBytes):
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(special.values())
-        self.eos_id = next((special[t] for t in _END_OF_TEXT if t in special), None)
+        if ends is None:
+            usual = next((special[t] for t in _END_OF_TEXT if t in special), None)
+            ends = TextEnds(usual, () if usual is None else (usual,))
+        self.set_ends(ends)
         # In a byte-level vocabulary one character represents one byte. Elsewhere a meta symbol represents a space.
         steps = json.dumps([tokenizer.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")])
         byte_level = '"ByteLevel"' in steps
@@ -362,6 +397,23 @@ class HFTokenizer(_WithBytes):
             else:
                 parts[i] = token.replace("\u2581", " ").encode()
         self._bytes = _ByteTable(parts)
+        self.before, self.after = self._frame(vocab) if special_tokens else ((), ())
+        self._special_tokens = special_tokens
+
+    def set_ends(self, ends: TextEnds) -> None:
+        """Sets the tokens that end a text.
+
+        Raises:
+          ConfigError: the tokenizer does not have one of them.
+        """
+        if strange := [i for i in ends.stop if i >= self.vocab_size]:
+            raise ConfigError(
+                f"data.tokenizer={self.name} has {self.vocab_size:,} ids, and {strange[0]:,} is not one of them, but "
+                f"should end a text. Restore the file."
+            )
+        self._ends = ends
+        self.eos_id = ends.eos
+        self.stop_ids = ends.stop
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text [tokens]."""
@@ -387,11 +439,31 @@ class HFTokenizer(_WithBytes):
         """Returns the id of a token, or `None` if the vocabulary does not have it."""
         return self._tokenizer.token_to_id(token)
 
-    def frame(self) -> tuple[list[int], list[int]]:
-        """Returns the special tokens before and after a text, such as BERT's [CLS] and [SEP], if the file adds any."""
-        found = self._tokenizer.encode("a", add_special_tokens=True)
-        text = [i for i, special in enumerate(found.special_tokens_mask) if not special]
-        return found.ids[: text[0]], found.ids[text[-1] + 1 :]
+    def _frame(self, vocab: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the special tokens that the post-processor puts before and after a text."""
+        for text in ("a", *vocab):  # the first text that has tokens: not every vocabulary has each letter
+            try:
+                found = self._tokenizer.encode(text, add_special_tokens=True)
+            except Exception:  # the library raises plain Exception for a character without any token
+                continue
+            inside = [i for i, sequence in enumerate(found.sequence_ids) if sequence is not None]
+            if inside:
+                return tuple(found.ids[: inside[0]]), tuple(found.ids[inside[-1] + 1 :])
+        return (), ()
+
+    def describe_frame(self) -> str:
+        """Returns what is put around a text, for users, or an empty string if the file puts nothing there."""
+        before, after = (
+            " ".join(str(self._tokenizer.id_to_token(i)) for i in ids) for ids in (self.before, self.after)
+        )
+        if not self._special_tokens:
+            return "nothing is put around a text (data.special_tokens=false)"
+        parts = [f"begins with {before}"] * bool(before) + [f"ends with {after}"] * bool(after)
+        return f"each text {' and '.join(parts)}, as its tokenizer.json says (data.special_tokens)" if parts else ""
+
+    def without_special_tokens(self) -> "HFTokenizer":
+        """Returns the tokenizer that puts nothing around a text."""
+        return HFTokenizer(self.name, self._json, self.chat, self._ends, special_tokens=False)
 
     def decode(self, ids: ArrayLike) -> str:
         """Returns the text that ids represent."""
@@ -399,16 +471,66 @@ class HFTokenizer(_WithBytes):
 
     def to_json(self) -> JsonObject:
         """Returns everything that `tokenizer_from_json` needs."""
-        chat = {} if self.chat is None else {"chat": self.chat}
-        return {"kind": "hf", "name": self.name, "tokenizer": self._json, **chat}
+        saved: JsonObject = {"kind": "hf", "name": self.name, "tokenizer": self._json, "ends": list(self._ends)}
+        if self.chat is not None:
+            saved["chat"] = self.chat
+        if not self._special_tokens:
+            saved["special_tokens"] = False
+        return saved
 
 
-def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None = None) -> Tokenizer:
+def _without_state(tokenizer: JsonObject) -> JsonObject:
+    """Returns the content of a tokenizer.json without what changes from one call to the next."""
+    content = tokenizer | {"truncation": None, "padding": None}
+    if isinstance(tokenizer.get("model"), dict) and "dropout" in tokenizer["model"]:
+        content["model"] = tokenizer["model"] | {"dropout": None}
+    return content
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a text to continue or to score, after those that its tokenizer puts before a text.
+
+    A text that begins with them, such as `<s>`, gets no second ones.
+    """
+    ids: list[int] = tokenizer.encode(text).tolist()
+    return [*missing_before(tokenizer, ids), *ids]
+
+
+def describe_frame(tokenizer: Tokenizer) -> str:
+    """Returns what a tokenizer puts around a text, for users, or an empty string if its file puts nothing there."""
+    return tokenizer.describe_frame() if isinstance(tokenizer, HFTokenizer) else ""
+
+
+def missing_before(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns the ids that a tokenizer puts before a text, or none if the text begins with them."""
+    count = len(tokenizer.before)
+    return () if tuple(ids[:count]) == tokenizer.before else tokenizer.before
+
+
+def as_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Returns the ids of a text with those that its tokenizer puts around it, and the end of the document.
+
+    What the text has already is not put there again.
+    """
+    before = missing_before(tokenizer, ids[: len(tokenizer.before)].tolist())
+    after = tokenizer.after
+    if ids[max(ids.size - len(after), 0) :].tolist() == [*after]:
+        after = ()
+    last = [*ids[-1:].tolist(), *after][-1:]
+    if tokenizer.eos_id is not None and last != [tokenizer.eos_id]:
+        after = (*after, tokenizer.eos_id)
+    return np.concatenate([np.array(before, ids.dtype), ids, np.array(after, ids.dtype)])
+
+
+def make_tokenizer(
+    name: str, texts: Iterable[str], chat: SavedTemplate | None = None, special_tokens: bool = True
+) -> Tokenizer:
     """Returns the tokenizer that `data.tokenizer` names.
 
     Args:
       name: `bytes`, `chars`, or the path of a tokenizer.json.
       texts: the training text. Only `chars` reads it, for its alphabet.
+      special_tokens: see `data.special_tokens`.
 
     Raises:
       ConfigError: the file does not exist, or is not a tokenizer.json.
@@ -426,7 +548,9 @@ def make_tokenizer(name: str, texts: Iterable[str], chat: SavedTemplate | None =
     content = files.read_json(path, f"Let data.tokenizer={name} be a complete tokenizer.json.")
     if not isinstance(content, dict):
         raise ConfigError(f"data.tokenizer={name} is not a JSON object. Give the path of a tokenizer.json.")
-    return HFTokenizer(name, content, chat)
+    tokenizer = HFTokenizer(name, content, chat, special_tokens=special_tokens)
+    tokenizer.set_ends(read_text_ends(path.parent, tokenizer.find, tokenizer.vocab_size, tokenizer.eos_id))
+    return tokenizer
 
 
 def tokenizer_from_json(saved: inputs.Json) -> Tokenizer:
@@ -446,7 +570,8 @@ def tokenizer_from_json(saved: inputs.Json) -> Tokenizer:
             if all(map(_is_text, names)) and all(map(_is_size, image)):
                 return ClassNames(tuple(names), tuple(image))
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)} if _is_text(name):
-            return HFTokenizer(name, tokenizer, _saved_template(saved.get("chat")))
+            chat = _saved_template(saved.get("chat"))
+            return HFTokenizer(name, tokenizer, chat, _saved_ends(saved), saved.get("special_tokens") is not False)
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")
 
 
@@ -508,6 +633,16 @@ def _saved_template(chat: Any) -> SavedTemplate | None:
             if all(map(_is_text, tokens.values())):
                 return {"source": source, "tokens": tokens}
     raise ConfigError(f"the chat template {str(chat)[:60]!r} is damaged. Restore the file from a copy of the run.")
+
+
+def _saved_ends(saved: JsonObject) -> TextEnds | None:
+    """Returns the tokens that end a text, as a run has saved them, after a check of their form."""
+    match saved.get("ends"):
+        case None:
+            return None
+        case [eos, [*stop]] if all(type(i) is int and i >= 0 for i in stop) and (eos is None or eos in stop):
+            return TextEnds(eos, tuple(stop))
+    raise ConfigError(f"the ends {str(saved['ends'])[:60]!r} are damaged. Restore the file from a copy of the run.")
 
 
 def same_vocabulary(one: JsonObject, other: JsonObject) -> bool:

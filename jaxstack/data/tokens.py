@@ -22,7 +22,7 @@ import numpy.typing as npt
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
-from jaxstack.data.tokenizers import JsonObject, Tokenizer, tokenizer_from_json
+from jaxstack.data.tokenizers import JsonObject, Tokenizer, as_document, tokenizer_from_json
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Tokens:
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
-    """Encodes all documents in memory, each followed by the end-of-document id if the tokenizer has one."""
+    """Encodes all documents in memory; see `as_document` for what is put around each."""
     pieces = []
     names = []
     for document in documents:
         names.append(document.name)
-        pieces.append(_with_eos(document, tokenizer))
+        pieces.append(as_document(tokenizer, tokenizer.encode(document.text)))
     ends = np.cumsum([p.size for p in pieces], dtype=np.int64)
     starts = np.append(np.int64(0), ends[:-1])
     return Tokens(np.concatenate(pieces), starts, ends, tokenizer.vocab_size, tuple(names))
@@ -134,12 +134,6 @@ def assign_domains(tokens: Tokens, patterns: tuple[str, ...]) -> Tokens:
         if not (domains == d).any():
             raise ConfigError(f"data.domains: no document belongs to the domain {pattern!r}. Correct the pattern.")
     return replace(tokens, domains=domains)
-
-
-def _with_eos(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """Encodes a document, followed by the end-of-document id if the tokenizer has one."""
-    ids = tokenizer.encode(document.text)
-    return ids if tokenizer.eos_id is None else np.append(ids, ids.dtype.type(tokenizer.eos_id))
 
 
 def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
@@ -243,7 +237,8 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
         parts = [scratch / target.name for target in targets]
         with open(parts[0], "wb") as file:
             for document in documents:
-                ids = _with_eos(document, tokenizer).astype(np.dtype(dtype).newbyteorder("<"))
+                ids = as_document(tokenizer, tokenizer.encode(document.text))
+                ids = ids.astype(np.dtype(dtype).newbyteorder("<"))
                 starts.append(count)
                 count += ids.size
                 size += len(document.text.encode())

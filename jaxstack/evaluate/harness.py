@@ -15,7 +15,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import chat
-from jaxstack.data.tokenizers import HFTokenizer
 from jaxstack.evaluate import text
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
 from jaxstack.generate.prompts import Rows, row_seeds
@@ -66,7 +65,7 @@ class RunModel(TemplateLM):
         self.truncated = 0
         self._tokenizer = run.tokenizer
         self._progress = progress
-        self._before = self._tokenizer.frame()[0] if isinstance(self._tokenizer, HFTokenizer) else []
+        self._before = [*self._tokenizer.before]
 
     @property
     def eot_token_id(self) -> int:
@@ -137,7 +136,7 @@ class RunModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Returns the continuation of each context, up to the first of its stop strings."""
-        end = () if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,)
+        end = self._tokenizer.stop_ids
         if self.template is not None and (turn := chat.end_of_turn_id(self.template, self._tokenizer)) is not None:
             end = (*end, turn)
         wanted = [self._prompt(*request.args) for request in requests]

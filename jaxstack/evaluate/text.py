@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxstack.config import ConfigError
 from jaxstack.data import Tokenizer
-from jaxstack.data.tokenizers import HFTokenizer
 from jaxstack.generate.score import Scorer
 
 
@@ -52,8 +51,7 @@ def first_token(tokenizer: Tokenizer) -> int | None:
 
     `None` means that the tokenizer has neither.
     """
-    before = tokenizer.frame()[0] if isinstance(tokenizer, HFTokenizer) else []
-    return before[-1] if before else tokenizer.eos_id
+    return tokenizer.before[-1] if tokenizer.before else tokenizer.eos_id
 
 
 def windows(tokens: Sequence[int], context: int, overlap: int) -> list[Window]:

@@ -22,6 +22,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
+from jaxstack.data.tokenizers import encode_prompt
 from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.continuous import continue_in_turn
 from jaxstack.generate.engine import (
@@ -241,7 +242,7 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
         texts = held_out_prompts(cfg, [*dataset.held_out_texts], tokenizer)
     if not texts or cfg.model.family == "diffusion":
         return []
-    prompts = [tokenizer.encode(prompt).tolist() for prompt in texts]
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in texts]
     room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
     seed = cfg.run.seed
     options = generate_options(cfg.model, sample.domain, tokenizer, ctx)
@@ -255,7 +256,7 @@ def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) ->
 def generate_options(cfg: ModelConfig, domain: int, tokenizer: Tokenizer, ctx: Context) -> GenerateOptions:
     """Returns the options of `generate` and `generate_uncached` that follow from a run and the domain of its texts."""
     return {
-        "stop": () if tokenizer.eos_id is None else (tokenizer.eos_id,),
+        "stop": tokenizer.stop_ids,
         "gate": domain if cfg.moe.router == "domain" else None,
         "vocabulary": tokenizer.vocab_size,
         "ctx": ctx,
@@ -263,5 +264,7 @@ def generate_options(cfg: ModelConfig, domain: int, tokenizer: Tokenizer, ctx: C
 
 
 def decode_text(tokenizer: Tokenizer, row: list[int]) -> str:
-    """Returns the text of a row up to the end of the document."""
-    return tokenizer.decode(row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row)
+    """Returns the text of a row up to the end of the document, without what its tokenizer puts before a text."""
+    ids = row[len(tokenizer.before) :] if tuple(row[: len(tokenizer.before)]) == tokenizer.before else row
+    end = next((at for at, token in enumerate(ids) if token in tokenizer.stop_ids), len(ids))
+    return tokenizer.decode(ids[:end])

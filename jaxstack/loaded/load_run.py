@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.config.reading import parse
 from jaxstack.data import Tokenizer
-from jaxstack.data.tokenizers import read_saved_tokenizer
+from jaxstack.data.tokenizers import HFTokenizer, read_saved_tokenizer
 from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after `platform.configure`
@@ -68,7 +68,10 @@ def read_run(path: Path) -> tuple[Config, Tokenizer]:
                 advice = f"It is a Hugging Face folder: make a run of it with `jaxstack import {path} RUN`."
             raise ConfigError(f"{path} is not a run directory: it has no {name}. {advice}")
     cfg = parse.parse_config([f"--config={path / 'config.yaml'}"])
-    return cfg, read_saved_tokenizer(path)
+    tokenizer = read_saved_tokenizer(path)
+    if isinstance(tokenizer, HFTokenizer) and not cfg.data.special_tokens:
+        tokenizer = tokenizer.without_special_tokens()
+    return cfg, tokenizer
 
 
 def open_run(

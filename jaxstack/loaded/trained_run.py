@@ -18,6 +18,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, Sample
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
+from jaxstack.data.tokenizers import encode_prompt
 from jaxstack.families.context import make_context
 from jaxstack.generate import decode, features, pictures, translate
 from jaxstack.generate.engine import Engine, GenerateOptions
@@ -334,8 +335,7 @@ class TrainedRun:
 
     def _stop(self, stop: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens that end a text: these, and the end of a document."""
-        end = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
-        return (*stop, *end)
+        return (*stop, *self.tokenizer.stop_ids)
 
     def _seed(self, seed: int | None) -> int:
         """Returns a seed; `None` means `run.seed`."""
@@ -369,7 +369,7 @@ class TrainedRun:
         Raises:
           ConfigError: there are no tokens, an id does not exist, or there are more tokens than learned positions.
         """
-        ids = np.asarray(self.tokenizer.encode(text) if isinstance(text, str) else text)
+        ids = np.asarray(encode_prompt(self.tokenizer, text) if isinstance(text, str) else text)
         if not np.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
             raise ConfigError(f"ids are {ids.dtype} of shape {ids.shape}. Give a text, or integers [S] or [B, S].")
         rows = ids.reshape(-1, ids.shape[-1]).astype(np.int64)
@@ -387,8 +387,8 @@ class TrainedRun:
           ConfigError: there are fewer than two tokens, an id does not exist, or there are more tokens than learned
             positions.
         """
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else np.asarray(text)
-        ((_, found),) = self.scorer.scores([ids.tolist()], rows=1)
+        ids = encode_prompt(self.tokenizer, text) if isinstance(text, str) else np.asarray(text).tolist()
+        ((_, found),) = self.scorer.scores([ids], rows=1)
         return found.log_probs
 
     def evaluate(self, source: DataConfig | None = None) -> Evaluation:

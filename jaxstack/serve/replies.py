@@ -117,7 +117,8 @@ class Reply:
         offsets = []
         for name in names:
             offsets.append(offset)
-            offset += len(name)
+            if not (piece.of_prompt and not offset and not self.echo(piece.place).startswith(name)):  # such as BOS
+                offset += len(name)
         if not piece.of_prompt:
             self._offsets[piece.place] = offset
         rows = self._rows(piece)

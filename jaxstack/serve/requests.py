@@ -12,7 +12,7 @@ from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.chat import ChatTemplate
 from jaxstack.data.conversations import ROLES, Message
-from jaxstack.data.tokenizers import HFTokenizer
+from jaxstack.data.tokenizers import missing_before
 from jaxstack.serve.errors import ApiError
 
 JsonValue: TypeAlias = Any
@@ -197,13 +197,11 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key", "session_id")
 
 def _harmless(model: Model, count: int, chat: bool) -> dict[str, tuple[JsonValue, ...]]:
     """Returns `ASKS_NOTHING`, and the values that change nothing because they are what this server does anyway."""
-    tokenizer = model.tokenizer
-    framed = isinstance(tokenizer, HFTokenizer) and tokenizer.frame() != ([], [])
     return ASKS_NOTHING | {
         "best_of": (count,),
         "suffix": ("",),
         "repetition_penalty": (model.sample.repetition_penalty,),
-        "add_special_tokens": (False,) if framed else (True, False),  # prompts get none
+        **({"add_special_tokens": (True, False) if not model.tokenizer.before else (False,)} if chat else {}),
         **({"echo": (False,)} if chat else {}),
     }
 
@@ -328,11 +326,13 @@ def _prompts(fields: _Fields, model: Model) -> tuple[list[list[int]], list[str]]
         given = [given]
     if not isinstance(given, list) or not given:
         raise ApiError("prompt is neither a string, nor a list of token ids, nor a list of prompts.", "prompt")
+    framed = fields.flag("add_special_tokens", True)
     prompts = []
     texts = []
     for one in given:
         if isinstance(one, str):
             ids = _encode(one, model, "prompt")
+            ids = [*missing_before(model.tokenizer, ids), *ids] if framed else ids
         elif isinstance(one, list) and one and all(type(i) is int and 0 <= i < model.vocabulary for i in one):
             ids = one
         else:

@@ -8,6 +8,7 @@ import jax
 from jaxstack import families
 from jaxstack.common import files
 from jaxstack.data.loader import DataLoader
+from jaxstack.data.tokenizers import describe_frame
 from jaxstack.models import params
 from jaxstack.runtime import xla_options
 from jaxstack.tracking.console import Console
@@ -35,6 +36,8 @@ def print_header(
     if left_out:
         console.print(f"xla      {left_out}", style="yellow")
     console.print(f"data     {setup.dataset.description}")
+    if frame := describe_frame(setup.dataset.tokenizer):
+        console.print(f"         {frame}")
     for line in loader.describe_sources():
         console.print(f"         {line}")
     console.print(f"run      {Path(cfg.run.dir)}/")

@@ -1,0 +1,135 @@
+"""What a tokenizer puts around a text, and what ends a text: compared with `transformers`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxstack import data
+from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.text_stream import TextStream
+from jaxstack.data.tokenizers import as_document, encode_prompt, tokenizer_from_json
+
+tokenizers = pytest.importorskip("tokenizers")
+WORDS = ["<s>", "</s>", "<|im_end|>", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
+
+
+def write_tokenizer(folder, before=(), after=(), **state):
+    """Writes a tokenizer.json of words whose post-processor puts tokens around a text, and returns its path."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(WORDS[:5])
+    if before or after:
+        single = " ".join([*before, "$A", *after])
+        used = [(word, WORDS.index(word)) for word in dict.fromkeys([*before, *after])]
+        made.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=used)
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | state))
+    return str(folder / "tokenizer.json")
+
+
+FRAMES = [((), ()), (("<s>",), ()), (("<s>",), ("</s>",)), (("[CLS]",), ("[SEP]",)), (("<s>", "[CLS]"), ())]
+
+
+@pytest.mark.parametrize(("before", "after"), FRAMES)
+def test_a_text_has_what_the_post_processor_says(tmp_path, before, after):
+    """The definition is the library's own: encoding with special tokens."""
+    path = write_tokenizer(tmp_path, before, after)
+    theirs = tokenizers.Tokenizer.from_file(path).encode("w1 w2").ids
+    ours = data.make_tokenizer(path, ())
+    assert [*ours.before, *ours.encode("w1 w2"), *ours.after] == theirs
+    assert encode_prompt(ours, "w1 w2") == theirs[: len(theirs) - len(after)]
+    document = as_document(ours, ours.encode("w1 w2")).tolist()
+    assert document == theirs + [ours.eos_id] * (theirs[-1] != ours.eos_id)
+    again = tokenizer_from_json(json.loads(json.dumps(ours.to_json())))
+    assert (again.before, again.after, again.stop_ids) == (ours.before, ours.after, ours.stop_ids)
+    off = data.make_tokenizer(path, (), None, special_tokens=False)
+    assert (off.before, off.after) == ((), ())
+    assert tokenizer_from_json(off.to_json()).before == ()
+
+
+def test_bos_is_not_put_twice_and_not_shown(tmp_path):
+    tokenizer = data.make_tokenizer(write_tokenizer(tmp_path, ("<s>",)), ())
+    assert encode_prompt(tokenizer, "<s> w1") == [0, 6]
+    assert as_document(tokenizer, tokenizer.encode("<s> w1 </s>")).tolist() == [0, 6, 1]
+    assert as_document(tokenizer, tokenizer.encode("")).tolist() == [0, 1]
+    stream = TextStream(tokenizer, "w1")
+    stream.add([7])
+    assert (stream.prompt, stream.text) == ([0, 6], "w1 w2")
+
+
+def test_training_and_token_files_have_the_same_ids(tmp_path):
+    path = write_tokenizer(tmp_path, ("<s>",))
+    (tmp_path / "texts").mkdir()
+    for i in range(12):
+        (tmp_path / "texts" / f"{i}.txt").write_text("w1 w2 w3 " * 3)
+    source = DataConfig(source="path", path=str(tmp_path / "texts"), tokenizer=path)
+    text = data.load(source).sources[0].train
+    assert text.ids[text.starts[0] : text.ends[0]].tolist() == [0, *[6, 7, 8] * 3, 1]
+    plain = data.load(DataConfig(source="path", path=source.path, tokenizer=path, special_tokens=False))
+    assert plain.sources[0].train.ids[0] == 6
+    data.write_token_file(tmp_path / "tokens", data.documents(source), data.make_tokenizer(path, ()))
+    np.testing.assert_array_equal(data.read_token_file(tmp_path / "tokens")[0].ids, text.ids)
+    with pytest.raises(ConfigError, match="special_tokens=false, but the texts"):
+        data.load(DataConfig(source="tokens", path=str(tmp_path / "tokens"), special_tokens=False))
+
+
+STATE = {
+    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3, "pad_type_id": 0,
+        "pad_token": "[CLS]",
+    },
+}  # fmt: skip
+
+
+def test_the_state_of_another_call_does_not_reach_texts(tmp_path):
+    path = write_tokenizer(tmp_path, ("<s>",), (), **STATE)
+    tokenizer = data.make_tokenizer(path, ())
+    assert tokenizer.encode("w1 " * 30).tolist() == [6] * 30
+    assert tokenizer.before == (0,)
+    assert tokenizer.to_json()["tokenizer"] == json.loads((tmp_path / "tokenizer.json").read_text())
+
+
+def test_dropout_does_not_reach_texts(tmp_path):
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "aa": 1, "aaaa": 2}, [("a", "a"), ("aa", "aa")], dropout=0.5)
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = data.make_tokenizer(str(tmp_path / "tokenizer.json"), ())
+    assert tokenizer.encode("a" * 80).tolist() == [2] * 20
+
+
+ENDS = [
+    ({}, 1, (1,)),
+    ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, 2, (2,)),
+    ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}}, 2, (2,)),
+    ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, 2, (2,)),
+    ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 2}}, 2, (2,)),
+    ({"config.json": {"eos_token_id": [2, 1]}}, 1, (1, 2)),
+    ({"config.json": {"eos_token_id": 4}, "generation_config.json": {"eos_token_id": [2, 3]}}, 2, (2, 3)),
+    ({"special_tokens_map.json": {"eos_token": "</s>"}, "config.json": {"eos_token_id": [2, 99, -1]}}, 1, (1, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "eos", "stop"), ENDS)
+def test_the_files_of_a_model_say_what_ends_a_text(tmp_path, files, eos, stop):
+    path = write_tokenizer(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = data.make_tokenizer(path, ())
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (eos, stop)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<none>"}, "not a token of the tokenizer.json"),
+        ("config.json", {"eos_token_id": "2"}, "neither an id nor a list"),
+        ("generation_config.json", [], "not a JSON object"),
+    ],
+)
+def test_contradicting_files_are_refused(tmp_path, name, content, message):
+    path = write_tokenizer(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        data.make_tokenizer(path, ())
