@@ -13,7 +13,7 @@ class Counterpart(NamedTuple):
     tools: tuple[str, ...]
     """Tools that have the name."""
     key: str
-    """Key here."""
+    """Key here, or empty if there is none."""
     value: str
     """Value to use, or empty if the value is the user's."""
     how: str
@@ -38,8 +38,8 @@ def names() -> dict[str, dict[str, tuple[str, str]]]:
             if isinstance(row, list):
                 continue
             there = row["there"].split()
-            here = row["here"].split()
-            how = row.get("how", "")
+            here = row.get("here", "").split() or [""]
+            how = row.get("advice") or row.get("how", "")
             for i, name in enumerate(there):
                 advice = how if isinstance(how, str) else how.get(name, "")
                 found[tool][name] = (here[i % len(here)], advice)
@@ -71,7 +71,7 @@ def table(tool: str) -> str:
         else:
             there = [flag.format(name.replace("_", "-") if "--" in flag else name) for name in row["there"].split()]
             left = ", ".join(f"`{name}`" for name in there)
-            keys = ", ".join(f"`{key}`" for key in dict.fromkeys(row["here"].split()))
-            right = row.get("page", keys + row.get("note", ""))
+            keys = ", ".join(f"`{key}`" for key in dict.fromkeys(row.get("here", "").split()))
+            right = row.get("page", keys + row.get("advice", row.get("note", "")))
         lines.append(f"| {left} | {right} |\n")
     return "".join(lines)

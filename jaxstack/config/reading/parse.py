@@ -192,6 +192,11 @@ class Parser(ArgumentParser):
                 yaml_check.check_text(value, f"--{key}", kinds, key)
             else:
                 some = next(name for name in kinds if name.startswith(f"{key}."))
+                if key == "model" and value in shipped():
+                    raise ConfigError(
+                        f"--model={value} is not a group of keys. Use --config {value}, or `jaxstack import DIR RUN` "
+                        f"for weights of Hugging Face."
+                    )
                 raise ConfigError(
                     f"--{key}={value} is not a group of keys. Set its keys one by one, such as --{some}=VALUE, or "
                     f"together: --{key}='{{{some.rpartition('.')[2]}: VALUE}}'."

@@ -70,6 +70,8 @@ def unknown_key(name: str, names: Names, value: str | None = None) -> str:
     last = {flag: flag.rpartition(".")[2] for flag in names.flags}
     same = [flag for flag, word in last.items() if word == key.rpartition(".")[2]]
     there = counterpart(key)
+    if there is not None and not there.key:
+        return f"unknown key {name} ({', '.join(there.tools)}). {there.how}."
     if there is not None and there.key in names.flags and (there.how or there.key not in same):
         wanted = _write(there.key, there.value or ("" if there.how else value), value is None)
         others = [_write(flag, "", value is None) for flag in same if flag != there.key and "." not in key]
