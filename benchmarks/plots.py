@@ -150,11 +150,13 @@ def roofline() -> None:
     from jaxstack.config.reading import parse
     from jaxstack.planner import plot
     from jaxstack.planner import roofline as roof
+    from jaxstack.planner.job import Job
 
     name, chip, *flags = ROOFLINE
     cfg = parse.parse_config([f"--config={name}", *flags])
     cfg = resolve(cfg, cfg.model.vocab)
-    plot.draw(roof.make_roofline(cfg, chip, roof.ChipLimits(CHIPS[chip])), DOCS / "roofline.png")
+    job = Job(cfg, roof.context(cfg))
+    plot.draw(roof.make_roofline(job, chip, roof.ChipLimits(CHIPS[chip])), DOCS / "roofline.png")
     print("docs/roofline.png")
 
 

@@ -22,7 +22,7 @@ from jaxstack.config.reading.parse import Parser, given_keys, user_path
 from jaxstack.planner.scaling_law import BESIROGLU, HOFFMANN, Fit, published
 
 if TYPE_CHECKING:  # JAX must start after the environment is set
-    from jaxstack.planner.run_plan import Machine, RunPlan, Sizes
+    from jaxstack.planner.run_plan import Machine, RunPlan
 
 
 def add_arguments(parser: Parser) -> None:
@@ -76,7 +76,13 @@ def main(args: Namespace) -> None:
     sizes = run_plan.served_sizes(args.served)
     if args.tokens_per_parameter:
         sizes = run_plan.ratio_sizes(args.tokens_per_parameter)
-    found = _plan(args, base, given_keys(args.words, flat(Config())), sizes, machine)
+    given = given_keys(args.words, flat(Config()))
+    if args.budget:
+        found = run_plan.plan_budget(base, given, args.budget, sizes, machine)
+    else:
+        assert machine is not None
+        hours = args.days * 24 if args.days else args.dollars / args.price / machine.devices
+        found = run_plan.plan_time(base, given, hours * 3600, sizes, machine)
     law = published()
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(sizes_table(law, found))
@@ -122,16 +128,6 @@ def _machine(args: Namespace) -> "Machine | None":
 
     _, devices, limits = figures.limits_of(args.target)
     return run_plan.Machine(args.target, limits.chip, devices, args.mfu, args.watts, args.price)
-
-
-def _plan(args: Namespace, base: Config, given: set[str], sizes: "Sizes", machine: "Machine | None") -> "RunPlan":
-    from jaxstack.planner import run_plan
-
-    if args.budget:
-        return run_plan.plan_budget(base, given, args.budget, sizes, machine)
-    assert machine is not None
-    hours = args.days * 24 if args.days else args.dollars / args.price / machine.devices
-    return run_plan.plan_time(base, given, hours * 3600, sizes, machine)
 
 
 def sizes_table(law: Fit, found: "RunPlan") -> Table:

@@ -79,8 +79,9 @@ def main(args: Namespace) -> None:
     ctx = roof.context(cfg, args.devices)
     chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     limits = roof.ChipLimits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
-    measured = measure.parts(Job(cfg, ctx), device) if here and args.measure != "no" else {}
-    report = roof.make_roofline(cfg, name, limits, args.traffic, args.devices, measured)
+    job = Job(cfg, ctx)
+    measured = measure.parts(job, device) if here and args.measure != "no" else {}
+    report = roof.make_roofline(job, name, limits, args.traffic, measured)
     print(report)
     if tables:
         tables.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")

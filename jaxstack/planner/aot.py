@@ -14,14 +14,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.extend.core
 
 from jaxstack.common.hardware import CHIPS, find_chip
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
-from jaxstack.planner import estimate, hlo
+from jaxstack.planner import estimate, hlo, trace, traced
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
@@ -220,24 +219,6 @@ def matmul_flops(f: Callable[..., PyTree], *args: PyTree) -> float:
     The body of a scan counts once for each turn. The result is too small if the function has Pallas kernels or `while`
     loops, whose trip counts are not known.
     """
-    return _flops(jax.make_jaxpr(f)(*args).jaxpr)
-
-
-def _flops(jaxpr: Any) -> float:
-    total = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            depth = 1
-            for dim in contracted:
-                depth *= left[dim]
-            total += 2 * depth * equation.outvars[0].aval.size
-        elif equation.primitive.name.startswith("ragged_dot"):
-            # Rows [N, I] grouped by expert, times the matrix of their expert [E, I, O], or times rows [N, O].
-            left, right = (x.aval.shape for x in equation.invars[:2])
-            outputs = equation.outvars[0].aval.shape[-1]
-            total += 2 * left[0] * left[1] * outputs if len(right) == 3 else 2 * left[0] * left[1] * right[1]
-        inner = sum(_flops(sub) for sub in jax.extend.core.jaxprs_in_params(equation.params))
-        total += inner * equation.params.get("length", 1) if equation.primitive.name == "scan" else inner
-    return total
+    program = jax.make_jaxpr(f)(*args).jaxpr
+    runs = trace.walk(program, [""] * len(program.invars), {}, {}).runs
+    return sum(run.times * traced.matmul_flops(run) for run in runs)

@@ -196,7 +196,7 @@ def check(job: Job, state: TrainState) -> str | None:
     found = need_of(job, state, platform_of(devices[0]))
     low, high = (bound * room.sharing for bound in found.bounds)
     if low > room.bytes:
-        subject = _subject(job.cfg, found, room)
+        subject = _subject(job, found, room)
         reason = f"{subject} needs at least {gib(low)} of memory, and {room.name} has {gib(room.bytes)}."
         reason = f"{reason} {_largest_part(found, room)}"
         raise ConfigError(reason, Savings(job.cfg, len(devices), found.platform, room).advice())
@@ -231,24 +231,25 @@ def step_error(cfg: Config) -> ConfigError:
     devices = jax.devices()
     room = room_of(jax.local_devices())
     platform = platform_of(devices[0])
-    found = need(cfg, len(devices), platform)
+    job = Job(cfg, context(cfg, len(devices), platform))
+    found = need_of(job, abstract_state(Recipe.of(cfg), job.ctx), platform)
     low, high = (bound * room.sharing for bound in found.bounds)
     reason = (
-        f"out of memory: {_subject(cfg, found, room)} needs {gib(low)} to {gib(high)} by formula, and {room.name} "
+        f"out of memory: {_subject(job, found, room)} needs {gib(low)} to {gib(high)} by formula, and {room.name} "
         f"has {gib(room.free)} free. {_largest_part(found, room)}"
     )
     return ConfigError(reason, Savings(cfg, len(devices), platform, room).advice())
 
 
-def _subject(cfg: Config, found: Need, room: Room) -> str:
+def _subject(job: Job, found: Need, room: Room) -> str:
     """Returns the keys with the largest part in the memory."""
-    model = cfg.model
-    data = cfg.data
-    train = cfg.train
+    model = job.model
+    data = job.data
+    train = job.train
     if found.state * room.sharing > room.bytes:
         return f"the state of model.num_layers={model.num_layers}, model.d_model={model.d_model} alone"
     if max(found.parts, key=lambda part: found.parts[part]) == estimate.MUON_WORK:
-        return f"optim.name={cfg.optim.name} with model.num_layers={model.num_layers}, model.d_model={model.d_model}"
+        return f"optim.name={job.optim.name} with model.num_layers={model.num_layers}, model.d_model={model.d_model}"
     return (
         f"data.batch_size={data.batch_size}, data.seq_len={data.seq_len} with train.grad_accum={train.grad_accum}, "
         f"train.remat={train.remat}"

@@ -309,37 +309,35 @@ def _line(row: Row, total: float, measured: float | None) -> str:
 
 
 def make_roofline(
-    cfg: Config,
+    job: Job,
     chip: str,
     limits: ChipLimits,
     traffic: Traffic = "fused",
-    devices: int = 1,
     measured: dict[str, float] | None = None,
 ) -> Roofline:
-    """Returns the roofline of a resolved configuration on a chip.
+    """Returns the roofline of a step on a chip.
 
     Args:
       chip: name of the chip, for people.
       limits: the chip and the fractions of its peaks that programs reach.
       traffic: the model of memory traffic.
-      devices: devices of the mesh; an axis of size -1 takes those that the other axes leave.
       measured: measured seconds of `measure.parts`.
 
     Raises:
-      ConfigError: if the chip does not compute in `train.dtype`, or the mesh does not divide the batch.
+      ConfigError: if the chip does not compute in `train.dtype`.
     """
-    ctx = context(cfg, devices)
-    assert ctx.layout.mesh is not None
-    limits.peak(cfg.train.dtype)  # fails early if the chip has none
+    layout = job.ctx.layout
+    assert layout.mesh is not None
+    limits.peak(job.train.dtype)  # fails early if the chip has none
     return Roofline(
         chip=chip,
         limits=limits,
-        devices=ctx.layout.mesh.size,
+        devices=layout.mesh.size,
         traffic=traffic,
-        dtype=cfg.train.dtype,
-        ops=operations(Job(cfg, ctx), traffic),
-        bubble=0.0 if ctx.layout.pipeline is None else ctx.layout.pipeline.bubble,
-        tokens=cfg.data.batch_size * cfg.data.seq_len,
-        flops_per_token=flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length),
+        dtype=job.train.dtype,
+        ops=operations(job, traffic),
+        bubble=0.0 if layout.pipeline is None else layout.pipeline.bubble,
+        tokens=job.data.batch_size * job.data.seq_len,
+        flops_per_token=flops.flops_per_token(job.model, job.data.seq_len, job.data.target_length),
         measured=measured or {},
     )

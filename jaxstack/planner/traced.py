@@ -152,7 +152,7 @@ def _op(run: Run, ctx: Context) -> Op | None:
     """Returns an operation as the roofline counts it, once; `None` for one that only makes a parameter readable."""
     if all(array.label.startswith(PARAMETERS) for array in run.outputs):
         return None
-    flops = _flops(run)
+    flops = matmul_flops(run)
     in_attention = bool({"attention", "jvp(attention)"} & set(run.where.split("/")))
     kernel = in_attention and ctx.ops.attention != "xla"  # it writes neither scores nor weights
     if kernel and not flops:
@@ -180,7 +180,7 @@ def _moved(run: Run) -> float:
     return float(sum(array.bytes for array in (*run.inputs, *run.outputs)))
 
 
-def _flops(run: Run) -> float:
+def matmul_flops(run: Run) -> float:
     """Returns the FLOPs of a matmul, or 0."""
     if run.primitive == "dot_general":
         (contracted, _), _ = run.params["dimension_numbers"]
