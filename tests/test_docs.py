@@ -96,7 +96,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
     r"^plan (?!roofline|fit|run|memory|flops|time|experts)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
-    r"^python docs/examples/own_family": "eight devices; tests/pipeline/test_pipeline_examples.py",
+    r"^python docs/examples/own_(family|layer)": "eight devices; tests/pipeline/test_pipeline_examples.py",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
     r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstack import families, kernels
+from jaxstack import kernels
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxstack.config.objective import Objective, Term
 from jaxstack.families import register_family
@@ -33,7 +33,7 @@ from jaxstack.training.state import Recipe, abstract_state, make_state
 
 def spec(cfg: ModelConfig) -> Spec:
     """Declares the parameters: those of a decoder, and a second head. Rules shard dimensions by their names."""
-    return families.spec(cfg) | {"second": {"w": Param((cfg.d_model, cfg.vocab), ("embed", "vocab"))}}
+    return decoder.spec(cfg) | {"second": {"w": Param((cfg.d_model, cfg.vocab), ("embed", "vocab"))}}
 
 
 def batch_spec(cfg: Config) -> BatchSpec:

@@ -88,17 +88,42 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
             changes = _changes(run / "config.yaml", flat(cfg))
         saved = run / "tokenizer.json"
         advice = "Restore it from a copy, or remove it if this data has the tokenizer of the checkpoints."
-        if saved.is_file() and files.read_json(saved, advice) != tokenizer:
-            raise ConfigError(
-                f"the tokenizer of this data differs from {run / 'tokenizer.json'}, with which the checkpoints were "
-                f"trained. Use the data of the run, or set another run.dir."
-            )
+        if saved.is_file():
+            require_same_tokenizer(saved, files.read_json(saved, advice), tokenizer)
     try:
         run.mkdir(parents=True, exist_ok=True)
         _open_lock(run).close()  # not by permissions: the file system may be read-only
     except OSError as error:
         raise ConfigError(f"run.dir={cfg.run.dir} cannot be written ({error}). Set another run.dir.") from error
     return changes
+
+
+def require_same_tokenizer(saved: Path, earlier: object, tokenizer: dict[str, object]) -> None:
+    """Makes sure that the tokenizer is the one that a run has saved.
+
+    Runs from before `data.special_tokens` put nothing around texts, and their file does not have `ends`.
+
+    Args:
+      saved: the run's tokenizer.json, for messages.
+      earlier: its content.
+      tokenizer: the tokenizer of this data, as JSON.
+
+    Raises:
+      ConfigError: it is another one, or puts something around texts that it did not before.
+    """
+    if earlier == tokenizer:
+        return
+    without = {name: value for name, value in tokenizer.items() if name not in ("ends", "special_tokens")}
+    if earlier != without:
+        raise ConfigError(
+            f"the tokenizer of this data differs from {saved}, with which the checkpoints were trained. Use the data "
+            f"of the run, or set another run.dir."
+        )
+    if tokenizer.get("special_tokens") is not False:
+        raise ConfigError(
+            f"{saved} is of a run that put nothing around texts, but data.special_tokens=true. Add "
+            f"--data.special_tokens=false to go on as before."
+        )
 
 
 def earlier_config(run: Path) -> Config | None:

@@ -571,7 +571,9 @@ def tokenizer_from_json(saved: inputs.Json) -> Tokenizer:
                 return ClassNames(tuple(names), tuple(image))
         case {"kind": "hf", "name": str(name), "tokenizer": dict(tokenizer)} if _is_text(name):
             chat = _saved_template(saved.get("chat"))
-            return HFTokenizer(name, tokenizer, chat, _saved_ends(saved), saved.get("special_tokens") is not False)
+            # A run from before `ends` were saved put nothing around texts.
+            special_tokens = "ends" in saved and saved.get("special_tokens") is not False
+            return HFTokenizer(name, tokenizer, chat, _saved_ends(saved), special_tokens)
     raise ConfigError(f"tokenizer {str(saved)[:60]!r} is not of a known kind. Use a tokenizer.json of a run directory.")
 
 

@@ -52,7 +52,7 @@ def resolve(
       sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
         own microbatches.
       static: whether all loops have static trip counts. A model with several stacks ignores it.
-      stacks: layers of each stack and its period, if there are several.
+      stacks: layers of each stack and its period. By default those of a decoder.
 
     Raises:
       ScheduleError: the sizes do not fit each other; the message names sizes that do.
@@ -70,10 +70,12 @@ def resolve(
 
     if stacks is not None and len(stacks) > 1:
         return _resolve_stacks(pipeline, model, stages, stacks, microbatches_of)
-    period = len(model.windows)
-    groups = model.layer_groups
+    depth, period = next(iter(stacks.values())) if stacks else (model.num_layers, len(model.windows))
+    groups = -(-depth // period)
     model_chunks = stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
+    if depth < model.num_layers:  # a layer of the stack is a unit of layers of several kinds
+        unit = f"units of {model.num_layers // depth} layers"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
         raise ScheduleError(
@@ -84,18 +86,18 @@ def resolve(
     microbatches = microbatches_of(pipeline.chunks)
     groups_G = even(groups, model_chunks)
     if pipeline.partition == "even":
-        return _even_program(pipeline.schedule, Stages(stages, _layers(model, groups_G), period), microbatches, static)
+        placed = Stages(stages, _layers(depth, period, groups_G), period)
+        return _even_program(pipeline.schedule, placed, microbatches, static)
     schedule = SCHEDULES[pipeline.schedule](stages, microbatches, pipeline.chunks)
     partition = _cut(pipeline.partition, model.num_layers, schedule, groups, unit)
-    placed = Stages(stages, _layers(model, partition.layers), period)
+    placed = Stages(stages, _layers(depth, period, partition.layers), period)
     return Program(schedule, placed, partition, static)
 
 
-def _layers(model: ModelConfig, groups_G: Sequence[int]) -> tuple[int, ...]:
+def _layers(depth: int, period: int, groups_G: Sequence[int]) -> tuple[int, ...]:
     """Returns the layers of each model chunk from its groups, of which the last one may have fewer layers."""
-    period = len(model.windows)
     *most, last = (period * n for n in groups_G)
-    return (*most, last - (period * model.layer_groups - model.num_layers))
+    return (*most, last - (period * sum(groups_G) - depth))
 
 
 def _resolve_stacks(

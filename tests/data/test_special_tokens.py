@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxstack import data
+from jaxstack.checkpoint import run_dir
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import as_document, encode_prompt, tokenizer_from_json
@@ -133,3 +134,17 @@ def test_contradicting_files_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
         data.make_tokenizer(path, ())
+
+
+def test_a_run_from_before_the_key_puts_nothing_around_texts_and_goes_on_without(tmp_path):
+    """Its tokenizer.json has no `ends`; only `data.special_tokens=false` trains on as before."""
+    now = data.make_tokenizer(write_tokenizer(tmp_path, ("<s>",)), ())
+    earlier = {name: value for name, value in now.to_json().items() if name != "ends"}
+    assert tokenizer_from_json(earlier).before == ()
+    saved = tmp_path / "run" / "tokenizer.json"
+    with pytest.raises(ConfigError, match=r"put nothing around texts.*\n?.*Add --data.special_tokens=false"):
+        run_dir.require_same_tokenizer(saved, earlier, now.to_json())
+    run_dir.require_same_tokenizer(saved, earlier, now.without_special_tokens().to_json())
+    run_dir.require_same_tokenizer(saved, now.to_json(), now.to_json())
+    with pytest.raises(ConfigError, match="differs from"):
+        run_dir.require_same_tokenizer(saved, earlier | {"name": "other"}, now.to_json())

@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import functools
+import importlib
 import math
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -62,7 +64,7 @@ def renamed(tree: dict, old: str, new: str) -> dict:
 
 TOWER = dataclasses.replace(
     decoder.FAMILY,
-    spec=lambda cfg: renamed(families.spec(cfg), "layers", "tower"),
+    spec=lambda cfg: renamed(decoder.spec(cfg), "layers", "tower"),
     stacks=lambda cfg: renamed(decoder.stacks(cfg), "layers", "tower"),
 )
 
@@ -98,7 +100,7 @@ def test_a_family_with_a_stack_of_another_name_trains(tower, rng, mesh):
         ctx = make_context(cfg, make_mesh(cfg.mesh, 8, jax.devices()[: math.prod(mesh.values())]))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         state = make_state(Recipe.of(cfg), ctx, abstract)
-        values = params.init(jax.random.key(0), families.spec(tower))
+        values = params.init(jax.random.key(0), decoder.spec(tower))
         values = renamed(values, "layers", "tower") if model is tower else values
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
         state = dataclasses.replace(state, params=jax.device_put(values, shardings))
@@ -243,3 +245,39 @@ def test_side_inputs_and_losses_with_tokens_of_their_own(monkeypatch, rng, seed,
 def sizes(cfg: Config) -> int:
     """Returns the number of devices of a mesh."""
     return math.prod(getattr(cfg.mesh, axis) for axis in ("data", "fsdp", "tensor", "context", "expert", "pipe"))
+
+
+sys.path.insert(0, str(ROOT.parent / "docs" / "examples"))
+own_layer = importlib.import_module("own_layer")
+
+
+def test_the_recurrence_of_the_example_is_its_definition(rng):
+    cfg = own_layer.config().model
+    values = {
+        name: rng.normal(size=p.shape).astype(np.float32) / 8 for name, p in own_layer.recurrence_spec(cfg).items()
+    }
+    x = rng.normal(size=(2, 7, cfg.d_model)).astype(np.float32)
+    state = np.zeros((2, cfg.ff_width))
+    expected = []
+    for t in range(7):
+        keep = 1 / (1 + np.exp(-(x[:, t].astype(np.float64) @ values["w_keep"])))
+        state = keep * state + (1 - keep) * (x[:, t] @ values["w_write"])
+        expected.append(state @ values["w_read"])
+    found = own_layer.recurrence(cfg, values, jnp.asarray(x), Context())
+    np.testing.assert_allclose(found, np.stack(expected, 1), rtol=1e-5, atol=1e-5)  # float32 sums of 128 products
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"pipe": 2, "tensor": 2}], ids=["tensor", "pipeline"])
+def test_layers_of_two_kinds_are_equal_on_every_mesh(rng, mesh):
+    """On a pipeline the units of both kinds are the layers of a stage: half as many as `model.num_layers`."""
+    results = []
+    for sizes in ({}, mesh):
+        cfg = own_layer.config(**sizes)
+        ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[: math.prod(sizes.values())]))
+        state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
+        batch = own_layer.make_batch(np.random.default_rng(0), cfg)
+        placed = jax.device_put(batch, ctx.layout.sharding(ctx.layout.batch))
+        loss, grads, _ = jax.jit(make_gradients(cfg, ctx))(state.params, placed)
+        results.append([float(loss), *(float(jnp.linalg.norm(g)) for g in jax.tree.leaves(grads))])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)

@@ -19,7 +19,7 @@ each = pytest.mark.parametrize("name", PIPELINES)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [*PIPELINES, "own_family"])
+@pytest.mark.parametrize("name", [*PIPELINES, "own_family", "own_layer"])
 def test_the_examples_learn(name):
     ours = {"JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}  # as for a user who has set nothing
     env = {key: value for key, value in os.environ.items() if key not in ours}
