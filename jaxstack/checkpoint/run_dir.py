@@ -122,7 +122,7 @@ def require_same_tokenizer(saved: Path, earlier: object, tokenizer: dict[str, ob
     if tokenizer.get("special_tokens") is not False:
         raise ConfigError(
             f"{saved} is of a run that put nothing around texts, but data.special_tokens=true. Add "
-            f"--data.special_tokens=false to go on as before."
+            f"--data.special_tokens=false to continue as before."
         )
 
 

@@ -136,7 +136,7 @@ def test_contradicting_files_are_refused(tmp_path, name, content, message):
         data.make_tokenizer(path, ())
 
 
-def test_a_run_from_before_the_key_puts_nothing_around_texts_and_goes_on_without(tmp_path):
+def test_a_run_from_before_the_key_puts_nothing_around_texts_and_continues_without(tmp_path):
     """Its tokenizer.json has no `ends`; only `data.special_tokens=false` trains on as before."""
     now = data.make_tokenizer(write_tokenizer(tmp_path, ("<s>",)), ())
     earlier = {name: value for name, value in now.to_json().items() if name != "ends"}
