@@ -16,6 +16,7 @@ from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
+from jaxstack.features.adapters import merge_adapters
 from jaxstack.hf import configs, peft, quantized_folders, safetensors, weights
 from jaxstack.hf.compressed import KEY, Codes
 from jaxstack.hf.configs import NO_IDS, SpecialIds
@@ -186,7 +187,7 @@ class PretrainedFolder:
         adapters = peft.place(self.adapters, self.model, ctx)
         cfg = self.adapters.lora
         shardings = jax.tree.map(lambda a: a.sharding, values)
-        merge = jax.jit(lambda a, v: adapters.merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
+        merge = jax.jit(lambda a, v: merge_adapters(cfg, params.combine(a, v)), out_shardings=shardings)
         return merge(adapters, values)
 
 

@@ -23,7 +23,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, OptimCo
 from jaxstack.config.reading import parse
 from jaxstack.families import flops as plan
 from jaxstack.families.context import make_context
-from jaxstack.features import adapters
+from jaxstack.features.adapters import merge_adapters
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training import assemble, losses
@@ -149,7 +149,7 @@ def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same(family, 
     expected = forward(cfg.base, base, tokens)[0]
     np.testing.assert_array_equal(forward(cfg, fresh, tokens)[0], expected)  # b is zero: exactly
     values = values_of(cfg, rng, 0.1)
-    merged = adapters.merge_adapters(cfg.lora, values)
+    merged = merge_adapters(cfg.lora, values)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     got, want = forward(cfg, values, tokens)[0], forward(cfg.base, merged, tokens)[0]
     assert np.abs(want - expected).max() > 0.1
@@ -167,7 +167,7 @@ def test_gradients_are_those_of_the_merged_model_by_the_chain_rule_and_by_differ
     gradients = jax.jit(make_gradients(cfg, Context()))
     of_merged = jax.jit(make_gradients(replace(cfg, model=cfg.model.base), Context()))
     loss, grads, _ = gradients(values, batch)
-    loss_of_merged, of_weights, _ = of_merged(adapters.merge_adapters(LORA, values), batch)
+    loss_of_merged, of_weights, _ = of_merged(merge_adapters(LORA, values), batch)
     assert float(loss) == pytest.approx(float(loss_of_merged), rel=1e-5)
     fresh = initial(cfg.model)
     assert (
@@ -278,7 +278,7 @@ def test_adapters_of_an_encoder_decoder_are_those_of_the_merged_model(name, rng)
         return loss(cfg, params.combine(adapters, base))
 
     def merged(adapters):
-        return loss(cfg.base, adapters.merge_adapters(cfg.lora, params.combine(adapters, base)))
+        return loss(cfg.base, merge_adapters(cfg.lora, params.combine(adapters, base)))
 
     one, other = (jax.jit(jax.value_and_grad(f))(moved) for f in (own, merged))
     # Sums of float32 in another order: x w + (x a) b, and x (w + a b).
