@@ -2,8 +2,8 @@
 
     python docs/examples/own_layer.py
 
-The other kind has a gated recurrence where a decoder has attention: each unit of a state keeps a share of what it was,
-and the share depends on the token (as in Martin and Cundy 2018, arXiv:1709.04057). No file of the package changes.
+The other kind has a gated recurrence in place of attention. At each token, every unit of a state keeps a share of its
+value, and the token decides how much (as in Martin and Cundy 2018, arXiv:1709.04057). No file of the package changes.
 """
 
 import os

@@ -397,8 +397,9 @@ class HFTokenizer(_WithBytes):
             else:
                 parts[i] = token.replace("\u2581", " ").encode()
         self._bytes = _ByteTable(parts)
-        self.before, self.after = self._frame(vocab) if special_tokens else ((), ())
-        self._special_tokens = special_tokens
+        frame = self._frame(vocab)
+        self.before, self.after = frame if special_tokens else ((), ())
+        self._leaves_out = not special_tokens and any(frame)
 
     def set_ends(self, ends: TextEnds) -> None:
         """Sets the tokens that end a text.
@@ -456,7 +457,7 @@ class HFTokenizer(_WithBytes):
         before, after = (
             " ".join(str(self._tokenizer.id_to_token(i)) for i in ids) for ids in (self.before, self.after)
         )
-        if not self._special_tokens:
+        if self._leaves_out:
             return "nothing is put around a text (data.special_tokens=false)"
         parts = [f"begins with {before}"] * bool(before) + [f"ends with {after}"] * bool(after)
         return f"each text {' and '.join(parts)}, as its tokenizer.json says (data.special_tokens)" if parts else ""
@@ -474,7 +475,7 @@ class HFTokenizer(_WithBytes):
         saved: JsonObject = {"kind": "hf", "name": self.name, "tokenizer": self._json, "ends": list(self._ends)}
         if self.chat is not None:
             saved["chat"] = self.chat
-        if not self._special_tokens:
+        if not (self.before or self.after):
             saved["special_tokens"] = False
         return saved
 

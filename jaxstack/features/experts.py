@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxstack import moe as experts
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.features import router_losses
 from jaxstack.kernels import Adapted
 from jaxstack.models.batches import BatchSpec
@@ -43,6 +43,12 @@ def with_experts(family: Family) -> Family:
         for name, stacked in family.stacks(cfg).items():
             if not stacked.plain:
                 layer = unstack(tree[name])
+                if "mlp" not in layer:
+                    raise ConfigError(
+                        f"model.moe.num_experts={cfg.moe.num_experts} puts experts in place of the group mlp, but the "
+                        f"layers of model.family={cfg.family} do not have it. Use model.moe.num_experts=0, or set "
+                        f"Stack.plain for the stack {name}."
+                    )
                 routed = {**{group: p for group, p in layer.items() if group != "mlp"}, "moe": moe_spec(cfg)}
                 kinds = [layer] * cfg.moe.every
                 kinds[position(cfg)] = routed

@@ -148,3 +148,13 @@ def test_a_run_from_before_the_key_puts_nothing_around_texts_and_continues_witho
     run_dir.require_same_tokenizer(saved, now.to_json(), now.to_json())
     with pytest.raises(ConfigError, match="differs from"):
         run_dir.require_same_tokenizer(saved, earlier | {"name": "other"}, now.to_json())
+
+
+def test_a_tokenizer_that_puts_nothing_around_texts_needs_no_key(tmp_path):
+    """Its runs from before the key are resumed as they are, whatever the key says."""
+    on = data.make_tokenizer(write_tokenizer(tmp_path), ())
+    earlier = {name: value for name, value in on.to_json().items() if name not in ("ends", "special_tokens")}
+    for now in (on, on.without_special_tokens()):
+        run_dir.require_same_tokenizer(tmp_path / "tokenizer.json", earlier, now.to_json())
+        assert now.describe_frame() == tokenizer_from_json(earlier).describe_frame() == ""
+    assert on.to_json() == on.without_special_tokens().to_json()

@@ -27,7 +27,7 @@ from jaxstack.debug.describe import describe, device, place
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad
 from jaxstack.families.context import make_context
-from jaxstack.features import experts as moe_layer
+from jaxstack.features import experts
 from jaxstack.models import decoder, params
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
@@ -251,7 +251,7 @@ FAULTS = {
         "t5", {"data": 2, "fsdp": 2}, "# fault divide", 1, after_block(divide), where="of encoder"
     ),
     "an expert without tokens": Fault(
-        "softmax", {"expert": 4}, "# fault expert", 0, patched(moe_layer, "moe", starving), backward=None
+        "softmax", {"expert": 4}, "# fault expert", 0, patched(experts, "moe", starving), backward=None
     ),
     "a neighbour's keys": Fault("llama3", {"context": 2}, "# fault sent", 1, after_block(sent)),
     # Faults that one device has, or that only their sum has.

@@ -17,7 +17,16 @@ from families import SMALL
 
 from jaxstack import families, kernels
 from jaxstack.common.tree import path_of
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from jaxstack.config.objective import Objective, Term
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
@@ -265,6 +274,13 @@ def test_the_recurrence_of_the_example_is_its_definition(rng):
         expected.append(state @ values["w_read"])
     found = own_layer.recurrence(cfg, values, jnp.asarray(x), Context())
     np.testing.assert_allclose(found, np.stack(expected, 1), rtol=1e-5, atol=1e-5)  # float32 sums of 128 products
+
+
+def test_experts_in_layers_of_two_kinds_are_refused():
+    """`with_experts` replaces the MLP of a layer, and a unit has none of its own."""
+    model = dataclasses.replace(own_layer.config().model, moe=MoEConfig(num_experts=2))
+    with pytest.raises(ConfigError, match=r"num_experts=2 .* the layers of model.family=hybrid do not have it"):
+        families.spec(model)
 
 
 @pytest.mark.matrix

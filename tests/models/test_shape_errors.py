@@ -16,7 +16,7 @@ from jaxstack import families
 from jaxstack.cli import parser
 from jaxstack.common.errors import ConfigError
 from jaxstack.families.context import make_context
-from jaxstack.features import experts as moe_layer
+from jaxstack.features import experts
 from jaxstack.models import layers, params, shape_errors
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
@@ -114,8 +114,8 @@ def test_a_layer_that_returns_another_dtype_is_told_so(monkeypatch):
 
 def test_what_a_function_of_a_layer_gathers_again_has_its_path(monkeypatch):
     """The experts gather their parameters, so their arrays are others than those that the block has."""
-    real = moe_layer.moe
-    monkeypatch.setattr(moe_layer, "moe", lambda cfg, stack, own, h, *rest: real(cfg, stack, own, h[:, :, :-1], *rest))
+    real = experts.moe
+    monkeypatch.setattr(experts, "moe", lambda cfg, stack, own, h, *rest: real(cfg, stack, own, h[:, :, :-1], *rest))
     lines, _ = traced({"expert": 2}, model="softmax")
     assert lines[2] == LAYER.replace("layers/mlp", "layers/moe")
     assert "params['router'] float32[64,8]  layers/moe/router: embed 64, router 8" in lines

@@ -14,8 +14,7 @@ from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
 from jaxstack.families import flops, surgery
-from jaxstack.features import experts as moe_layer
-from jaxstack.features import router_losses as experts
+from jaxstack.features import experts, router_losses
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
@@ -66,7 +65,7 @@ def test_every_implementation_is_the_reference(name, rng):
 
     def objective(values, ctx):
         sums, aux = losses.loss_sums(cfg, values, batch, ctx)
-        counts = experts.Counts({"layers": 64.0}, {"layers": 4.0})
+        counts = router_losses.Counts({"layers": 64.0}, {"layers": 4.0})
         return sums["loss"] / 64 + families.of(cfg).extras(cfg).loss(aux, counts, None), aux
 
     ways = {n: c for n, c in CONTEXTS.items() if n != "ragged" or name == "mixtral"}
@@ -124,7 +123,7 @@ def test_logits_of_tokens_in_bfloat16_are_a_product_in_float32(name, rng):
     values = {"router": router, "balance": jnp.zeros(E)}
 
     def logits(x, router):
-        return moe_layer.route(cfg, values | {"router": router}, x, None).logits
+        return experts.route(cfg, values | {"router": router}, x, None).logits
 
     made, pull = jax.vjp(logits, x, router)
     d = jnp.asarray(rng.standard_normal(made.shape), jnp.float32)
@@ -173,7 +172,7 @@ def test_padding_changes_no_statistic_no_loss_and_no_gradient(name, dtype, rng):
     @jax.jit
     def gradients(batch):
         loss, grads, sums = make_gradients(run, Context(dtype=jnp.dtype(dtype)))(values, batch)
-        return sums, experts.routing_metrics(sums), {"loss": loss, **grads}
+        return sums, router_losses.routing_metrics(sums), {"loss": loss, **grads}
 
     sums, _, _ = alone = gradients(batch)
     assert sums["counted_tokens"] == (batch["loss_weights"] != 0).sum() < batch["loss_weights"].size
@@ -191,9 +190,9 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     batch["loss_weights"] *= rng.random(batch["loss_weights"].shape) < 0.5
     batch["loss_weights"][1] = 0
     _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
-    counts = experts.Counts(*({"layers": sums[f"counted_{name}"]} for name in ("tokens", "sequences")))
+    counts = router_losses.Counts(*({"layers": sums[f"counted_{name}"]} for name in ("tokens", "sequences")))
     assert (counts.tokens["layers"], counts.sequences["layers"]) == (batch["loss_weights"].sum(), 3)
-    figures = experts.routing_metrics(sums)
+    figures = router_losses.routing_metrics(sums)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
@@ -226,7 +225,7 @@ def test_each_stack_counts_its_own_tokens(every, rng):
     _, _, sums = jax.jit(make_gradients(cfg, Context()))(values, batch)
     assert sums["counted_tokens"].tolist() == [13.0] * (6 // every) + [11.0] * (3 // every)
     assert sums["counted_sequences"].tolist() == [3.0] * (9 // every)
-    figures = experts.routing_metrics(sums)
+    figures = router_losses.routing_metrics(sums)
     truth = {"load_max_over_mean": 2, "entropy": math.log(4), "balance_loss": 1, "z_loss": math.log(4) ** 2}
     for name, value in truth.items():
         np.testing.assert_allclose(figures[f"moe_{name}"], value, rtol=1e-6, err_msg=name)
