@@ -377,10 +377,7 @@ class HFTokenizer(_WithBytes):
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(special.values())
-        if ends is None:
-            usual = next((special[t] for t in _END_OF_TEXT if t in special), None)
-            ends = TextEnds(usual, () if usual is None else (usual,))
-        self.set_ends(ends)
+        self.set_ends(_usual_ends(special) if ends is None else ends)
         # In a byte-level vocabulary one character represents one byte. Elsewhere a meta symbol represents a space.
         steps = json.dumps([tokenizer.get(step) for step in ("normalizer", "pre_tokenizer", "decoder")])
         byte_level = '"ByteLevel"' in steps
@@ -478,6 +475,12 @@ class HFTokenizer(_WithBytes):
         if not (self.before or self.after):
             saved["special_tokens"] = False
         return saved
+
+
+def _usual_ends(special: Mapping[str, int]) -> TextEnds:
+    """Returns the first of the usual end-of-text tokens among the special tokens, which ends every text."""
+    usual = next((special[token] for token in _END_OF_TEXT if token in special), None)
+    return TextEnds(usual, () if usual is None else (usual,))
 
 
 def _without_state(tokenizer: JsonObject) -> JsonObject:
