@@ -27,7 +27,7 @@ from jaxstack.config import (
     PipelineConfig,
     TrainConfig,
 )
-from jaxstack.config.objective import Objective, Term
+from jaxstack.config.objective import OBJECTIVES, Objective, Term
 from jaxstack.families.context import make_context
 from jaxstack.models import decoder, params
 from jaxstack.models.blocks import Stack
@@ -256,11 +256,17 @@ def sizes(cfg: Config) -> int:
     return math.prod(getattr(cfg.mesh, axis) for axis in ("data", "fsdp", "tensor", "context", "expert", "pipe"))
 
 
-sys.path.insert(0, str(ROOT.parent / "docs" / "examples"))
-own_layer = importlib.import_module("own_layer")
+@pytest.fixture
+def own_layer(monkeypatch):
+    """The example with layers of two kinds. Its family is registered during a test, and no other test meets it."""
+    monkeypatch.syspath_prepend(ROOT.parent / "docs" / "examples")
+    yield importlib.import_module("own_layer")
+    for table in (families.FAMILIES, OBJECTIVES):
+        del table["hybrid"]
+    del sys.modules["own_layer"]
 
 
-def test_the_recurrence_of_the_example_is_its_definition(rng):
+def test_the_recurrence_of_the_example_is_its_definition(rng, own_layer):
     cfg = own_layer.config().model
     values = {
         name: rng.normal(size=p.shape).astype(np.float32) / 8 for name, p in own_layer.recurrence_spec(cfg).items()
@@ -276,7 +282,7 @@ def test_the_recurrence_of_the_example_is_its_definition(rng):
     np.testing.assert_allclose(found, np.stack(expected, 1), rtol=1e-5, atol=1e-5)  # float32 sums of 128 products
 
 
-def test_experts_in_layers_of_two_kinds_are_refused():
+def test_experts_in_layers_of_two_kinds_are_refused(own_layer):
     """`with_experts` replaces the MLP of a layer, and a unit has none of its own."""
     model = dataclasses.replace(own_layer.config().model, moe=MoEConfig(num_experts=2))
     with pytest.raises(ConfigError, match=r"num_experts=2 .* the layers of model.family=hybrid do not have it"):
@@ -285,7 +291,7 @@ def test_experts_in_layers_of_two_kinds_are_refused():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"pipe": 2, "tensor": 2}], ids=["tensor", "pipeline"])
-def test_layers_of_two_kinds_are_equal_on_every_mesh(rng, mesh):
+def test_layers_of_two_kinds_are_equal_on_every_mesh(own_layer, mesh):
     """On a pipeline the units of both kinds are the layers of a stage: half as many as `model.num_layers`."""
     results = []
     for sizes in ({}, mesh):
