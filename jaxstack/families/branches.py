@@ -126,7 +126,7 @@ def of_branch(batch: Batch, branch: Branch) -> Batch:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
     shared, own = depths(cfg)
-    return {"trunk": Stack(shared, 1, trunk_step), "branches": Stack(own, 1, branches_step, enter_branches)}
+    return {"trunk": Stack(shared, step=trunk_step), "branches": Stack(own, enter=enter_branches, step=branches_step)}
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:

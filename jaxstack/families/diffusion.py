@@ -31,14 +31,13 @@ from jaxstack.families.noise_path import Path, time_of
 from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, of_one_layer
+from jaxstack.models.blocks import FULL, Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL
 from jaxstack.models.params import Param, Params, Spec, flat_spec
 from jaxstack.models.params import stack as stack_layers
-from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -131,10 +130,10 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: `layers`, and before it `text`, if any."""
     if not cfg.diffusion.text_layers:
-        return {"layers": Stack(cfg.num_layers, 1, picture_step, block=picture_block)}
+        return {"layers": Stack(cfg.num_layers, FULL, block=picture_block)}
     return {
-        "text": Stack(cfg.diffusion.text_layers, 1, text_step, plain=True),
-        "layers": Stack(cfg.num_layers, 1, picture_step, enter_layers, block=picture_block),
+        "text": Stack(cfg.diffusion.text_layers, FULL, reads=LayerInputs.of_encoder, plain=True),
+        "layers": Stack(cfg.num_layers, FULL, enter_layers, block=picture_block),
     }
 
 
@@ -257,40 +256,6 @@ def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array
     ones = jnp.ones(x.shape[-1], jnp.float32)
     normal = layers.norm(cfg, {"scale": ones}, x, ctx)
     return kernels.add_in_float32(kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32)), shift)
-
-
-def text_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs a layer on the tokens of a text, each of which sees all; arguments and results are those of `StackStep`."""
-    (layer,) = params
-    assert inputs.encoder is not None
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs.encoder, mask=kernels.AttentionMask(kind="full"))
-    return x, of_one_layer(values)
-
-
-def picture_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs a layer on the patches of a picture; arguments and results are those of `StackStep`."""
-    assert cache is None
-    (layer,) = params
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=kernels.AttentionMask(kind="full"))
-    return x, of_one_layer(values)
 
 
 def picture_block(

@@ -107,7 +107,8 @@ def batch_spec(cfg: Config) -> BatchSpec:
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: an encoder has one."""
-    return {name: replace(stack, block=block) for name, stack in decoder.stacks(cfg).items()}
+    masks = tuple(kernels.AttentionMask(window, "full") for window in cfg.windows)
+    return {"layers": Stack(cfg.num_layers, masks, block=block)}
 
 
 def block(

@@ -57,6 +57,11 @@ class LayerInputs:
         key = None if self.key is None else jax.random.key_data(random_key(jax.random.wrap_key_data(self.key), name))
         return replace(self, side=side, encoder=encoder, key=key)
 
+    def of_encoder(self) -> "LayerInputs":
+        """Returns what the encoder's layers read, with the side inputs of their stack."""
+        assert self.encoder is not None
+        return replace(self.encoder, side=self.side)
+
     def dropout_key(self, *path: str | int | jax.Array) -> jax.Array | None:
         """Returns the dropout key of a site, or of a layer that has several sites; `None` without dropout.
 
