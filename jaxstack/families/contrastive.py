@@ -101,16 +101,15 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     ours = decoder.with_stream_key({"tokens": batch["tokens"], **shared}, "text")
     text = decoder.make_layer_inputs(cfg, ours, ctx)
     own = collectives.local_slice(patches, ctx.layout.sequence_parallel_axes, 1)
-    return replace(text, encoder=replace(image, tokens=None, patches=own))
+    return replace(text, encoder=replace(image, tokens=None).adding(patches=own))
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
     """Returns the residual stream before the first layer of the picture's tower [B, S/n, D]; it has no side inputs."""
     image = inputs.encoder
     assert image is not None
-    assert image.patches is not None
     assert image.positions is not None
-    x = embed_patches(cfg, spec(cfg)["picture"], params["picture"], image.patches, image.positions, ctx)
+    x = embed_patches(cfg, spec(cfg)["picture"], params["picture"], image.arrays["patches"], image.positions, ctx)
     return layers.dropout(image.dropout_key("embedding"), cfg.dropout, x, image.dropout_ids), None
 
 

@@ -157,14 +157,16 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if noisy is None:
         path = Path.at(cfg.diffusion.path, time_of(cfg, gate_ids)[..., None])
         noisy = path.mix(batch["patches"], batch["noise"])
-    return LayerInputs(
-        classes=batch.get("classes"),
+    inputs = LayerInputs(
         encoder=text,
-        gate_ids=ctx.layout.slice_for_sequence_parallel(gate_ids),
-        patches=collectives.local_slice(noisy, ctx.layout.sequence_parallel_axes, 1),
         positions=ctx.layout.slice_for_sequence_parallel(positions),
         rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
         segment_ids=None if text is None else (gate_ids >= 0).astype(jnp.int32),  # all patches see the text, segment 1
+    )
+    return inputs.adding(
+        classes=batch.get("classes"),
+        gate_ids=ctx.layout.slice_for_sequence_parallel(gate_ids),
+        patches=collectives.local_slice(noisy, ctx.layout.sequence_parallel_axes, 1),
     )
 
 
@@ -233,12 +235,10 @@ def _embed_picture(
     cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the embedded patches [B, S/n, D], and `condition` as the side input."""
-    assert inputs.patches is not None
-    assert inputs.gate_ids is not None
     assert inputs.positions is not None
     declared, embedding = spec(cfg)["embedding"], params["embedding"]
-    x = embed_patches(cfg, declared, embedding, inputs.patches, inputs.positions, ctx)
-    return x, condition(cfg, params, inputs.gate_ids, inputs.classes, ctx)
+    x = embed_patches(cfg, declared, embedding, inputs.arrays["patches"], inputs.positions, ctx)
+    return x, condition(cfg, params, inputs.arrays["gate_ids"], inputs.arrays.get("classes"), ctx)
 
 
 def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> list[jax.Array]:

@@ -164,7 +164,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if not cfg.token_types:
         return made
     types = batch["token_types"] if "token_types" in batch else jnp.zeros_like(batch["tokens"])
-    return replace(made, token_types=ctx.layout.slice_for_sequence_parallel(types))
+    return made.adding(token_types=ctx.layout.slice_for_sequence_parallel(types))
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
@@ -175,9 +175,8 @@ def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -
     tables = {name: params["embedding"][name] for name in decoder.spec(cfg)["embedding"]}
     x, _ = decoder.embed(cfg, {"embedding": tables}, replace(inputs, key=None), ctx)
     if cfg.token_types:
-        assert inputs.token_types is not None
         table = ctx.layout.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
-        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, inputs.token_types))
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, inputs.arrays["token_types"]))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
     return layers.dropout(inputs.dropout_key("embedding"), cfg.dropout, x, inputs.dropout_ids), None
 

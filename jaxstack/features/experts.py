@@ -137,7 +137,7 @@ def _counted(inputs: LayerInputs, weights: jax.Array | None, gate_ids: jax.Array
     """Returns the inputs with the tokens that the statistics of routing count, and with the ids of hard gates."""
     counted = None if weights is None else weights != 0
     gates = None if gate_ids is None else ctx.layout.slice_for_sequence_parallel(gate_ids)
-    return replace(inputs, counted=counted, gate_ids=gates)
+    return inputs.adding(counted=counted, gate_ids=gates)
 
 
 def moe_spec(cfg: ModelConfig) -> Spec:
@@ -200,11 +200,11 @@ def moe(
 
     Args:
       params: of the layer; the group `moe` is as it is stored.
-      inputs: `gate_ids`, `counted` and `layer` are read.
+      inputs: `layer` is read, and of its `arrays` `gate_ids` [B, S/n] and `counted` [B, S].
     """
     declared = stack.spec["moe"]
     replicas = None if ctx.placement is None else jnp.asarray(ctx.placement.replicas)[inputs.layer]  # [E, R]
-    arguments = params["moe"], x, inputs.gate_ids, inputs.counted, replicas
+    arguments = params["moe"], x, inputs.arrays.get("gate_ids"), inputs.arrays.get("counted"), replicas
     where = declared, RESIDUAL, RESIDUAL, ("batch", "sequence"), (None, None)
     y: jax.Array = ctx.region(partial(_moe, cfg, stack), arguments, where, RESIDUAL)
     ctx.observe("moe/out", y, *RESIDUAL)

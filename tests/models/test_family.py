@@ -131,7 +131,7 @@ def two_embed(cfg, values, layer_inputs, ctx):
     """Returns the decoder's embedding, and that of the row's class: a condition for all layers."""
     x, _ = decoder.embed(cfg, values, layer_inputs, ctx)
     table = ctx.layout.gather_params(two_spec(cfg)["classes"], values["classes"])["table"]
-    return x, {"condition": 0.02 * jnp.tanh(kernels.embedding_lookup(table, layer_inputs.gate_ids[:, :1]))}
+    return x, {"condition": 0.02 * jnp.tanh(kernels.embedding_lookup(table, layer_inputs.arrays["gate_ids"][:, :1]))}
 
 
 def two_spec(cfg):
@@ -157,7 +157,7 @@ def two_enter(cfg, values, x, side, layer_inputs, ctx):
 
 def two_inputs(cfg, batch, ctx):
     classes = ctx.layout.slice_for_sequence_parallel(batch["gate_ids"])
-    return dataclasses.replace(decoder.make_layer_inputs(cfg, batch, ctx), gate_ids=classes)
+    return decoder.make_layer_inputs(cfg, batch, ctx).adding(gate_ids=classes)
 
 
 def family_of(stacks, spec=two_spec) -> Family:
