@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_block, cross_spec
 from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.kernels.contrastive import Pairs, contrastive_loss, count_matches
@@ -60,12 +60,12 @@ def spec(cfg: ModelConfig) -> Spec:
     return {name: group for name, group in tree.items() if name not in ("final_norm", "head")}
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of pictures with texts, see `data.captions.CaptionReader.read`."""
-    rows, model = cfg.data.batch_size, cfg.model
-    text = (rows, cfg.data.target_length)
+    rows = data.batch_size
+    text = (rows, data.target_length)
     arrays = {
-        "patches": BatchArray((rows, cfg.data.seq_len, model.contrastive.patch_values), "normal"),
+        "patches": BatchArray((rows, data.seq_len, model.contrastive.patch_values), "normal"),
         "tokens": BatchArray(text, "ids", model.vocab),
         "pair_ids": BatchArray(text, "ids", rows),
         "pair_weights": BatchArray(text, "ones"),

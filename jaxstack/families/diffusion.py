@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_attention
 from jaxstack.families.noise_path import Path, time_of
 from jaxstack.families.patches import embed_patches, patches_spec
@@ -108,10 +108,10 @@ def _modulation_spec(width: int, count: int) -> Spec:
     }
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of pictures, see `data.images.ImageReader.batches`."""
-    shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
-    patches, text = (*shape, model.diffusion.patch_values), (cfg.data.batch_size, cfg.data.target_length)
+    shape = (data.batch_size, data.seq_len)
+    patches, text = (*shape, model.diffusion.patch_values), (data.batch_size, data.target_length)
     condition = {"classes": BatchArray(shape, "ids", model.vocab + 1)}
     if model.diffusion.text_layers:
         condition = {

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.config.model import LABEL_MULTIPLE
 from jaxstack.models import blocks, decoder, layers
 from jaxstack.models.batches import BatchSpec
@@ -94,13 +94,13 @@ def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh
     }
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of texts, see `decoder.batch_spec` and `data.sentences`."""
-    arrays = decoder.batch_spec(cfg)
-    for task, (classes, _) in _sentences(cfg.model).items():
+    arrays = decoder.batch_spec(model, data)
+    for task, (classes, _) in _sentences(model).items():
         arrays[f"{task}_targets"] = replace(arrays["targets"], below=classes)
         arrays[f"{task}_weights"] = arrays["loss_weights"]
-    if cfg.model.sentences.tasks and cfg.model.token_types > 1:
+    if model.sentences.tasks and model.token_types > 1:
         arrays["token_types"] = replace(arrays["tokens"], below=2)
     return arrays
 

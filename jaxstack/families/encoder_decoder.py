@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_block, cross_keys, cross_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
@@ -39,10 +39,10 @@ def spec(cfg: ModelConfig) -> Spec:
     return tree
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of pairs; see `data.seq2seq.make_batch`."""
-    model, rows = cfg.model, cfg.data.batch_size
-    ours, theirs = (rows, cfg.data.target_length), (rows, cfg.data.seq_len)
+    rows = data.batch_size
+    ours, theirs = (rows, data.target_length), (rows, data.seq_len)
     return {
         "encoder_tokens": BatchArray(theirs, "ids", model.vocab),
         "encoder_positions": BatchArray(theirs, "positions"),

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxstack import moe as experts
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.features import router_losses
 from jaxstack.kernels import Adapted
 from jaxstack.models.batches import BatchSpec
@@ -59,9 +59,9 @@ def with_experts(family: Family) -> Family:
     def stacks(cfg: ModelConfig) -> dict[str, Stack]:
         return {name: one if one.plain else _routed(cfg, one) for name, one in family.stacks(cfg).items()}
 
-    def batch_spec(cfg: Config) -> BatchSpec:
-        arrays = family.batch_spec(cfg)
-        moe = cfg.model.moe
+    def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
+        arrays = family.batch_spec(model, data)
+        moe = model.moe
         if moe.router in HARD_GATES and "gate_ids" not in arrays:
             below = moe.num_experts if moe.router == "domain" else moe.max_timestep
             tokens = [name for name in arrays if name.endswith("tokens")]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.models import layers
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack
@@ -59,17 +59,17 @@ def spec(cfg: ModelConfig) -> Spec:
     return tree
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of texts, of which each token has a target."""
-    shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
+    shape = (data.batch_size, data.seq_len)
     arrays = {
         "tokens": BatchArray(shape, "ids", model.vocab),
         "targets": BatchArray(shape, "ids", model.classes),
         "loss_weights": BatchArray(shape, "ones"),
     }
-    if cfg.has_segments:
+    if data.packing or model.labels:
         arrays["segment_ids"] = BatchArray(shape, "one_document")
-    if cfg.data.packing:
+    if data.packing:
         arrays["positions"] = BatchArray(shape, "positions")
     return arrays
 
