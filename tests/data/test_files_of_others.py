@@ -1,10 +1,9 @@
-"""Files that other programs wrote: byte order marks, keys that occur twice, and arrays that are not bare ids."""
+"""Files that other programs wrote: byte order marks, keys that occur twice, and tables of texts."""
 
 import csv
 import gzip
 import json
 
-import numpy as np
 import pytest
 
 from jaxstack import data
@@ -31,25 +30,6 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path, form):
     (tmp_path / "chat.json").write_text(form.format(text))
     with pytest.raises(ConfigError, match="the key 'completion' twice"):
         [*read_conversations(str(tmp_path / "chat.json"))]
-
-
-@pytest.mark.parametrize("vocab_size", [300, 50_257, 65_536, 128_000])
-def test_ids_of_four_bytes_are_not_read_as_two(tmp_path, rng, vocab_size):
-    rng.integers(0, vocab_size, 4000, dtype=np.uint32).tofile(tmp_path / "t.bin")
-    source = {"source": "tokens", "format": "nanogpt", "path": str(tmp_path / "t.bin"), "tokenizer": "ids"}
-    with pytest.raises(ConfigError, match="ids have 4 bytes"):
-        data.load(DataConfig(**source, vocab_size=65_536))
-    rng.integers(0, min(vocab_size, 65_536), 4000, dtype=np.uint16).tofile(tmp_path / "t.bin")
-    assert len(data.load(DataConfig(**source, vocab_size=65_536)).train) == 3600
-
-
-def test_an_array_of_numpy_is_not_bare_ids(tmp_path):
-    np.save(tmp_path / "t.npy", np.arange(4000, dtype=np.uint16))
-    source = DataConfig(
-        source="tokens", format="nanogpt", path=str(tmp_path / "t.npy"), tokenizer="ids", vocab_size=65_536
-    )
-    with pytest.raises(ConfigError, match="an array of NumPy"):
-        data.load(source)
 
 
 # --- tables of texts --------------------------------------------------------------------------------------------------
