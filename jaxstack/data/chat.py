@@ -17,7 +17,7 @@ from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import Conversation, Message
 from jaxstack.data.template_process import CLOSE, OPEN, TemplateError, TemplateProcess
-from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, id_dtype
+from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, encode_each_with_offsets, id_dtype
 from jaxstack.data.tokens import Tokens
 
 Spans: TypeAlias = list[tuple[int, int]]
@@ -280,8 +280,8 @@ def encode_conversations(
     masks = []
     names = []
     too_long = []
-    for conversation in conversations:
-        ids, starts, ends = tokenizer.encode_with_offsets(conversation.text)
+    encoded = encode_each_with_offsets(conversations, lambda conversation: conversation.text, tokenizer)
+    for conversation, (ids, starts, ends) in encoded:
         answers = np.zeros(ids.size, bool)
         for start, end in conversation.spans:
             touched = np.flatnonzero((ends > start) & (starts < end))
