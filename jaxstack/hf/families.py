@@ -33,6 +33,7 @@ class Family:
       fields: maps each key to the path of a field within `ModelConfig`.
       activation: the key of the activation.
       tanh_gelu: their name for GELU's tanh approximation.
+      old_gelu: whether `gelu` in a file means the tanh approximation, as in the first files of Gemma.
       attention_bias: whether the key `attention_bias` says that all projections of attention have biases.
       fixed: fields, and the values that define the family.
       required: keys without a field, each with the only value that jaxstack computes.
@@ -66,6 +67,7 @@ class Family:
     fields: dict[str, str]
     activation: str = "hidden_act"
     tanh_gelu: str = "gelu_pytorch_tanh"
+    old_gelu: bool = False
     attention_bias: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
@@ -275,6 +277,22 @@ FAMILIES = {
         layer_types=(FULL,),
         sliding_window=4096,
         lists_layer_types=True,
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _LLAMA,
+        old_gelu=True,
+        attention_bias=True,
+        fixed={"norm_unit_offset": True, "embedding_scale": True},
+        required={"use_bidirectional_attention": None},
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+        },
+        harmless={"hidden_activation": ("gelu_pytorch_tanh",)},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -486,7 +504,7 @@ def read_activation(keys: Keys, family: Family) -> dict[str, Any]:
         activation, ours["gated"] = gated_activation(activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.error(family.activation, activation, f"Use one of {', '.join(ACTIVATIONS)}")
-    ours["activation"] = ACTIVATIONS[activation]
+    ours["activation"] = "gelu_tanh" if family.old_gelu and activation == "gelu" else ACTIVATIONS[activation]
     if family.head_activation not in (None, ours["activation"]):
         raise keys.error(family.activation, activation, f"Use {family.head_activation}, the activation of the head")
     return ours

@@ -136,6 +136,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": QWEN3,
+    "gemma": LLAMA,
     "gemma2": LLAMA
     | {
         "layers/attention_post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),

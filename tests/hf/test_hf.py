@@ -46,6 +46,14 @@ MODELS = {
     **{"llama" if name == "llama3" else name: cfg for name, cfg in FAMILIES.items()},
     "mistral": dataclasses.replace(FAMILIES["llama3"], windows=(6,), tied_embeddings=True),
     "qwen2": dataclasses.replace(FAMILIES["llama3"], rope_scaling=RopeScaling(), attention_bias="qkv"),
+    "gemma": dataclasses.replace(
+        FAMILIES["gemma2"],
+        windows=(0,),
+        post_norm=False,
+        attention_scale=None,
+        attention_softcap=None,
+        logit_softcap=None,
+    ),
     "mixtral": dataclasses.replace(EXPERTS["mixtral"], num_layers=3),
     "qwen3_moe": dataclasses.replace(FAMILIES["qwen3"], moe=MoEConfig(num_experts=4, d_ff=24, normalize=False)),
 }

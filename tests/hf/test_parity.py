@@ -44,12 +44,19 @@ CHANGES: dict[str, dict] = {
     "qwen2": {"rope_scaling": RopeScaling(), "attention_bias": "qkv", "tied_embeddings": True},
     "biased": {"rope_scaling": RopeScaling(), "attention_bias": "all"},
     "qwen3": {"tied_embeddings": True},
+    "gemma": {
+        "windows": (0,),
+        "post_norm": False,
+        "attention_scale": None,
+        "attention_softcap": None,
+        "logit_softcap": None,
+    },
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
 }
-LIKE = {"mistral": "llama3", "qwen2": "llama3", "biased": "llama3", "qwen3_moe": "qwen3"}
+LIKE = {"mistral": "llama3", "gemma": "gemma2", "qwen2": "llama3", "biased": "llama3", "qwen3_moe": "qwen3"}
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
@@ -89,6 +96,8 @@ def their_config(family: str, cfg: ModelConfig):
         return transformers.Qwen2Config(**common)
     if family == "mistral":
         return transformers.MistralConfig(**common, sliding_window=cfg.windows[0])
+    if family == "gemma":
+        return transformers.GemmaConfig(**common, hidden_act="gelu")
     if family == "qwen3":
         return transformers.Qwen3Config(**common)
     if cfg.moe.num_experts:
