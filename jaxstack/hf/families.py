@@ -318,6 +318,33 @@ FAMILIES = {
         lists_layer_types=True,
         query_scalar=True,
     ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "rms_norm_eps"} | {"norm_epsilon": "norm_eps"},
+        fixed={"norm": "layer", "gated": False, "bias": True},
+        required={"use_bias": True},
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 2,
+            "head_dim": None,
+            "norm_epsilon": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        layer_types=(SLIDING,),
+        dropout_keys=("residual_dropout", "embedding_dropout"),
+        zero_keys=("attention_dropout",),
+        # What files name beside the keys of the class, from the program that trained the model.
+        harmless={
+            "activation_function": ("gelu",),
+            "attention_softmax_in_fp32": (True,),
+            "layer_norm_epsilon": (1e-5,),
+            "mlp_type": ("default",),
+            "norm_type": ("layer_norm",),
+            "scale_attention_softmax_in_fp32": (True,),
+            "scale_attn_weights": (True,),
+        },
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         _LLAMA | {"num_local_experts": "moe.num_experts", "num_experts_per_tok": "moe.top_k"},
@@ -462,8 +489,8 @@ FOREIGN = ("unsloth_", "_")
 
 TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
-    "dropout_rate", "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "router_aux_loss_coef",
-    "router_jitter_noise", "router_z_loss_coef",
+    "dropout_rate", "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "residual_dropout",
+    "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef",
 }  # fmt: skip
 """Keys that affect training alone. They are not imported, but reported."""
 

@@ -40,6 +40,19 @@ LLAMA: WeightMap = {
     "final_norm/scale": ("model.norm.weight", SAME),
     "head/w": ("lm_head.weight", TRANSPOSED),
 }
+_STARCODER2 = {
+    "layers/attention_norm": "model.layers.{}.input_layernorm",
+    "layers/mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "final_norm": "model.norm",
+}
+STARCODER2: WeightMap = {
+    **{path: row for path, row in LLAMA.items() if not path.startswith("layers/mlp/")},
+    **{f"{path}/bias": (f"{name}.bias", SAME) for path, name in _STARCODER2.items()},
+    "layers/mlp/w_up": ("model.layers.{}.mlp.c_fc.weight", TRANSPOSED),
+    "layers/mlp/b_up": ("model.layers.{}.mlp.c_fc.bias", SAME),
+    "layers/mlp/w_down": ("model.layers.{}.mlp.c_proj.weight", TRANSPOSED),
+    "layers/mlp/b_down": ("model.layers.{}.mlp.c_proj.bias", SAME),
+}
 QWEN3: WeightMap = LLAMA | {
     "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_norm.weight", SAME),
     "layers/attention/k_norm/scale": ("model.layers.{}.self_attn.k_norm.weight", SAME),
@@ -137,6 +150,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "qwen2": LLAMA,
     "qwen3": QWEN3,
     "gemma": LLAMA,
+    "starcoder2": STARCODER2,
     "gemma2": LLAMA
     | {
         "layers/attention_post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),

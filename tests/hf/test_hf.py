@@ -54,6 +54,9 @@ MODELS = {
         attention_softcap=None,
         logit_softcap=None,
     ),
+    "starcoder2": dataclasses.replace(
+        FAMILIES["llama3"], rope_scaling=RopeScaling(), norm="layer", bias=True, gated=False, activation="gelu_tanh"
+    ),
     "mixtral": dataclasses.replace(EXPERTS["mixtral"], num_layers=3),
     "qwen3_moe": dataclasses.replace(FAMILIES["qwen3"], moe=MoEConfig(num_experts=4, d_ff=24, normalize=False)),
 }
@@ -151,6 +154,14 @@ def in_their_words(name, cfg, values):
         found |= {f"{h}{theirs}.weight": L[ours]["scale"][i] for theirs, ours in norms.items()}
         found |= {f"{h}self_attn.{x}_proj.weight": linear(att[f"w_{x}"][i]) for x in "qkv"}
         found[h + "self_attn.o_proj.weight"] = linear(att["w_o"][i], inputs=2)
+        if cfg.bias:
+            found |= {f"{h}{theirs}.bias": L[ours]["bias"][i] for theirs, ours in norms.items()}
+            found |= {f"{h}self_attn.{x}_proj.bias": att[f"b_{x}"][i].ravel() for x in "qkvo"}
+            for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
+                found[f"{h}mlp.{theirs}.weight"] = linear(L["mlp"][f"w_{ours}"][i])
+                found[f"{h}mlp.{theirs}.bias"] = L["mlp"][f"b_{ours}"][i]
+            found["model.norm.bias"] = V["final_norm"]["bias"]
+            continue
         if cfg.attention_bias == "qkv":
             found |= {f"{h}self_attn.{x}_proj.bias": att[f"b_{x}"][i].ravel() for x in "qkv"}
         if cfg.qk_norm:

@@ -51,12 +51,28 @@ CHANGES: dict[str, dict] = {
         "attention_softcap": None,
         "logit_softcap": None,
     },
+    "starcoder2": {
+        "windows": (6,),
+        "rope_scaling": RopeScaling(),
+        "norm": "layer",
+        "bias": True,
+        "gated": False,
+        "activation": "gelu_tanh",
+        "tied_embeddings": True,
+    },
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
 }
-LIKE = {"mistral": "llama3", "gemma": "gemma2", "qwen2": "llama3", "biased": "llama3", "qwen3_moe": "qwen3"}
+LIKE = {
+    "mistral": "llama3",
+    "starcoder2": "llama3",
+    "gemma": "gemma2",
+    "qwen2": "llama3",
+    "biased": "llama3",
+    "qwen3_moe": "qwen3",
+}
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
@@ -96,6 +112,11 @@ def their_config(family: str, cfg: ModelConfig):
         return transformers.Qwen2Config(**common)
     if family == "mistral":
         return transformers.MistralConfig(**common, sliding_window=cfg.windows[0])
+    if family == "starcoder2":
+        del common["rms_norm_eps"]
+        del common["head_dim"]
+        window = cfg.windows[0]
+        return transformers.Starcoder2Config(**common, norm_epsilon=cfg.norm_eps, sliding_window=window)
     if family == "gemma":
         return transformers.GemmaConfig(**common, hidden_act="gelu")
     if family == "qwen3":

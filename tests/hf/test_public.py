@@ -54,6 +54,7 @@ PARAMETERS = {  # in millions, as their authors publish them, or by the names of
     "mistralai/Mixtral-8x7B-v0.1": 46_700,
     "mistralai/Mixtral-8x22B-v0.1": 141_000,
     "google/gemma-2b": 2_510,
+    "bigcode/starcoder2-7b": 7_170,
     "google/gemma-2-9b-it": 9_240,
     "google/gemma-2-27b-it": 27_200,
     "google/gemma-2-2b": 2_610,
@@ -83,7 +84,6 @@ REFUSED = {
     "qwen2_moe": "a gate for the shared expert",
     "qwen3_next": "layers of linear attention, and gated attention",
     "stablelm": "RoPE on a part of each head",
-    "starcoder2": "layer norms and biases with RoPE",
 }
 """Families that are not read, and what they compute that no documented family does."""
 
