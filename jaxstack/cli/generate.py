@@ -112,8 +112,8 @@ def main(args: Namespace) -> None:
     if args.chat:
         template = chat.template_for(tokenizer)
         prompts = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        end = chat.end_of_turn_id(template, tokenizer)
-        stop += () if end is None else (end,)
+        turn = chat.end_of_turn(template, tokenizer)
+        stop += turn.tokens
     cfg = with_arguments(cfg, args)
     if args.chat:  # the template has put everything around the messages
         ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
@@ -130,7 +130,10 @@ def main(args: Namespace) -> None:
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
     draft = open_draft(args, cfg, longest) if args.draft is not None else None
-    texts = [TextStream(tokenizer, "", end=stop) if args.chat else TextStream(tokenizer, text) for text in prompts]
+    if args.chat:
+        texts = [TextStream(tokenizer, "", end=stop, stop=turn.texts) for _ in prompts]
+    else:
+        texts = [TextStream(tokenizer, text) for text in prompts]
     live = args.stream or sys.stdout.isatty()
 
     from jaxstack.planner import generation_memory, memory
@@ -308,6 +311,8 @@ def in_turn(texts: Sequence[TextStream], parts: Iterator[list[list[int]]]) -> It
             yield texts[now].take(all=True) + _BETWEEN
             now += 1
         yield texts[now].take()
+        if all(text.ended for text in texts):
+            break
     yield _BETWEEN.join(text.take(all=True) for text in texts[now:])
 
 
