@@ -21,7 +21,7 @@ from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import describe_frame, encode_prompt
-from jaxstack.generate.prompts import require_decoder
+from jaxstack.generate.prompts import check_prompts, require_decoder
 from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
 
@@ -120,6 +120,9 @@ def main(args: Namespace) -> None:
     else:
         ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         note_frame(tokenizer)
+    check_prompts(cfg.model, ids, cfg.sample.tokens, cfg.model.vocab)
+    if args.draft is not None:
+        load_run.read_run(Path(args.draft))  # its mistakes are shown before the model is read, which takes longer
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
     load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
