@@ -17,7 +17,7 @@ from jaxstack.common import inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import Conversation, Message
 from jaxstack.data.template_process import CLOSE, OPEN, TemplateError, TemplateProcess
-from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, id_dtype
+from jaxstack.data.tokenizers import HFTokenizer, SavedTemplate, Tokenizer, encode_each_with_offsets, id_dtype
 from jaxstack.data.tokens import Tokens
 
 Spans: TypeAlias = list[tuple[int, int]]
@@ -307,11 +307,11 @@ def encode_conversations(
     names = []
     too_long = []
     unlearned = 0
-    for conversation in conversations:
+    encoded = encode_each_with_offsets(conversations, lambda conversation: conversation.text, tokenizer)
+    for conversation, (ids, starts, ends) in encoded:
         if conversation.unlearned:
             unlearned += 1
             continue
-        ids, starts, ends = tokenizer.encode_with_offsets(conversation.text)
         answers = np.zeros(ids.size, bool)
         for start, end in conversation.spans:
             touched = np.flatnonzero((ends > start) & (starts < end))
