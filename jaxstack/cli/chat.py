@@ -55,7 +55,7 @@ def main(args: Namespace) -> None:
     require_decoder(cfg.model)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
-    turn = chat.EndOfTurn() if template is None else chat.end_of_turn(template, tokenizer)
+    turn = chat.end_of_turn(template, tokenizer)
     stop += turn.tokens
     if template is None and args.system is not None:
         raise ConfigError(f"--system needs a chat template, which {path} does not have. Leave it out.")

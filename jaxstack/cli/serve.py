@@ -16,7 +16,7 @@ from jaxstack.cli.chat import context_of, template_of
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
 from jaxstack.config.reading.parse import Parser, user_path
-from jaxstack.data.chat import EndOfTurn, end_of_turn
+from jaxstack.data.chat import end_of_turn
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
 
@@ -95,10 +95,9 @@ def main(args: Namespace) -> None:
     access = read_access(args.host, args.allowed_hosts, args.api_key_file)
     name = args.name or path.resolve().name
     check_value("--name", name, str, None)
-    stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
-    turn = EndOfTurn() if template is None else end_of_turn(template, tokenizer)
-    stop += turn.tokens
+    turn = end_of_turn(template, tokenizer)
+    stop = generate.stop_tokens(tokenizer, args.stop) + turn.tokens
     cfg = generate.with_arguments(cfg, args)
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)

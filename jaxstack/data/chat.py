@@ -240,8 +240,10 @@ class EndOfTurn(NamedTuple):
     texts: tuple[str, ...] = ()
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
+def end_of_turn(template: ChatTemplate | None, tokenizer: Tokenizer) -> EndOfTurn:
     """Returns what ends an answer. White space alone does not, since answers have some themselves."""
+    if template is None:
+        return EndOfTurn()
     said = "Yes."
     text, spans = template.render([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
     end = text[spans[-1][0] : spans[-1][1]].rpartition(said)[2].strip(" \n") if spans else ""

@@ -137,7 +137,7 @@ class RunModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Returns the continuation of each context, up to the first of its stop strings."""
         end = self._tokenizer.stop_ids
-        turn = chat.EndOfTurn() if self.template is None else chat.end_of_turn(self.template, self._tokenizer)
+        turn = chat.end_of_turn(self.template, self._tokenizer)
         end += turn.tokens
         wanted = [self._prompt(*request.args) for request in requests]
         prompts = [ids for ids, _, _ in wanted]
