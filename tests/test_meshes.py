@@ -45,7 +45,7 @@ WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_
 ALL = FAMILIES | ENCODERS | PAIRS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE | BRANCHES
 MODELS: dict[str, ModelConfig] = {
     **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in ALL.items()},
-    "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}),
+    "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}, attention_bias="qkv"),
 }
 EXPERTS = {
     "softmax": MoEConfig(num_experts=8, d_ff=32, z_loss_weight=0.1, aux_loss_weight=0.5),

@@ -168,6 +168,9 @@ class ModelConfig:
     """Adapters that are trained while the model is frozen."""
     bias: bool = False
     """Add a bias to every linear layer and LayerNorm (GPT-2)."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections of attention have a bias without `bias`: those of queries, keys and values (Qwen 2), or also
+    the one of the output."""
     tied_embeddings: bool = False
     """Use the transposed embedding as the output head."""
     embedding_scale: bool = False
@@ -215,6 +218,10 @@ class ModelConfig:
         require(
             not (self.bias and self.moe.num_experts),
             "model.bias=true, but experts have no biases. Use model.bias=false, or model.moe.num_experts=0.",
+        )
+        require(
+            not self.bias or self.attention_bias == "none",
+            f"model.attention_bias={self.attention_bias} is a part of model.bias=true. Use one of them.",
         )
         require(
             not (self.base_width and self.embedding_scale),

@@ -113,6 +113,11 @@ def from_json(where: str, values: object) -> Description:
         )
     if family.rope:
         ours |= _rope(keys, family)
+    if family.attention_bias:
+        biased = keys.take("attention_bias", None) or False
+        if not isinstance(biased, bool):
+            raise keys.error("attention_bias", biased, "Use true or false")
+        ours["attention_bias"] = "all" if biased else "none"
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
     if family.local_attention:
@@ -335,6 +340,8 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     values |= {family.activation: activations[model.activation], **family.required}
     if family.gated_names and model.gated:
         values[family.activation] = gated_name(values[family.activation])
+    if family.attention_bias:
+        values["attention_bias"] = model.attention_bias == "all"
     if family.scales_head:
         values["scale_decoder_outputs"] = model.head_scale != 1
     if family.query_scalar:

@@ -33,6 +33,7 @@ class Family:
       fields: maps each key to the path of a field within `ModelConfig`.
       activation: the key of the activation.
       tanh_gelu: their name for GELU's tanh approximation.
+      attention_bias: whether the key `attention_bias` says that all projections of attention have biases.
       fixed: fields, and the values that define the family.
       required: keys without a field, each with the only value that jaxstack computes.
       defaults: the value of a key that the file lacks: the default of the family's class in `transformers`. Other keys
@@ -65,6 +66,7 @@ class Family:
     fields: dict[str, str]
     activation: str = "hidden_act"
     tanh_gelu: str = "gelu_pytorch_tanh"
+    attention_bias: bool = False
     fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -240,7 +242,8 @@ FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         _LLAMA,
-        required={"attention_bias": False, "mlp_bias": False},
+        attention_bias=True,
+        required={"mlp_bias": False},
         defaults=_LLAMA_DEFAULTS,
         # Slices of one product, which `transformers` 5 no longer reads. They never changed more than rounding.
         ignored=frozenset({"pretraining_tp"}),
@@ -253,11 +256,21 @@ FAMILIES = {
         layer_types=(SLIDING,),
         sliding_window=4096,
     ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _LLAMA,
+        fixed={"attention_bias": "qkv"},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32},
+        layer_types=(FULL,),
+        sliding_window=4096,
+        lists_layer_types=True,
+        harmless={"use_mrope": (False,)},
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA,
+        attention_bias=True,
         fixed={"qk_norm": True},
-        required={"attention_bias": False},
         defaults=_QWEN3_DEFAULTS,
         layer_types=(FULL,),
         sliding_window=4096,
@@ -267,8 +280,9 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         _LLAMA | {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"},
         activation="hidden_activation",
+        attention_bias=True,
         fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True},
-        required={"attention_bias": False, "use_bidirectional_attention": None},
+        required={"use_bidirectional_attention": None},
         defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "num_key_value_heads": 4,
@@ -301,8 +315,9 @@ FAMILIES = {
             "moe_intermediate_size": "moe.d_ff",
             "norm_topk_prob": "moe.normalize",
         },
+        attention_bias=True,
         fixed={"qk_norm": True},
-        required={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        required={"decoder_sparse_step": 1, "mlp_only_layers": []},
         defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False},
         layer_types=(FULL,),
         harmless={"use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},

@@ -134,6 +134,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     },
     "llama": LLAMA,
     "mistral": LLAMA,
+    "qwen2": LLAMA,
     "qwen3": QWEN3,
     "gemma2": LLAMA
     | {
@@ -248,6 +249,16 @@ def _with_gate(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     return found
 
 
+def _with_attention_biases(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map with the biases of attention that a model has, where the family names them as Llama."""
+    found = dict(rows)
+    for x in "qkvo":
+        name = rows.get(f"layers/attention/w_{x}", ("", SAME))[0]
+        if f"layers/attention/b_{x}" in declared and name.endswith("_proj.weight"):
+            found[f"layers/attention/b_{x}"] = (f"{name.removesuffix('weight')}bias", SAME)
+    return found
+
+
 def weight_map(family: str, spec: Spec) -> WeightMap:
     """Returns the weight map of a family after checking that it fits the parameters of a model.
 
@@ -255,7 +266,7 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
       ConfigError: a parameter for which the family has no tensor, or a tensor for which the model has no parameter.
     """
     declared = flat_spec(spec)
-    rows = dict(WEIGHT_MAPS[family])
+    rows = _with_attention_biases(declared, WEIGHT_MAPS[family])
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
     if family in ("t5", "mt5"):

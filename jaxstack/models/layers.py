@@ -130,13 +130,14 @@ def attention_spec(cfg: ModelConfig) -> Spec:
             roles=("attention_output",),
         ),
     }
-    if cfg.bias:
+    if cfg.bias or cfg.attention_bias != "none":
         spec |= {
             "b_q": Param((H, K), ("heads", "head_dim"), "vector", init="zeros"),
             "b_k": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
             "b_v": Param((G, K), ("kv_heads", "head_dim"), "vector", init="zeros"),
-            "b_o": Param((D,), ("norm",), "vector", init="zeros"),
         }
+    if cfg.bias or cfg.attention_bias == "all":
+        spec["b_o"] = Param((D,), ("norm",), "vector", init="zeros")
     if cfg.qk_norm:
         spec |= {"q_norm": norm_spec(cfg, K, "head_dim", "rms"), "k_norm": norm_spec(cfg, K, "head_dim", "rms")}
     return spec
@@ -210,7 +211,7 @@ def score_options(cfg: ModelConfig) -> dict[str, Any]:
 def project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Context) -> jax.Array:
     """Returns the output of attention [B, S/n, D], from the mixed values of each head [B, S, H, K]."""
     y = ctx.layout.reduce_activations(linear(cfg, params, "o", mixed, ctx, "heads", back=True, in_axes=2), "heads")
-    return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y
+    return kernels.add_in_float32(y, params["b_o"]) if "b_o" in params else y
 
 
 def attention_region(

@@ -194,9 +194,12 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
     """Returns residual sums, gradients of biases, and the unfused passes of biases and dropout."""
     m = s.model
     found = [build.elementwise("residual sum", s.stream, 3) for _ in range(2)]
-    if m.bias:
-        heads = s.heads + 2 * s.kv_heads
-        outputs = s.tokens * heads * m.head_width + _hidden(s) * (2 if m.gated else 1) + 2 * s.stream
+    if m.bias or m.attention_bias != "none":
+        outputs = s.tokens * (s.heads + 2 * s.kv_heads) * m.head_width
+        if m.bias or m.attention_bias == "all":
+            outputs += s.stream
+        if m.bias:
+            outputs += _hidden(s) * (2 if m.gated else 1) + s.stream
         found.append(build.elementwise("gradients of biases", outputs, 1))
         found += [] if build.fused else [build.elementwise("biases", outputs, 2)]
     if m.dropout and not build.fused:

@@ -29,6 +29,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 PARAMETERS = {  # published counts, embeddings counted once
     "gpt2": 124_475_904,  # 124,439,808 with 50,257 rows of vocabulary, 47 fewer
     "llama3_8b": 8_030_261_248,
+    "qwen2.5_0.5b": 494_032_768,
     "qwen3_0.6b": 596_049_920,
     "gemma2_2b": 2_614_341_888,
     "mixtral_8x7b": 46_702_792_704,

@@ -29,6 +29,7 @@ from jaxstack.config import (
     ModelConfig,
     MoEConfig,
     PipelineConfig,
+    RopeScaling,
     RunConfig,
 )
 from jaxstack.config.reading import parse
@@ -44,6 +45,7 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [
 MODELS = {
     **{"llama" if name == "llama3" else name: cfg for name, cfg in FAMILIES.items()},
     "mistral": dataclasses.replace(FAMILIES["llama3"], windows=(6,), tied_embeddings=True),
+    "qwen2": dataclasses.replace(FAMILIES["llama3"], rope_scaling=RopeScaling(), attention_bias="qkv"),
     "mixtral": dataclasses.replace(EXPERTS["mixtral"], num_layers=3),
     "qwen3_moe": dataclasses.replace(FAMILIES["qwen3"], moe=MoEConfig(num_experts=4, d_ff=24, normalize=False)),
 }
@@ -141,6 +143,8 @@ def in_their_words(name, cfg, values):
         found |= {f"{h}{theirs}.weight": L[ours]["scale"][i] for theirs, ours in norms.items()}
         found |= {f"{h}self_attn.{x}_proj.weight": linear(att[f"w_{x}"][i]) for x in "qkv"}
         found[h + "self_attn.o_proj.weight"] = linear(att["w_o"][i], inputs=2)
+        if cfg.attention_bias == "qkv":
+            found |= {f"{h}self_attn.{x}_proj.bias": att[f"b_{x}"][i].ravel() for x in "qkv"}
         if cfg.qk_norm:
             found |= {f"{h}self_attn.{x}_norm.weight": att[f"{x}_norm"]["scale"][i] for x in "qk"}
         if not cfg.moe.num_experts:
@@ -273,6 +277,15 @@ PUBLISHED = {
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
     },
     "llama3_8b": LLAMA3,
+    "qwen2.5_0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "qwen3_0.6b": QWEN3,
     "gemma2_2b": {
         "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -340,7 +353,7 @@ def test_what_acts_on_training_alone_is_named():
         ("llama3_8b", {"num_attention_heads": 33}, "does not describe a valid model"),
         ("llama3_8b", {"num_hidden_layers": 10**15}, "num_hidden_layers=1000000000000000 is not supported"),
         ("llama3_8b", {"rms_norm_eps": float("nan")}, "does not describe a valid model: model.norm_eps=nan"),
-        ("llama3_8b", {"attention_bias": True}, "attention_bias=true is not supported. Only false"),
+        ("llama3_8b", {"attention_bias": 1}, "attention_bias=1 is not supported. Use true or false"),
         ("llama3_8b", {"mlp_bias": 0.5}, "mlp_bias=0.5"),
         ("llama3_8b", {"hidden_act": "tanh"}, 'hidden_act="tanh" is not supported. Use one of silu'),
         ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),

@@ -41,17 +41,19 @@ CHANGES: dict[str, dict] = {
     # Wavelengths of 6, 20, 63 and 199 tokens: one is unchanged, one is scaled in part, two are scaled in full.
     "llama3": {"rope_theta": 100.0, "rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
     "mistral": {"rope_scaling": RopeScaling(), "windows": (6,)},
+    "qwen2": {"rope_scaling": RopeScaling(), "attention_bias": "qkv", "tied_embeddings": True},
+    "biased": {"rope_scaling": RopeScaling(), "attention_bias": "all"},
     "qwen3": {"tied_embeddings": True},
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
 }
-LIKE = {"mistral": "llama3", "qwen3_moe": "qwen3"}
+LIKE = {"mistral": "llama3", "qwen2": "llama3", "biased": "llama3", "qwen3_moe": "qwen3"}
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
-THEIRS = {"llama3": "llama"}  # their `model_type`, if our name differs
+THEIRS = {"llama3": "llama", "biased": "llama"}  # their `model_type`, if our name differs
 
 
 def their_config(family: str, cfg: ModelConfig):
@@ -80,6 +82,11 @@ def their_config(family: str, cfg: ModelConfig):
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
         common["rope_parameters"] |= {"rope_type": "llama3"} | scaling
         return transformers.LlamaConfig(**common)
+    if family == "biased":
+        return transformers.LlamaConfig(**common, attention_bias=True)
+    if family == "qwen2":
+        del common["head_dim"]  # its files have none
+        return transformers.Qwen2Config(**common)
     if family == "mistral":
         return transformers.MistralConfig(**common, sliding_window=cfg.windows[0])
     if family == "qwen3":
