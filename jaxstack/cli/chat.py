@@ -5,8 +5,9 @@ A run without a chat template continues what you type. The conversation stays in
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,8 @@ def main(args: Namespace) -> None:
     require_decoder(cfg.model)
     stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
-    if template is not None and (end := chat.end_of_turn_id(template, tokenizer)) is not None:
-        stop = (*stop, end)
+    turn = chat.end_of_turn(template, tokenizer)
+    stop += turn.tokens
     if template is None and args.system is not None:
         raise ConfigError(f"--system needs a chat template, which {path} does not have. Leave it out.")
     cfg = generate.with_arguments(cfg, args)
@@ -75,7 +76,8 @@ def main(args: Namespace) -> None:
     else:
         how = "each line is a message"
     note(f"{path}: {how}. The context has {context} tokens. /help lists commands.")
-    talk(History(tokenizer, template, args.system), conversation, stop)
+    history = History(tokenizer, template, args.system)
+    talk(history, conversation, partial(TextStream, tokenizer, "", end=stop, stop=turn.texts))
 
 
 def context_of(cfg: ModelConfig, context: int | None, trained: int) -> int:
@@ -150,13 +152,15 @@ class History:
         ids: list[int] = self._tokenizer.encode(text).tolist()
         return ids
 
-    def stream(self, stop: tuple[int, ...]) -> TextStream:
-        """Returns the text of an answer, to which tokens are added."""
-        return TextStream(self._tokenizer, "", end=stop)
 
+def talk(history: History, conversation: "Conversation", begin: Callable[[], TextStream]) -> None:
+    """Reads lines, runs commands and prints answers until the input ends.
 
-def talk(history: History, conversation: "Conversation", stop: tuple[int, ...]) -> None:
-    """Reads lines, runs commands and prints answers until the input ends."""
+    Args:
+      history: what was said.
+      conversation: writes answers.
+      begin: returns the text of an answer, to which tokens are added.
+    """
     for line in lines():
         match line.rstrip():
             case "":
@@ -172,26 +176,25 @@ def talk(history: History, conversation: "Conversation", stop: tuple[int, ...]) 
                 note(f"{word.split()[0]} is not a command. /help lists them.")
             case _:
                 try:
-                    answer(line.removeprefix(" ") if line.startswith(" /") else line, history, conversation, stop)
+                    answer(line.removeprefix(" ") if line.startswith(" /") else line, history, conversation, begin())
                 except ConfigError as error:  # such as a character that the tokenizer does not have
                     note(f"error: {error}")
 
 
-def answer(line: str, history: History, conversation: "Conversation", stop: tuple[int, ...]) -> None:
-    """Prints the answer to a line as its tokens come. Ctrl-C stops it."""
+def answer(line: str, history: History, conversation: "Conversation", text: TextStream) -> None:
+    """Prints the answer to a line as its tokens come, which are added to `text`. Ctrl-C stops it."""
     asked = history.ask(line)
     full = f"The context of {conversation.context} tokens is full. /reset begins a new conversation."
     if conversation.room(asked) < 1:
         note(f"{full} This line was not read: the text would have {len(asked)} tokens.")
         return
-    text = history.stream(stop)
     tokens = []
     with interrupts() as hits:
         for part in conversation.reply(asked):
             tokens += part
             text.add(part)
             generate.write(text.take())
-            if hits:
+            if hits or text.ended:
                 break
     generate.write(text.take(all=True) + "\n")
     history.remember(line, asked, tokens, text.text)
@@ -199,7 +202,7 @@ def answer(line: str, history: History, conversation: "Conversation", stop: tupl
         note("(stopped)")
     elif not conversation.room([*asked, *tokens]):
         note(full)
-    elif tokens and tokens[-1] not in stop:
+    elif tokens and not text.ended:
         note(f"(stopped after {len(tokens)} tokens; --sample.tokens allows more)")
 
 

@@ -21,7 +21,7 @@ from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import describe_frame, encode_prompt
-from jaxstack.generate.prompts import require_decoder
+from jaxstack.generate.prompts import check_prompts, require_decoder
 from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
 
@@ -108,18 +108,11 @@ def main(args: Namespace) -> None:
     if args.out is not None:
         raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
     prompts = read_prompts(args.prompts)
-    stop = stop_tokens(tokenizer, args.stop)
-    if args.chat:
-        template = chat.template_for(tokenizer)
-        prompts = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        end = chat.end_of_turn_id(template, tokenizer)
-        stop += () if end is None else (end,)
+    ids, texts, stop = begin_texts(prompts, tokenizer, args)
     cfg = with_arguments(cfg, args)
-    if args.chat:  # the template has put everything around the messages
-        ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    else:
-        ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        note_frame(tokenizer)
+    check_prompts(cfg.model, ids, cfg.sample.tokens, cfg.model.vocab)
+    if args.draft is not None:
+        load_run.read_run(Path(args.draft))  # its mistakes are shown before the model is read, which takes longer
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
     load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
@@ -130,7 +123,6 @@ def main(args: Namespace) -> None:
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
     draft = open_draft(args, cfg, longest) if args.draft is not None else None
-    texts = [TextStream(tokenizer, "", end=stop) if args.chat else TextStream(tokenizer, text) for text in prompts]
     live = args.stream or sys.stdout.isatty()
 
     from jaxstack.planner import generation_memory, memory
@@ -144,6 +136,30 @@ def main(args: Namespace) -> None:
         from jaxstack.moe.placement import write_load
 
         write_load(load, run.engine(cfg.sample.domain).counted["load"])
+
+
+def begin_texts(
+    prompts: Sequence[str], tokenizer: Tokenizer, args: Namespace
+) -> tuple[list[list[int]], list[TextStream], tuple[int, ...]]:
+    """Returns the ids of prompts, the texts to which tokens are added, and the tokens that end a text.
+
+    Raises:
+      ConfigError: the run has no chat template, or a text of `--stop` is not one token.
+    """
+    stop = stop_tokens(tokenizer, args.stop)
+    if not args.chat:
+        note_frame(tokenizer)
+        return (
+            [encode_prompt(tokenizer, prompt) for prompt in prompts],
+            [TextStream(tokenizer, p) for p in prompts],
+            stop,
+        )
+    template = chat.template_for(tokenizer)  # it puts everything around the messages
+    asked = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    turn = chat.end_of_turn(template, tokenizer)
+    stop += turn.tokens
+    ids = [tokenizer.encode(prompt).tolist() for prompt in asked]
+    return ids, [TextStream(tokenizer, "", end=stop, stop=turn.texts) for _ in prompts], stop
 
 
 def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int) -> Path | None:
@@ -308,6 +324,8 @@ def in_turn(texts: Sequence[TextStream], parts: Iterator[list[list[int]]]) -> It
             yield texts[now].take(all=True) + _BETWEEN
             now += 1
         yield texts[now].take()
+        if all(text.ended for text in texts):
+            break
     yield _BETWEEN.join(text.take(all=True) for text in texts[now:])
 
 

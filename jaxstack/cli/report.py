@@ -36,8 +36,8 @@ def main(args: Namespace) -> None:
             f"{len(args.runs)} runs are more than colors can distinguish. Name {style.MAX_RUNS} runs or fewer."
         )
     out = Path(args.out or Path(args.runs[0], "report.html"))
-    if out.suffix != ".html":  # so that no other file of a run is ever overwritten
-        raise ConfigError(f"--out={out} is not a page. Name a file that ends in .html.")
+    if args.out is not None:
+        files.writable("--out", args.out, (".html",))  # so that no other file of a run is ever overwritten
     found = runs.read_runs([Path(run) for run in args.runs])
     console = Console(highlight=False, soft_wrap=True)
     console.print(summary_table(found))

@@ -16,7 +16,7 @@ from jaxstack.cli.chat import context_of, template_of
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
 from jaxstack.config.reading.parse import Parser, user_path
-from jaxstack.data.chat import end_of_turn_id
+from jaxstack.data.chat import end_of_turn
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
 
@@ -95,10 +95,9 @@ def main(args: Namespace) -> None:
     access = read_access(args.host, args.allowed_hosts, args.api_key_file)
     name = args.name or path.resolve().name
     check_value("--name", name, str, None)
-    stop = generate.stop_tokens(tokenizer, args.stop)
     template = template_of(cfg.data, tokenizer)
-    end = None if template is None else end_of_turn_id(template, tokenizer)
-    stop += () if end is None else (end,)
+    turn = end_of_turn(template, tokenizer)
+    stop = generate.stop_tokens(tokenizer, args.stop) + turn.tokens
     cfg = generate.with_arguments(cfg, args)
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
@@ -124,6 +123,7 @@ def main(args: Namespace) -> None:
         max_tokens=min(args.max_tokens or context, context),
         max_texts=args.rows + args.waiting,
         vocabulary=min(tokenizer.vocab_size, cfg.model.vocab),
+        end_of_turn=turn.texts,
     )
     limits = Limits(model.max_texts, args.max_body, args.timeout, args.receive_timeout, args.connections)
     worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)

@@ -121,23 +121,23 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
       key: name of the value for the message.
       value: the value, which has the right type.
       hint: the type, which may have an interval.
-      default: the default, for the message.
+      default: the default of a flag, for the message. Keys have other defaults in each configuration.
 
     Raises:
       ConfigError: the value is outside its interval, not finite, too large, or not text.
     """
     interval = interval_of(hint)
     optional = type(None) in get_args(hint)
-    usual = f"the default is {'null' if default is None else default}"
+    usual = "" if "." in key else f"; the default is {'null' if default is None else default}"
     if interval is not None and value not in interval and not (value is None and optional):
         null = ", or null" if optional else ""
         shown = "null" if value is None else value
-        raise ConfigError(f"{key}={shown} is out of range. Use {interval.advice()}{null}; {usual}.")
+        raise ConfigError(f"{key}={shown} is out of range. Use {interval.advice()}{null}{usual}.")
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, float) and not math.isfinite(part):
-            raise ConfigError(f"{key}={part} is not finite. Use a finite number; {usual}.")
+            raise ConfigError(f"{key}={part} is not finite. Use a finite number{usual}.")
         if isinstance(part, int) and abs(part) > MAX_INT and (interval is None or math.isinf(interval.high)):
-            raise ConfigError(f"{key}={part} is too large. Use {MAX_INT} or less; {usual}.")
+            raise ConfigError(f"{key}={part} is too large. Use {MAX_INT} or less{usual}.")
         if isinstance(part, str) and not _is_utf8(part):
             raise ConfigError(f"{key}={part!r} has a zero byte or is not UTF-8. Use other text, or rename the file.")
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -228,13 +228,32 @@ def template_for(tokenizer: Tokenizer) -> ChatTemplate:
     return JinjaTemplate(f"the chat template of {tokenizer.name}", tokenizer.chat)
 
 
-def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """Returns the token that ends an answer, or `None` if the end of an answer is not a single token."""
+class EndOfTurn(NamedTuple):
+    """What ends an answer.
+
+    Attributes:
+      tokens: ids that end it.
+      texts: strings that end it, for an end that is spelled by several ordinary tokens.
+    """
+
+    tokens: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+
+
+def end_of_turn(template: ChatTemplate | None, tokenizer: Tokenizer) -> EndOfTurn:
+    """Returns what ends an answer. White space alone does not, since answers have some themselves."""
+    if template is None:
+        return EndOfTurn()
     said = "Yes."
     text, spans = template.render([{"role": "user", "content": said}, {"role": "assistant", "content": said}])
     end = text[spans[-1][0] : spans[-1][1]].rpartition(said)[2].strip(" \n") if spans else ""
     ids = tokenizer.encode(end).tolist() if end else []
-    return ids[0] if len(ids) == 1 else None
+    special = tokenizer.special_ids if isinstance(tokenizer, HFTokenizer) else frozenset()
+    ordinary = next((i for i, token in enumerate(ids) if token in special), len(ids))
+    if ordinary == 0 or len(ids) == 1:
+        return EndOfTurn(tuple(ids[:1]))
+    spelled = tokenizer.decode(ids[:ordinary]).strip()
+    return EndOfTurn(tuple(ids[ordinary : ordinary + 1]), (spelled,) if spelled else ())
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,8 @@ def read_header(path: str | Path) -> TokenFileHeader:
       ConfigError: it is missing or invalid.
     """
     file = _part(path, ".json")
+    if not any(_part(path, suffix).exists() for suffix in _SUFFIXES) and not Path(path).exists():
+        raise ConfigError(f"{path} does not exist. Name a token file, such as `jaxstack data build` makes.")
     if not file.exists():
         raise ConfigError(
             f"{file} does not exist. Make a token file with `jaxstack data build` (after an interrupted build, remove "

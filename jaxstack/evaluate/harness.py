@@ -137,11 +137,11 @@ class RunModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Returns the continuation of each context, up to the first of its stop strings."""
         end = self._tokenizer.stop_ids
-        if self.template is not None and (turn := chat.end_of_turn_id(self.template, self._tokenizer)) is not None:
-            end = (*end, turn)
+        turn = chat.end_of_turn(self.template, self._tokenizer)
+        end += turn.tokens
         wanted = [self._prompt(*request.args) for request in requests]
         prompts = [ids for ids, _, _ in wanted]
-        texts = [AnswerText(self._tokenizer, ids, end=end, stop=stops) for ids, _, stops in wanted]
+        texts = [AnswerText(self._tokenizer, ids, end=end, stop=[*stops, *turn.texts]) for ids, _, stops in wanted]
         engine = self.run.engine(self.run.config.sample.domain)
         batch = ContinuousBatch(engine, rows=min(self.rows, len(texts)), slots=self.context, stop=end)
         for i, ((ids, sample, _), mark) in enumerate(zip(wanted, row_seeds(prompts), strict=True)):

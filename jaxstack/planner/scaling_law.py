@@ -186,7 +186,7 @@ def fit(
     """
     n, d, y = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
     if len(y) < FEWEST_RUNS:
-        raise ValueError(f"{len(y)} runs are too few for a law with five constants: give at least {FEWEST_RUNS}")
+        raise ValueError(f"a law with five constants needs at least {FEWEST_RUNS} runs, not {len(y)}")
     for name, values in (("numbers of parameters", n), ("numbers of tokens", d)):
         if len(set(values)) < 3:
             raise ValueError(f"the runs have only {len(set(values))} different {name}: give at least 3")

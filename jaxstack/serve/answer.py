@@ -62,7 +62,7 @@ class Texts:
                 model.tokenizer,
                 () if asked.chat else prompt,
                 end=end,
-                stop=asked.stop,
+                stop=(*asked.stop, *(model.end_of_turn if asked.chat else ())),
                 skip_special_tokens=asked.skip_special_tokens,
             )
             for prompt in prompts

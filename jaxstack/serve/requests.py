@@ -33,6 +33,7 @@ class Model:
       max_tokens: maximum number of tokens of a text.
       max_texts: maximum number of texts of a request.
       vocabulary: number of ids that exist.
+      end_of_turn: strings that end an answer of a chat, for a template whose end of a turn is several tokens.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Model:
     max_tokens: int
     max_texts: int
     vocabulary: int
+    end_of_turn: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from jaxstack.data import Tokenizer
-from jaxstack.data.text_stream import TextStream
+from jaxstack.data.text_stream import TextStream, count_held, first_stop
 from jaxstack.data.tokenizers import HFTokenizer
 
 _SEEN = 16
@@ -66,7 +66,7 @@ class AnswerText:
             if self.finish_reason:
                 break
             self._add(step, last and i == len(steps) - 1)
-        held = 0 if last or self.finish_reason else self._held()
+        held = 0 if last or self.finish_reason else count_held(self._text[self._sent :], self._stop)
         piece = self._text[self._sent : len(self._text) - held]
         self._sent += len(piece)
         return piece
@@ -81,13 +81,7 @@ class AnswerText:
         self._text += piece[skipped:]
         if ended:
             self.finish_reason = "stop"
-        found = [at for at in (self._text.find(word) for word in self._stop) if at >= 0]
-        if found:
-            self._text = self._text[: min(found)]
+        found = first_stop(self._text, self._stop)
+        if found is not None:
+            self._text = self._text[:found]
             self.finish_reason = "stop"
-
-    def _held(self) -> int:
-        """Returns the length of the longest end of the text with which a stop string begins."""
-        longest = max((len(word) for word in self._stop), default=1) - 1
-        lengths = range(min(longest, len(self._text) - self._sent), 0, -1)
-        return next((n for n in lengths if any(word.startswith(self._text[-n:]) for word in self._stop)), 0)

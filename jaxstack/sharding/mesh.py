@@ -32,7 +32,9 @@ def find_devices() -> list[jax.Device]:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts if JAX_PLATFORMS=cuda and there is no GPU
         named = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else "JAX"
-        reason = str(error).partition(" (")[0] or "the machine has no such device"
+        reason = str(error).partition(" (")[0]
+        if not reason or "not in the list of known backends" in reason:
+            reason = "the machine has no such device, or JAX is installed without support for it"
         raise ConfigError(f"{named} cannot be used: {reason}. Unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu.") from None
 
 

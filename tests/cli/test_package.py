@@ -89,7 +89,19 @@ def test_every_command_exists():
         (["report", "--run=x"], ["--run is not a flag. Write x without it, as in `jaxstack report RUN`."]),
         (["report", "nowhere"], ["nowhere is not a directory"]),
         (["export", "nowhere", "out"], ["nowhere is not a run"]),
-        (["data", "show", "nowhere"], ["nowhere.json does not exist"]),
+        (["data", "show", "nowhere"], [": nowhere does not exist"]),
+        (["data", "verify", "nowhere.bin"], [": nowhere.bin does not exist"]),
+        (["schedule", "1f2b"], ["SCHEDULE=1f2b is not valid. Did you mean 1f1b?"]),
+        (["schedule", "x"], ["SCHEDULE=x is not valid. Use one of gpipe, 1f1b, "]),
+        (
+            ["supervise", "python", "-c", "1"],
+            ["not behind --. Write `jaxstack supervise [options] -- jaxstack train ..."],
+        ),
+        (["train", "--model.num_layers="], ["model.num_layers has no value. Use an integer >= 1."]),
+        (
+            ["train", "--config=/dev/stdin"],
+            ["--config=/dev/stdin is not a regular file, and it is read twice. Save it"],
+        ),
         (["plan"], ["--target is missing"]),
         (["profile"], ["--out is missing"]),
         (["supervise", "--", "ls"], ["the command `ls` does not train"]),
@@ -105,6 +117,13 @@ def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, capsys):
     assert err.startswith(f"jaxstack {command}: error: " if command else "jaxstack: error: ")
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize("tag", ["!!python/name:os.system", "!mine 3"])
+def test_a_tag_without_a_value_is_named_with_its_file(tmp_path, tag):
+    (tmp_path / "a.yaml").write_text(f"model:\n  num_layers: {tag}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml, line 2 is not YAML \(could not determine a constructor"):
+        parse.parse_config([f"--config={tmp_path / 'a.yaml'}"])
 
 
 def test_there_is_one_version():

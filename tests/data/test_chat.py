@@ -536,11 +536,46 @@ def test_masks_are_those_of_transformers(tmp_path):
 
 
 def test_the_token_that_ends_an_answer(tmp_path):
-    assert chat.end_of_turn_id(chat.PlainTemplate(), ByteTokenizer()) == 0
+    assert chat.end_of_turn(chat.PlainTemplate(), ByteTokenizer()) == ((0,), ())
     name = make_tokenizer_folder(tmp_path, CHATML)
     pytest.importorskip("jinja2")
     tokenizer = data.make_tokenizer(name, (), chat.read_template(name))
-    end = chat.end_of_turn_id(chat.template_for(tokenizer), tokenizer)
-    assert tokenizer.decode([end]) == "<|im_end|>"
-    words = data.make_tokenizer(name, (), {"source": LLAMA2.replace("</s>", "the end"), "tokens": {}})
-    assert chat.end_of_turn_id(chat.template_for(words), words) is None
+    tokens, texts = chat.end_of_turn(chat.template_for(tokenizer), tokenizer)
+    assert tokenizer.decode(tokens) == "<|im_end|>"
+    assert texts == ()
+
+
+@pytest.mark.parametrize(
+    ("end", "token", "texts"),
+    [
+        ("<|end|>", "", ("<|end|>",)),  # seven characters, each a token
+        ("\n### End\n", "", ("### End",)),
+        ("!", "!", ()),
+        ("\n\n", "", ()),  # white space does not end an answer
+        ("", "", ()),
+    ],
+)
+def test_an_end_of_several_tokens(end, token, texts):
+    template = jinja("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ " + repr(end) + " }}{% endfor %}")
+    tokenizer = CharTokenizer("".join(map(chr, range(128))))
+    found = chat.end_of_turn(template, tokenizer)
+    assert (tokenizer.decode(found.tokens), found.texts) == (token, texts)
+    # Training learns every token of the end.
+    (one,) = chat.render_conversations([chat.Conversation("x", said("Hi", "Yes."))], template)
+    tokens, _ = chat.encode_conversations([one], tokenizer, 500)
+    assert tokenizer.decode(tokens.ids[tokens.loss_mask]).endswith("Yes." + (end.rstrip() or end))
+
+
+def test_special_tokens_within_an_end(tmp_path):
+    """A special token never occurs in an answer, so it ends one by itself; what is before it is found as text."""
+    name = make_tokenizer_folder(tmp_path, CHATML)
+    pytest.importorskip("jinja2")
+    for end, token, texts in (
+        ("<|im_end|><|im_start|>", "<|im_end|>", ()),
+        ("</said><|im_end|>", "<|im_end|>", ("</said>",)),
+        ("</said>", "", ("</said>",)),
+    ):
+        template = {"source": CHATML.replace("<|im_end|>", end), "tokens": {}}
+        tokenizer = data.make_tokenizer(name, (), template)
+        found = chat.end_of_turn(chat.template_for(tokenizer), tokenizer)
+        assert (tokenizer.decode(found.tokens), found.texts) == (token, texts)

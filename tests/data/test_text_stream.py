@@ -55,3 +55,29 @@ def test_a_text_ends_with_its_document_or_at_given_tokens():
     stream = TextStream(ByteTokenizer(), "ab")
     stream.add([ord("!"), 0, 100])
     assert stream.text == "ab!"
+
+
+@pytest.mark.parametrize("make", [ByteTokenizer, lambda: CharTokenizer(f"{TEXT}<|>endEND")], ids=["bytes", "chars"])
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_a_string_of_several_tokens_ends_a_text(make, size):
+    """Whatever the parts are, no piece has a part of the string, and what only begins as the string does is shown."""
+    tokenizer = make()
+    ids = tokenizer.encode(f"{TEXT}<|<e<|end<|end|>{TEXT}END").tolist()
+    stream = TextStream(tokenizer, "", stop=["END", "<|end|>"])
+    pieces = []
+    for at in range(0, len(ids), size):
+        assert not stream.ended
+        stream.add(ids[at : at + size])
+        pieces.append(stream.take())
+        if stream.ended:
+            break
+    assert "".join([*pieces, stream.take(all=True)]) == stream.text == f"{TEXT}<|<e<|end"
+    assert stream.ended
+
+
+def test_the_beginning_of_a_stop_string_at_the_end_is_text():
+    stream = TextStream(ByteTokenizer(), "", stop=["<|end|>"])
+    stream.add([*b"ab<|end|"])
+    assert stream.take() == "ab"
+    assert not stream.ended
+    assert stream.take(all=True) == "<|end|"

@@ -246,8 +246,44 @@ mistakes(
     ("if not answers[1:].any()", "if not answers.any()"),
     ("len(before) + _answer_length(after[len(before) :], message", "len(before) + _answer_length(after, message"),
     ('said = message["content"] + "\\0" * (message["role"] == "assistant")', 'said = message["content"]'),
-    ("return ids[0] if len(ids) == 1 else None", "return ids[0] if ids else None"),
+    ("if ordinary == 0 or len(ids) == 1:", "if ordinary == 0:"),
+    ("EndOfTurn(tuple(ids[ordinary : ordinary + 1])", "EndOfTurn(tuple(ids[:1])"),
+    ("if i not in conversation.unlearned]", "if i in conversation.unlearned]"),
+    ("if conversation.unlearned and len(spans) != answers:", "if False:"),
 )
+
+mistakes(
+    "chat", "data/conversations.py", "data/test_chat.py",
+    ("learned is not False and said is not False", "said is not False"),
+    ("isinstance(one, str | list | dict) or one not in (0, 1)", "one not in (0, 1, 2.0)"),
+    ("if len(set(said.values())) > 1:", "if False:"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/text_stream.py", "data/test_text_stream.py",
+    ("word.startswith(text[-n:])", "word.endswith(text[-n:])"),
+    ("return min((at for at", "return max((at for at"),
+    ("text = text[: len(text) - count_held(text, self._stop)]", "pass"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/hf_datasets.py", "data/test_files_of_others.py",
+    ("if path.is_file():", "if False:", "data/test_files_of_others.py -k single"),
+    ("if tables[1:]:", "if False:", "data/test_files_of_others.py -k damaged"),
+    ("logger.handlers = [collect]", "pass", "data/test_files_of_others.py -k damaged"),
+    ("select(range(part.from_, part.to))", "select(range(part.to))", "data/test_files_of_others.py -k save_to"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/binary.py", "data/test_binary.py",
+    ("for width in (8, 4):", "for width in (4,):"),
+    ("if any(begin) and size", "if size"),
+    ("if vocab_size > 1 << 16:", "if False:"),
+    ("high.max() < _FEWEST and", "high.max() < 0 and"),
+    ("if other := _other_file(begin):", "if other := None:"),
+    ("array.ndim != 1 or", ""),
+    ("magic not in {known for known, _ in _LLMC}", "True"),
+)  # fmt: skip
 
 mistakes(
     "data", "data/buckets.py", "data/test_buckets.py",

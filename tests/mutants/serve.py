@@ -7,8 +7,7 @@ DOOR = "serve/test_connections.py"
 
 mistakes(
     "serve", "serve/texts.py", REQUESTS,
-    ("word.startswith(self._text[-n:])", "word.endswith(self._text[-n:])"),
-    ("self._text[: min(found)]", "self._text[: max(found)]"),
+    ("self._text = self._text[:found]", "self._text = self._text[: found + 1]"),
     ("steps = [[token] for token in tokens] if self._stop else", "steps = [tokens] if self._stop else"),
     ("min(self._skip, len(piece))", "0"),
 )  # fmt: skip

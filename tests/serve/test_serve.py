@@ -190,6 +190,20 @@ def test_a_chat_answers_after_the_template(running, alone):
     assert [bool(chunk["choices"][0]["finish_reason"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
+def test_an_end_of_turn_of_several_tokens_ends_a_chat_alone(running, alone, monkeypatch):
+    content = alone([*b"<|user|>\nB\n<|assistant|>\n"], 30)
+    word = content[3:6]
+    prompt = prompts(3)[1]
+    text = alone(prompt, 30)
+    monkeypatch.setattr(running.server, "model", replace(running.server.model, end_of_turn=(word, text[4:7])))
+    body = {"messages": [{"role": "user", "content": "B"}], "max_completion_tokens": 30, "temperature": 0}
+    _, reply = running.ask("/v1/chat/completions", **body)
+    assert reply["choices"][0]["message"]["content"] == content[: content.index(word)]
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    _, reply = running.ask(prompt=prompt, max_tokens=30, temperature=0)
+    assert reply["choices"][0]["text"] == text
+
+
 def test_a_stop_string_ends_a_text_and_frees_its_row(running, alone):
     prompt = prompts(3)[1]
     text = alone(prompt, 30)

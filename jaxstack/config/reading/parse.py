@@ -6,6 +6,7 @@ here. Every mistake raises `ConfigError`.
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import itertools
 import os
@@ -68,7 +69,7 @@ class Parser(ArgumentParser):
             "--config",
             action=ActionConfigFile,
             metavar="NAME",
-            help=f"YAML file, or name of a configuration that comes with jaxstack{shown}",
+            help=f"YAML file, or name of a configuration that comes with jaxstack{shown}; later ones override earlier",
         )
         if default is not None:
             self.add_argument(
@@ -226,6 +227,8 @@ class Parser(ArgumentParser):
         if found := re.search(r"unrecognized arguments:(?: (.*))?", text):
             rest = found[1] or ""
             word = max((word for word in self._words if rest.startswith(word)), key=len, default=rest)
+            if " -- " in str(self.usage) and "--" not in self._words:
+                raise ConfigError(f"the command is not behind --. Write `{self.usage}`.")
             following = [*self._words, "", ""][self._words.index(word) + 1] if word in self._words else ""
             raise ConfigError(suggestions.unknown_argument(word, following, self._names()))
         for pattern in _UNKNOWN_KEY:
@@ -241,9 +244,14 @@ class Parser(ArgumentParser):
                 f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. `{self._command} --help` lists them."
             )
         keys = re.findall(r'Parser key "([\w.]+)"', text)
-        value = re.search(r"(?:Got|Given) value: (.*)$", text)
+        value = re.search(r"(?:Got|Given) value:(?: (.*))?$", text)
         if keys and value:
-            raise ConfigError(self._wrong_type(keys[-1], shortened(value[1])))
+            raise ConfigError(self._wrong_type(keys[-1], shortened(value[1] or "")))
+        if found := re.search(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", text):
+            known = [word.strip("' ") for word in found[3].split(",")]
+            close = difflib.get_close_matches(found[2], known, n=1)
+            advice = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(known)}."
+            raise ConfigError(f"{found[1]}={found[2]} is not valid. {advice}")
         if found := re.match(r'Parser key "([\w.]+)": (.*[.?])$', text):  # our own words about an entry of a list
             words = re.sub(r"`[^`]*` lists all arguments\.$", "Add it to the entry.", found[2])
             raise ConfigError(f"{found[1]}: {words}")
@@ -282,6 +290,8 @@ class Parser(ArgumentParser):
         action = self._action(key)
         kind = getattr(action, "_typehint", None) or getattr(action, "type", None)
         name = key if "." in key else self._display(key)
+        if not value:
+            return f"{name} has no value. Use {type_in_words(kind)}."
         if value.startswith("="):
             return f"{name} is followed by a space. Write --{key}=VALUE, without spaces around the equals sign."
         number = float(value) if re.fullmatch(r"\d+\.0*|\d+\.?\d*e\+?\d+", value) else None

@@ -27,6 +27,8 @@ def config_file(name: str) -> Path:
     known = shipped()
     if path.is_file():
         return path
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--config={name} is not a regular file, and it is read twice. Save it as a YAML file.")
     if name in known:
         return known[name]
     if (path / "config.yaml").is_file():

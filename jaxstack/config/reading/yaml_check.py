@@ -147,6 +147,7 @@ def check_text(text: str, source: str, kinds: Mapping[str, object], prefix: str 
     try:
         measure(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        load(text)  # a tag may have no value
     except LimitError as error:
         raise ConfigError(f"{source} is not the YAML of a configuration: {error}. Write fewer values.") from None
     except yaml.MarkedYAMLError as error:

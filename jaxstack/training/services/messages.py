@@ -53,7 +53,7 @@ def _model_lines(setup: Setup) -> Iterator[str]:
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     yield f"device   {len(devices)} x {devices[0].device_kind}{processes}"
     spec = families.spec(cfg.model)
-    yield f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layers"
+    yield f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layer{'s' * (cfg.model.num_layers != 1)}"
     if cfg.model.lora.rank:
         trained = params.count(params.partition(spec, spec)[0])
         yield f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen"
@@ -77,8 +77,10 @@ def print_samples(console: Console, path: Path, samples: Sequence[tuple[str, str
 
 def print_end(console: Console, directory: Path) -> None:
     """Prints what a finished run has left in its directory, and what to do next."""
+    names = ("loss.png", "metrics.jsonl", "samples.txt", "config.yaml")
+    there = ", ".join(name for name in names if (directory / name).exists())
     console.print(
-        f"{directory}/ contains loss.png, metrics.jsonl, samples.txt, config.yaml and checkpoints/. To continue, "
+        f"{directory}/ contains {there} and checkpoints/. To continue, "
         f"raise --train.steps. To start a new run, set another --run.dir. To see its curves: "
         f"jaxstack report {directory}"
     )
