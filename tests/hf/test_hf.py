@@ -800,6 +800,24 @@ def test_a_run_of_bytes_is_exported_and_imported_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_what_the_quickstart_has_trained_writes_the_same_text_after_a_round_trip(tokenizer, tmp_path, capsys):
+    pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, the cat did. " * 200)
+    flags = [f"--data.path={tmp_path / 'text.txt'}", f"--data.tokenizer={tokenizer}", "--sample.prompts=[]"]
+    run(*SMALL, *flags, f"--run.dir={tmp_path / 'trained'}")
+    execute(["export", str(tmp_path / "trained"), str(tmp_path / "out")])
+    execute(["import", str(tmp_path / "out"), str(tmp_path / "again")])
+    texts = []
+    for name in ("trained", "again"):
+        capsys.readouterr()
+        execute(["generate", str(tmp_path / name), "the cat", "--sample.temperature=0", "--sample.tokens=20"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0].strip()) > len("the cat")
+
+
+@pytest.mark.slow
 def test_a_run_begins_with_a_folder_and_is_exported(tmp_path, rng):
     """Uses the commands: the first loss is that of the folder's model.
 

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from families import ENCODERS, FAMILIES
 
 from jaxstack import families, hf
 from jaxstack.cli.parser import execute
@@ -13,7 +14,6 @@ from jaxstack.config import ConfigError
 from jaxstack.data.tokenizers import read_saved_tokenizer, to_tokenizer_json
 from jaxstack.hf.vocabulary_files import advice, build_tokenizer
 from jaxstack.models import params
-from tests.families import ENCODERS, FAMILIES
 
 TEXTS = [
     "", "Hello world", "  two  spaces\n\ttabs", "Grüße, 世界! café", "don't <|endoftext|> x", "<s> a <mask> b</s>",
