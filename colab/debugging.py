@@ -9,11 +9,7 @@
 # You need no download and no accelerator.
 
 # %%
-import importlib.util
-
-if importlib.util.find_spec("jaxstack") is None:
-    print("installing jaxstack, about a minute")
-    # %pip install -q git+https://github.com/jaxstack/jaxstack
+# include parts/install.py
 
 # %% [markdown]
 # ## A model, and a mistake

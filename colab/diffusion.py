@@ -11,11 +11,7 @@
 # has learned. You need no download and no accelerator.
 
 # %%
-import importlib.util
-
-if importlib.util.find_spec("jaxstack") is None:
-    print("installing jaxstack, about a minute")
-    # %pip install -q "jaxstack[images] @ git+https://github.com/jaxstack/jaxstack"
+# include parts/install.py images
 
 # %% [markdown]
 # ## The model

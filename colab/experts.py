@@ -10,11 +10,7 @@
 # It trains small models on bytes of Python's standard library, in a minute or two. You need no download and no accelerator.
 
 # %%
-import importlib.util
-
-if importlib.util.find_spec("jaxstack") is None:
-    print("installing jaxstack, about a minute")
-    # %pip install -q git+https://github.com/jaxstack/jaxstack
+# include parts/install.py
 
 # %% [markdown]
 # ## The model

@@ -10,11 +10,7 @@
 # You need no accelerator: Pallas has an interpreter, which runs a kernel block by block on any machine.
 
 # %%
-import importlib.util
-
-if importlib.util.find_spec("jaxstack") is None:
-    print("installing jaxstack, about a minute")
-    # %pip install -q git+https://github.com/jaxstack/jaxstack
+# include parts/install.py
 
 # %%
 from functools import partial

@@ -10,12 +10,10 @@
 # You need no accelerator: with fewer than four devices, the CPU simulates them.
 
 # %%
-import importlib.util
-import os
+# include parts/install.py
 
-if importlib.util.find_spec("jaxstack") is None:
-    print("installing jaxstack, about a minute")
-    # %pip install -q git+https://github.com/jaxstack/jaxstack
+# %%
+import os
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # JAX reads this when it is imported
 

@@ -10,14 +10,12 @@
 # You need no download and no accelerator.
 
 # %%
-import importlib.util
 import os
 
-if importlib.util.find_spec("jaxstack") is None:
-    print("installing jaxstack, about a minute")
-    # %pip install -q git+https://github.com/jaxstack/jaxstack
-
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads this when it is imported: every step below runs on the CPU
+
+# %%
+# include parts/install.py
 
 # %%
 import json

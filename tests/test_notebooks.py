@@ -1,10 +1,17 @@
 """Tests that the notebooks of `colab/` match their Python sources and run from start to end, as users run them."""
 
+import importlib.metadata
+import importlib.util
+import json
 import os
 import runpy
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 COLAB = Path(__file__).parent.parent / "colab"
 NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
@@ -18,6 +25,133 @@ def test_badges_open_it(path):
     badge = f"https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/{path.name}"
     assert badge in path.read_text(encoding="utf-8")
     assert badge in (COLAB.parent / "README.md").read_text(encoding="utf-8")
+
+
+# --- the first cell: Colab's machines have an older JAX, whose GPU plugin pip keeps unless the extra is named ---------
+
+JAX = ("0.10.2", "gpu", "Tesla T4")
+
+
+class Machine:
+    """Runs the cell on a machine of another kind: `nvidia-smi` is a file, pip only notes what it should install."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        self.path = tmp_path / "bin"
+        self.path.mkdir()
+        self.installed = []
+        self.jax = JAX
+        self.runs = subprocess.run
+        monkeypatch.setenv("PATH", str(self.path))
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+        monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(subprocess, "run", self.run)
+        monkeypatch.setattr(sys, "modules", {name: m for name, m in sys.modules.items() if name != "jax"})
+
+    def nvidia_smi(self, code):
+        (self.path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {code}\n")
+        (self.path / "nvidia-smi").chmod(0o755)
+
+    def run(self, words, **how):
+        if words[0] != sys.executable:
+            return self.runs(words, **how)
+        if words[1:4] == ["-m", "pip", "install"]:
+            self.installed.append(words[-1])
+        output = "" if self.jax is None else "\n".join(self.jax) + "\n"
+        return subprocess.CompletedProcess(words, int(self.jax is None), output, "the plugin is not compatible")
+
+    def cell(self, stem="first_model"):
+        cells = json.loads((COLAB / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
+        source = next("".join(cell["source"]) for cell in cells if '"pip"' in "".join(cell["source"]))
+        exec(compile(source, f"{stem}.ipynb", "exec"), {})
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    return Machine(tmp_path, monkeypatch)
+
+
+SOURCE = "git+https://github.com/jaxstack/jaxstack"
+
+
+def test_a_gpu_gets_the_plugin_of_the_same_jax(machine, capsys):
+    machine.nvidia_smi(0)
+    machine.cell()
+    assert machine.installed == [f"jaxstack[cuda12] @ {SOURCE}"]
+    assert capsys.readouterr().out.splitlines()[-1] == "JAX 0.10.2 runs on Tesla T4"
+    machine.cell("diffusion")
+    assert machine.installed[1:] == [f"jaxstack[images,cuda12] @ {SOURCE}"]
+
+
+def test_a_tpu_gets_its_library(machine, monkeypatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-1")
+    machine.jax = ("0.10.2", "tpu", "TPU v5 lite")
+    machine.cell()
+    assert machine.installed == [f"jaxstack[tpu] @ {SOURCE}"]
+
+
+@pytest.mark.parametrize("driver", [None, 9])
+def test_a_machine_without_an_accelerator_gets_neither(machine, driver):
+    """Also if `nvidia-smi` is installed and finds no driver, as on Colab's machines with a CPU."""
+    if driver is not None:
+        machine.nvidia_smi(driver)
+    machine.jax = ("0.10.2", "cpu", "cpu")
+    machine.cell()
+    assert machine.installed == [f"jaxstack @ {SOURCE}"]
+
+
+def test_planning_uses_the_cpu_of_a_machine_with_a_gpu(machine, monkeypatch):
+    machine.nvidia_smi(0)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the cell before it
+    machine.jax = ("0.10.2", "cpu", "cpu")
+    machine.cell("planning")
+    assert machine.installed == [f"jaxstack @ {SOURCE}"]
+
+
+@pytest.mark.parametrize("jax", [("0.10.2", "cpu", "cpu"), None])
+def test_a_gpu_that_jax_does_not_use_is_an_error(machine, jax, capsys):
+    machine.nvidia_smi(0)
+    machine.jax = jax
+    with pytest.raises(RuntimeError, match=r"has a GPU, but JAX .* runs on (cpu|nothing)\. Restart .*'jax\[cuda12\]'"):
+        machine.cell()
+    assert "not compatible" in capsys.readouterr().out
+
+
+def test_an_older_jax_that_was_imported_before_is_an_error(machine, monkeypatch):
+    machine.nvidia_smi(0)
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(__version__="0.7.2"))
+    with pytest.raises(RuntimeError, match=r"imported before 0\.10\.2 was installed\. Restart the session"):
+        machine.cell()
+
+
+def test_the_extra_replaces_the_plugin_of_colab():
+    """JAX alone does not name the plugin, so pip keeps 0.7.2. With the extra, pip must take the one of this JAX."""
+    found = {}
+    for text in importlib.metadata.requires("jax"):
+        requirement = Requirement(text)
+        if requirement.name == "jax-cuda12-plugin":
+            for extra in ("", "cuda12"):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    found[extra] = requirement.specifier
+    assert {*found} == {"cuda12"}
+    assert not found["cuda12"].contains("0.7.2")
+    assert found["cuda12"].contains(importlib.metadata.version("jax"))
+
+
+def test_what_colab_imports_before_the_first_cell_is_not_replaced():
+    """Its kernel imports psutil 5.9.5; another version would ask the user to restart."""
+    requirements = (COLAB.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"psutil>=5.9.5"' in requirements
+
+
+@each
+def test_every_notebook_begins_with_the_same_cell(path):
+    part = (COLAB / "parts" / "install.py").read_text(encoding="utf-8").strip()
+    cells = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    before, after = part.split("EXTRAS = []")
+    (cell,) = [cell for cell in cells if cell.startswith(before)]
+    assert cell.endswith(after)
+    assert sum('"pip"' in cell for cell in cells) == 1
 
 
 # Without the extra [notebook] the slow tests fail. `importorskip` would let CI skip them unnoticed.

@@ -37,18 +37,23 @@ def main(args: Namespace) -> None:
         raise ConfigError(
             f"data.source={cfg.source} cannot become a token file, which does not mark {what}. Train from it directly."
         )
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
-        alphabet = _counted(documents(cfg), progress, "reading the alphabet")
+    with progress_of_documents() as progress:
+        alphabet = counted(documents(cfg), progress, "reading the alphabet")
         tokenizer = make_tokenizer(cfg.tokenizer, (d.text for d in alphabet), None, cfg.special_tokens)
         skipped: list[str] = []
-        header = write_token_file(out, _counted(documents(cfg, skipped), progress, "writing tokens"), tokenizer)
+        header = write_token_file(out, counted(documents(cfg, skipped), progress, "writing tokens"), tokenizer)
     print(f"{describe(cfg)} -> {out}: {summary(header)}")
     if skipped:
-        print(describe_skipped(skipped))
+        print(describe_skipped(cfg, skipped))
     print(f"jaxstack train --data.source=tokens --data.path={out}")
 
 
-def _counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterator[Document]:
+def progress_of_documents() -> Progress:
+    """Returns the line that shows how many documents `counted` has yielded."""
+    return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+
+
+def counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterator[Document]:
     """Yields the documents and shows their number, from the first one on."""
     task = None
     size = 0

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data.conversations import json_objects
-from jaxstack.data.tokenizers import Tokenizer, id_dtype
+from jaxstack.data.tokenizers import Tokenizer, encode_each_with_offsets, id_dtype
 from jaxstack.data.tokens import Tokens
 
 
@@ -139,8 +139,7 @@ def encode_examples(examples: Iterable[Example], tokenizer: Tokenizer, seq_len: 
     names = []
     cut = 0
     room = seq_len - len(before) - len(after)
-    for example in examples:
-        found = tokenizer.encode_with_offsets(example.text)
+    for example, found in encode_each_with_offsets(examples, lambda example: example.text, tokenizer):
         cut += found[0].size > room
         ids, starts, ends = (each[: max(room, 0)] for each in found)
         own = np.full(len(before) + ids.size + len(after), -1, np.int32)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.seq2seq import Pair, SpecialIds, language_tokens, make_batch
-from jaxstack.data.tokenizers import Tokenizer, id_dtype
+from jaxstack.data.tokenizers import Tokenizer, encode_each, id_dtype
 from jaxstack.data.tokens import Tokens, assign_domains
 from jaxstack.data.translations import Translation
 
@@ -74,17 +74,18 @@ def encode_pairs(
     texts = []
     names = []
     gates = []
-    seen: set[tuple[str, str, str]] = set()
     longest = 0
     reason = "longer than a row"
+    unique: dict[tuple[str, str, str], Translation] = {}
     for one in pairs:
-        if one[1:] in seen:
-            continue
-        seen.add(one[1:])
-        inputs = np.append(tokenizer.encode(one.source).astype(np.int64), special.eos)
+        unique.setdefault(one[1:], one)
+    sides = (text for one in unique.values() for text in (one.source, one.target))
+    ids_of_sides = [ids.astype(np.int64) for _, ids in encode_each(sides, str, tokenizer)]
+    for one, source_ids, target_ids in zip(unique.values(), ids_of_sides[::2], ids_of_sides[1::2], strict=True):
+        inputs = np.append(source_ids, special.eos)
         if one.language in first_tokens:
             inputs = np.insert(inputs, 0, special.named[first_tokens[one.language]])
-        targets = np.append(tokenizer.encode(one.target).astype(np.int64), special.eos)
+        targets = np.append(target_ids, special.eos)
         if inputs.size > lengths[0] or targets.size > lengths[1]:
             left_out[reason] += 1
             longest = max(longest, inputs.size, targets.size)

@@ -5,9 +5,9 @@ A run directory keeps `to_json()` of its tokenizer, so that generation does not 
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.text_ends import TextEnds, read_text_ends
+from jaxstack.data.text_pieces import can_cut, grouped, pieces
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, such as the content of a tokenizer.json."""
@@ -320,6 +321,29 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2, Llama 3, Llama 2, Gemma, BERT
 
 
+class _Piece(NamedTuple):
+    """A piece of a text: the number of the text, the place of the piece in it, and its characters."""
+
+    text_number: int
+    start: int
+    text: str
+
+
+def _numbered(cut: Iterable[Iterable[str]]) -> Iterator[_Piece]:
+    """Yields the pieces of all texts, given the pieces of each."""
+    for number, row in enumerate(cut):
+        start = 0
+        for text in row:
+            yield _Piece(number, start, text)
+            start += len(text)
+
+
+def _ids_and_spans(piece: _Piece, encoding: Any) -> np.ndarray:
+    """Returns id, start and end of each token of a piece, int64 [tokens, 3]."""
+    spans = piece.start + np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return np.column_stack([np.array(encoding.ids, np.int64), spans])
+
+
 class HFTokenizer(_WithBytes):
     """Runs a tokenizer.json with the `tokenizers` library (extra `[hf]`).
 
@@ -397,6 +421,7 @@ class HFTokenizer(_WithBytes):
         frame = self._frame(vocab)
         self.before, self.after = frame if special_tokens else ((), ())
         self._leaves_out = not special_tokens and any(frame)
+        self._can_cut = can_cut(tokenizer)
 
     def set_ends(self, ends: TextEnds) -> None:
         """Sets the tokens that end a text.
@@ -415,23 +440,49 @@ class HFTokenizer(_WithBytes):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text [tokens]."""
-        return np.array(self._encode(text).ids, id_dtype(self.vocab_size))
+        return self.encode_batch([text])[0]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the ids of a text, and the start and end of the characters that each represents, all [tokens]."""
-        found = self._encode(text)
-        starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
-        return np.array(found.ids, id_dtype(self.vocab_size)), starts, ends
+        return self.encode_batch_with_offsets([text])[0]
 
-    def _encode(self, text: str) -> Any:
-        """Returns the library's encoding of a text, without special tokens around it."""
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception, such as for a character without any token
-            raise ConfigError(
-                f"data.tokenizer={self.name} cannot encode a text: {error}. Use a tokenizer that has a token for every "
-                f"character, or an unknown token."
-            ) from None
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, computed on all cores."""
+        dtype = id_dtype(self.vocab_size)
+        return self._encode_batch(
+            texts, self._tokenizer.encode_batch_fast, lambda piece, encoding: np.array(encoding.ids, dtype)
+        )
+
+    def encode_batch_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Returns `encode_with_offsets` of each text, computed on all cores."""
+        rows = self._encode_batch(texts, self._tokenizer.encode_batch, _ids_and_spans)
+        return [(row[:, 0].astype(id_dtype(self.vocab_size)), row[:, 1], row[:, 2]) for row in rows]
+
+    def _encode_batch(
+        self,
+        texts: Sequence[str],
+        encode: Callable[..., Sequence[Any]],
+        array_of: Callable[["_Piece", Any], np.ndarray],
+    ) -> list[np.ndarray]:
+        """Returns an array for each text: those of its pieces, one after another.
+
+        Args:
+          encode: encodes several texts.
+          array_of: returns the array of a piece, given its encoding by `encode`.
+        """
+        cut = pieces if self._can_cut else lambda text: iter([text])
+        arrays: list[list[np.ndarray]] = [[] for _ in texts]
+        for group in grouped(_numbered(map(cut, texts)), lambda piece: piece.text):
+            try:
+                encodings = encode([piece.text for piece in group], add_special_tokens=False)
+            except Exception as error:  # the library raises plain Exception, such as for a character without any token
+                raise ConfigError(
+                    f"data.tokenizer={self.name} cannot encode a text: {error}. Use a tokenizer that has a token for "
+                    f"every character, or an unknown token."
+                ) from None
+            for piece, encoding in zip(group, encodings, strict=True):
+                arrays[piece.text_number].append(array_of(piece, encoding))
+        return [np.concatenate(each) for each in arrays]
 
     def find(self, token: str) -> int | None:
         """Returns the id of a token, or `None` if the vocabulary does not have it."""
@@ -489,6 +540,33 @@ def _without_state(tokenizer: JsonObject) -> JsonObject:
     if isinstance(tokenizer.get("model"), dict) and "dropout" in tokenizer["model"]:
         content["model"] = tokenizer["model"] | {"dropout": None}
     return content
+
+
+Item = TypeVar("Item")
+
+
+def encode_each(
+    items: Iterable[Item], text_of: Callable[[Item], str], tokenizer: Tokenizer
+) -> Iterator[tuple[Item, np.ndarray]]:
+    """Yields each item with the ids of its text, as `encode` returns them. A tokenizer.json runs on all cores."""
+    for group in grouped(items, text_of):
+        texts = [text_of(item) for item in group]
+        if isinstance(tokenizer, HFTokenizer):
+            yield from zip(group, tokenizer.encode_batch(texts), strict=True)
+        else:
+            yield from zip(group, map(tokenizer.encode, texts), strict=True)
+
+
+def encode_each_with_offsets(
+    items: Iterable[Item], text_of: Callable[[Item], str], tokenizer: Tokenizer
+) -> Iterator[tuple[Item, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Yields each item with `encode_with_offsets` of its text. A tokenizer.json runs on all cores."""
+    for group in grouped(items, text_of):
+        texts = [text_of(item) for item in group]
+        if isinstance(tokenizer, HFTokenizer):
+            yield from zip(group, tokenizer.encode_batch_with_offsets(texts), strict=True)
+        else:
+            yield from zip(group, map(tokenizer.encode_with_offsets, texts), strict=True)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

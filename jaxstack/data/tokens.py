@@ -22,7 +22,7 @@ import numpy.typing as npt
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
 from jaxstack.data.sources import Document
-from jaxstack.data.tokenizers import JsonObject, Tokenizer, as_document, tokenizer_from_json
+from jaxstack.data.tokenizers import JsonObject, Tokenizer, as_document, encode_each, tokenizer_from_json
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,17 @@ class Tokens:
         return replace(self, starts=starts, ends=ends).documents(starts < ends)
 
 
+def _text_of(document: Document) -> str:
+    return document.text
+
+
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
     """Encodes all documents in memory; see `as_document` for what is put around each."""
     pieces = []
     names = []
-    for document in documents:
+    for document, ids in encode_each(documents, _text_of, tokenizer):
         names.append(document.name)
-        pieces.append(as_document(tokenizer, tokenizer.encode(document.text)))
+        pieces.append(as_document(tokenizer, ids))
     ends = np.cumsum([p.size for p in pieces], dtype=np.int64)
     starts = np.append(np.int64(0), ends[:-1])
     return Tokens(np.concatenate(pieces), starts, ends, tokenizer.vocab_size, tuple(names))
@@ -211,7 +215,7 @@ def _part(path: str | Path, suffix: str) -> Path:
 
 
 def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer: Tokenizer) -> TokenFileHeader:
-    """Writes documents into a token file, one at a time, and returns its header.
+    """Writes documents into a token file, a few megabytes at a time, and returns its header.
 
     The files are written to a temporary folder beside their destination and moved at the end, the header last. So
     `read_token_file` never accepts an interrupted build.
@@ -236,9 +240,8 @@ def write_token_file(path: str | Path, documents: Iterable[Document], tokenizer:
     with files.scratch_folder(targets[0]) as scratch:
         parts = [scratch / target.name for target in targets]
         with open(parts[0], "wb") as file:
-            for document in documents:
-                ids = as_document(tokenizer, tokenizer.encode(document.text))
-                ids = ids.astype(np.dtype(dtype).newbyteorder("<"))
+            for document, text_ids in encode_each(documents, _text_of, tokenizer):
+                ids = as_document(tokenizer, text_ids).astype(np.dtype(dtype).newbyteorder("<"))
                 starts.append(count)
                 count += ids.size
                 size += len(document.text.encode())

@@ -157,7 +157,7 @@ mistakes(
     ("min(max(bound, ascending[1]), ascending[-1])", "bound"),
     ("special.named[first_tokens[one.language]])", "special.named[first_tokens[languages[0]]])"),
     ("targets.size > lengths[1]:", "targets.size > lengths[0]:"),
-    ("if one[1:] in seen:", "if one in seen:"),
+    ("unique.setdefault(one[1:], one)", "unique.setdefault(one, one)"),
     ("np.cumsum(length_W) - length_W, length_W)", "np.cumsum(length_W) - length_W, np.ones_like(length_W))"),
     ("free[place] -= size", "free[place, 0] -= size[0]"),
     ("middles=self.middles[which])", "middles=self.middles)"),
@@ -258,4 +258,20 @@ mistakes(
     ('batch["loss_weights"][row_B >= count] = 0', 'batch["loss_weights"][row_B > count] = 0'),
     ("cost = possible * total\n", "cost = possible * weights\n"),
     ("rows = cfg.batch_size & -cfg.batch_size", "rows = cfg.batch_size"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/text_pieces.py", "data/test_text_pieces.py",
+    ('r"(?<=[^\\W_])(?=[\\r\\n])"', 'r"(?=[\\r\\n])"'),
+    ('r"(?<=[^\\W_])(?=[\\r\\n])"', 'r"(?<=[^\\W_][\\r\\n])"'),
+    ('last.get("add_prefix_space")', "False"),
+    ("len(splits) == 1 and splits[0] in _SPLITS", "splits[-1:] != [None]"),
+    ("any(added.get(flag) for flag in flags)", "False"),
+    ("size += len(text_of(item))", "size = len(text_of(item))"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/tokenizers.py", "data/test_text_pieces.py",
+    ("spans = piece.start + np", "spans = np"),
+    ("self._can_cut = can_cut(tokenizer)", "self._can_cut = False"),
 )  # fmt: skip
