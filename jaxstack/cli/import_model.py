@@ -51,6 +51,7 @@ def main(args: Namespace) -> None:
     """
     from jaxstack import data, hf
     from jaxstack.data import chat
+    from jaxstack.data.tokenizers import same_vocabulary
     from jaxstack.hf import originals, safetensors, vocabulary_files
     from jaxstack.training.services import init_from
 
@@ -74,6 +75,10 @@ def main(args: Namespace) -> None:
         template = chat.read_template(path, required=False)
         tokenizer = data.make_tokenizer(path, (), template, cfg.data.special_tokens)
         tokenizer.name = name
+        if built is not None and not same_vocabulary({"kind": "hf", "tokenizer": built}, tokenizer.to_json()):
+            raise ConfigError(
+                f"data.tokenizer={name}, but {folder} has another tokenizer, with other token ids. Remove the flag."
+            )
         init_from.require_same_tokenizer(found, str(folder), DataConfig(tokenizer=name), tokenizer)
         if name not in ("bytes", "chars"):
             cfg = resolve(cfg, tokenizer.vocab_size)

@@ -105,6 +105,8 @@ def test_an_import_builds_the_tokenizer_and_an_export_returns_the_files(family, 
     execute(["import", str(folder), str(tmp_path / "run")])
     assert "it was built from its vocabulary" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    with pytest.raises(ConfigError, match=r"data.tokenizer=bytes, but .* has another tokenizer.* Remove the flag"):
+        execute(["import", str(folder), str(tmp_path / "other"), "--data.tokenizer=bytes"])
     tokenizer = read_saved_tokenizer(tmp_path / "run")
     assert tokenizer.name == str(tmp_path / "run/imported/tokenizer.json")
     text, tokens = BY_HAND[family]
