@@ -49,10 +49,10 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the folder cannot be read, or a flag contradicts it.
     """
-    from jaxstack import data, families, hf
+    from jaxstack import data, hf
     from jaxstack.data import chat
-    from jaxstack.hf import originals, safetensors
-    from jaxstack.models import params
+    from jaxstack.data.tokenizers import same_vocabulary
+    from jaxstack.hf import originals, safetensors, vocabulary_files
     from jaxstack.training.services import init_from
 
     folder = Path(args.folder)
@@ -64,24 +64,49 @@ def main(args: Namespace) -> None:
     flags = [re.sub(r"^--adapter(?==|$)", "--run.init_adapter", word) for word in flags]
     adapter = None if args.adapter is None else Path(args.adapter)
     with safetensors.new_folder(run) as made, hf.PretrainedFolder(folder, adapter) as found:
-        cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags])
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        built = None if has_tokenizer else vocabulary_files.build_tokenizer(folder, found.family)
+        originals.keep(folder, made, built)
+        kept = Path(originals.FOLDER, "tokenizer.json")
+        own = None if built is None else run.absolute() / kept
+        cfg = run_config(found, run, [*(f"--config={path}" for path in args.files), *flags], own)
         name = cfg.data.tokenizer
-        template = chat.read_template(name, required=False)
-        tokenizer = data.make_tokenizer(name, (), template, cfg.data.special_tokens)
+        path = str(made / kept) if name == str(own) else name
+        template = chat.read_template(path, required=False)
+        tokenizer = data.make_tokenizer(path, (), template, cfg.data.special_tokens)
+        tokenizer.name = name
+        if built is not None and not same_vocabulary({"kind": "hf", "tokenizer": built}, tokenizer.to_json()):
+            raise ConfigError(
+                f"data.tokenizer={name}, but {folder} has another tokenizer, with other token ids. Remove the flag."
+            )
         init_from.require_same_tokenizer(found, str(folder), DataConfig(tokenizer=name), tokenizer)
         if name not in ("bytes", "chars"):
             cfg = resolve(cfg, tokenizer.vocab_size)
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
-        originals.keep(folder, made)
+    _print_model(found, cfg)
+    if name in ("bytes", "chars"):
+        print(f"data.tokenizer={name}, because {folder} has no tokenizer.json. {vocabulary_files.advice(folder)}")
+    if name == str(own):
+        print(f"{folder} has no tokenizer.json; it was built from its vocabulary as transformers builds it")
+    print(f"wrote {run}; train it with `jaxstack train --config={run / 'config.yaml'}` and flags for the data")
+
+
+def _print_model(found: "hf.PretrainedFolder", cfg: Config) -> None:
+    """Prints what the folder contains, and which of its keys are not read."""
+    from jaxstack import families
+    from jaxstack.models import params
+
     size = params.count(families.spec(cfg.model.base))
-    print(f"{folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
+    print(f"{found.folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.formats:
         print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")
     if found.inputs != "none":
         print(f"the run has train.quant={cfg.train.quant}, which rounds their inputs")
-    if adapter is not None:
-        print(f"{adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}")
+    if found.adapters is not None:
+        print(
+            f"{cfg.run.init_adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}"
+        )
     if (capacity := found.ignored_values.pop("expert_capacity", None)) is not None:
         print(f"ignored: expert_capacity={capacity}, because jaxstack drops no token; see model.moe.capacity_factor")
     if found.ignored_values:
@@ -93,17 +118,14 @@ def main(args: Namespace) -> None:
     if found.code:
         shown = ", ".join(sorted(map(str, found.code.values())))
         print(f"warning: auto_map names code that is not run ({shown}); the model is read as {found.family}")
-    if name in ("bytes", "chars"):
-        print(f"data.tokenizer={name}, because {folder} has no tokenizer.json. Name the model's own with "
-              f"--data.tokenizer=...")  # fmt: skip
-    print(f"wrote {run}; train it with `jaxstack train --config={run / 'config.yaml'}` and flags for the data")
 
 
-def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) -> Config:
+def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str], tokenizer: Path | None = None) -> Config:
     """Returns the configuration of the run: the folder's model, tokenizer and weights, and the flags for the rest.
 
     Args:
       flags: `--config` files, whose model and tokenizer are ignored, and dotted flags.
+      tokenizer: the tokenizer.json that was built for a folder without one.
 
     Raises:
       ConfigError: a flag gives another model or directory.
@@ -124,8 +146,10 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str]) ->
     if found.adapters is not None:
         adapters = found.adapters.lora
         decided["model"]["lora"] = {"rank": adapters.rank, "alpha": adapters.alpha, "targets": [*adapters.targets]}
-    if (folder / "tokenizer.json").is_file():
-        decided["data"] = {"tokenizer": str(folder / "tokenizer.json")}
+    if tokenizer is None and (folder / "tokenizer.json").is_file():
+        tokenizer = folder / "tokenizer.json"
+    if tokenizer is not None:
+        decided["data"] = {"tokenizer": str(tokenizer)}
     with files.scratch_folder(Path(tempfile.gettempdir(), "jaxstack")) as scratch:
         first = scratch / "usual.yaml"
         last = scratch / "decided.yaml"

@@ -472,7 +472,8 @@ def read_config(folder: Path) -> Description:
     """Returns `from_json` of a folder's `config.json`."""
     path = folder / "config.json"
     _require_model_folder(folder)
-    refuse_pointer(path)
+    for file in sorted(folder.glob("*.json")):  # those of the tokenizer and the index of tensors, too
+        refuse_pointer(file)
     try:
         values = inputs.read_json(path)
     except (OSError, ValueError) as error:
@@ -487,12 +488,8 @@ def _require_model_folder(folder: Path) -> None:
     if folder.is_file():
         raise ConfigError(f"{folder} is a file. Name the folder with the model's config.json.")
     if not folder.exists():
-        if _HUB_NAME.fullmatch(str(folder)):
-            local = str(folder).rpartition("/")[2]
-            raise ConfigError(
-                f"there is no folder {folder} here. If it is a model of the Hugging Face hub, fetch it with "
-                f"`hf download {folder} --local-dir {local}`, and name {local}."
-            )
+        if advice := how_to_fetch(folder):
+            raise ConfigError(f"there is no folder {folder} here. {advice}")
         raise ConfigError(f"{folder} does not exist. Check the path.")
     if (folder / "config.yaml").exists():
         raise ConfigError(
@@ -503,13 +500,36 @@ def _require_model_folder(folder: Path) -> None:
         raise ConfigError(
             f"{folder} is empty. Fetch the model's config.json, *.safetensors and tokenizer.json into it."
         )
-    gguf = next((path.name for path in sorted(folder.iterdir()) if path.suffix == ".gguf"), None)
-    if gguf is not None:
+    if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} has {gguf} and no config.json. Fetch the model's files in the format of safetensors."
+            f"{folder} has adapters and no model. Import the model that they were trained on: `jaxstack import DIR RUN "
+            f"--adapter {folder}`."
+        )
+    inside = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json"))
+    if inside:
+        raise ConfigError(f"{folder} has no config.json, but a folder in it has one. Name {inside[0]}.")
+    other = next((path.name for path in sorted(folder.iterdir()) if path.suffix in (".gguf", ".pth")), None)
+    if other is not None:
+        raise ConfigError(
+            f"{folder} has {other} and no config.json. Fetch the model's files in the format of safetensors."
         )
     raise ConfigError(f"{folder} has no config.json. Copy the model's own config.json into it.")
 
+
+def how_to_fetch(folder: Path) -> str | None:
+    """Returns how to fetch a model of the hub, if a path that does not exist may be its name or its address."""
+    name = _HUB.sub("", str(folder))
+    if not _HUB_NAME.fullmatch(name):
+        return None
+    local = name.rpartition("/")[2]
+    return (
+        f"If it is a model of the Hugging Face hub, fetch it with `hf download {name} --local-dir {local}`, and name "
+        f"{local}."
+    )
+
+
+_HUB = re.compile(r"(https?:/+)?(www\.)?(huggingface\.co|hf\.co)/+|hf:/+(models/)?")
+"""What addresses of the hub begin with, where a path has one slash for two."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A name on the hub: one or two words, where a path would begin with a dot or a slash or have more parts."""

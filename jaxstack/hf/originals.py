@@ -18,7 +18,7 @@ FOLDER = "imported"
 _TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", _TEMPLATE,
-    "tokenizer.model", "vocab.json", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
 )  # fmt: skip
 FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 _DROPPED = (compressed.KEY, "auto_map")
@@ -26,10 +26,12 @@ _DROPPED = (compressed.KEY, "auto_map")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def keep(folder: Path, run: Path) -> None:
-    """Copies the files of a Hugging Face folder into a new run."""
+def keep(folder: Path, run: Path, tokenizer: JsonObject | None = None) -> None:
+    """Copies the files of a Hugging Face folder into a new run, with a tokenizer.json if one was built for it."""
     (run / FOLDER).mkdir()
     _copy(FILES, folder, run / FOLDER)
+    if tokenizer is not None:
+        (run / FOLDER / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
 
 
 def find(run: Path) -> Path | None:

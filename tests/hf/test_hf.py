@@ -594,6 +594,28 @@ def test_names_and_tensors_that_older_files_have(tmp_path, rng):
     equal(read(folder), values)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_a_pointer_of_git_lfs_is_named(name, folder, tmp_path):
+    (folder / "tokenizer.json").write_text(json.dumps(BPE))
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=rf"{name} is a pointer of Git LFS, not the file. Run `git lfs pull` in"):
+        execute(["import", str(folder), str(tmp_path / "run")])
+
+
+def test_a_run_that_begins_with_a_name_of_the_hub_is_told_how_to_fetch_it(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"fetch it with `hf download org/gpt-none --local-dir gpt-none`, and name gpt"
+    ):
+        init_from.find_source("org/gpt-none", "run.init_from")
+    with pytest.raises(ConfigError, match=r"Check the path\.$"):
+        init_from.find_source(str(tmp_path), "run.init_from")
+
+
 def test_without_safetensors_one_line_says_so(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
@@ -638,6 +660,11 @@ def test_import_and_export_of_a_run_that_has_not_begun(folder, tmp_path, capsys)
             "`hf download openai/gpt-none --local-dir gpt-none`, and name gpt-none.",
         ),
         (["import", "gpt-none", "{new}"], "`hf download gpt-none --local-dir gpt-none`"),
+        (["import", "https://huggingface.co/a/gpt-none", "{new}"], "`hf download a/gpt-none --local-dir gpt-none`"),
+        (["import", "hf://gpt-none", "{new}"], "`hf download gpt-none --local-dir gpt-none`"),
+        (["import", "a/b/gpt-none", "{new}"], "a/b/gpt-none does not exist. Check the path."),
+        (["import", "{up}", "{new}"], "has no config.json, but a folder in it has one. Name {folder}."),
+        (["import", "{adapter}", "{new}"], "has adapters and no model. Import the model that they were trained on"),
         (["export", "{folder}", "{new}"], "is not a run directory"),
         (["export", "{full}", "{new}", "--dtype=int8"], "--dtype=int8 is not valid. Use one of float32, bfloat16"),
         (["export", "{full}", "{new}", "--fast"], "unknown key fast"),
@@ -653,10 +680,14 @@ def test_mistakes_on_the_command_line(argv, words, folder, tmp_path):
     broken = tmp_path / "broken"
     (broken / "quarantine" / "4").mkdir(parents=True)
     (broken / "config.yaml").write_text("model: {num_layers: 2}")
-    names = {"folder": folder, "full": full, "broken": broken, "new": tmp_path / "new"}
+    adapter = tmp_path / "broken" / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    names = {"folder": folder, "full": full, "broken": broken, "new": tmp_path / "new", "adapter": adapter}
+    names["up"] = tmp_path
     with pytest.raises(ConfigError) as error:
         execute([word.format(**names) for word in argv])
-    assert words in str(error.value)
+    assert words.format(**names) in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full", "llama"], "nothing is left behind"
 
 
@@ -829,6 +860,24 @@ def test_a_run_of_bytes_is_exported_and_imported_again(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"tokenizer.json", "tokenizer_config.json"}
     for path in (tmp_path / "out").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_what_the_quickstart_has_trained_writes_the_same_text_after_a_round_trip(tokenizer, tmp_path, capsys):
+    pytest.importorskip("tokenizers", reason="needs the extra [hf]")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, the cat did. " * 200)
+    flags = [f"--data.path={tmp_path / 'text.txt'}", f"--data.tokenizer={tokenizer}", "--sample.prompts=[]"]
+    run(*SMALL, *flags, f"--run.dir={tmp_path / 'trained'}")
+    execute(["export", str(tmp_path / "trained"), str(tmp_path / "out")])
+    execute(["import", str(tmp_path / "out"), str(tmp_path / "again")])
+    texts = []
+    for name in ("trained", "again"):
+        capsys.readouterr()
+        execute(["generate", str(tmp_path / name), "the cat", "--sample.temperature=0", "--sample.tokens=20"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0].strip()) > len("the cat")
 
 
 @pytest.mark.slow

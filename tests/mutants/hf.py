@@ -73,3 +73,16 @@ mistakes(
     ("sorted(FAMILIES, key=lambda name: name != preferred)", "FAMILIES"),
     ("    unknown = keys.take_empty()", "    unknown: JsonObject = {}"),
 )  # fmt: skip
+
+mistakes(
+    "hf", "hf/vocabulary_files.py", "hf/test_vocabulary_files.py -k 'builds or guessed'",
+    ('lowercase=settings.get("do_lower_case", True)', 'lowercase=settings.get("do_lower_case", False)'),
+    ("for token in (*after, *before)]", "for token in (*before, *after)]"),
+    ("if name not in _SPECIAL or not all(", "if name not in _SPECIAL or not any("),
+)  # fmt: skip
+
+mistakes(
+    "hf", "hf/configs.py", HF + " -k 'code_of_a_folder'",
+    ("and classes and all(name in known", "and classes and any(name in known"),
+    ('known = [family.architecture, f"{stem}Model"', "known = [family.architecture"),
+)  # fmt: skip

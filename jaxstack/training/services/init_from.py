@@ -17,7 +17,7 @@ from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
 from jaxstack.features import adapters
-from jaxstack.hf import peft
+from jaxstack.hf import configs, peft
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
@@ -53,7 +53,7 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
                 return PretrainedFolder(path, None if adapter is None else Path(adapter))
             raise ConfigError(
                 f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
-                f"Check the path."
+                f"{(None if path.exists() else configs.how_to_fetch(path)) or 'Check the path.'}"
             )
         run = parse.parse_config([f"--config={path / 'config.yaml'}"])
         if manifest.steps(run_dir.checkpoints(path)):
