@@ -1,6 +1,6 @@
 """Checks that vLLM loads exported folders, and that it continues prompts with the same tokens as jaxstack.
 
-    python benchmarks/vllm_reads.py --vllm=VENV/bin/python [--steps=40]
+    python benchmarks/vllm_reads.py --vllm=VENV/bin/python [--steps=40] [--cases llama_w8a8]
 
 vLLM has a virtual environment of its own, because it needs other versions of packages. On a CPU:
 
@@ -33,6 +33,7 @@ CASES = {  # the model, and how its matrices are rounded
     "llama": ("llama", None),
     "llama_int4": ("llama", ["--weights=int4", "--method=rtn"]),
     "llama_int8": ("llama", ["--weights=int8", "--group=null", "--method=rtn"]),
+    "llama_w8a8": ("llama", ["--weights=int8", "--group=null", "--method=rtn", "--activations=int8"]),
     "qwen3_moe": ("qwen3_moe", None),
 }
 PROMPTS = ["def ", "import os\n", "class A", "    return", "# The", "for i in", "if x:", "try:\n", "self.", "\n\n"]
@@ -129,7 +130,9 @@ def main(argv: list[str] | None = None) -> None:
         for case in args.cases:
             rows.append(compare(case, args.vllm, Path(scratch), args.steps))
             print(rows[-1], flush=True)
-    print(record.record("vllm_reads", {"cases": rows}, args.out))
+    print(
+        record.record("vllm_reads", {"cases": record.replace_cases("vllm_reads", rows, ("case",), args.out)}, args.out)
+    )
 
 
 if __name__ == "__main__":
