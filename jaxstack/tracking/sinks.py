@@ -178,9 +178,9 @@ class WeightsAndBiases:
 class Trackio:
     """Logs to one run of Trackio, on this machine or in a Space of Hugging Face.
 
-    Its name there is the name of the run directory and an id. The run directory keeps the id, so a resumed run stays one
-    run. The environment names the project (`TRACKIO_PROJECT`, by default `jaxstack`) and the place (`TRACKIO_SPACE_ID`,
-    `TRACKIO_DIR`).
+    Its name there is the name of the run directory and an id. The run directory keeps the id, so a resumed run stays
+    one run. The environment names the project (`TRACKIO_PROJECT`, by default `jaxstack`) and the place
+    (`TRACKIO_SPACE_ID`, `TRACKIO_DIR`).
     """
 
     def __init__(self, directory: Path, settings: dict[str, Any], start: int) -> None:
