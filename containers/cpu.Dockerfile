@@ -2,7 +2,7 @@
 # docker run --rm -v "$PWD/runs:/home/jaxstack/runs" jaxstack:cpu train --run.dir=runs/first
 FROM python:3.12.12-slim-bookworm
 
-COPY --from=ghcr.io/astral-sh/uv:0.9.7 /uv /usr/local/bin/uv
+COPY --from=ghcr.io/astral-sh/uv:0.13.9 /uv /usr/local/bin/uv
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
 
 RUN useradd --create-home --uid 1000 jaxstack
