@@ -35,7 +35,7 @@ def measure(windows: tuple[int, ...], width: int) -> dict[str, float]:
     cfg = Config(model=model, data=DataConfig(seq_len=256, batch_size=4), optim=OptimConfig(name="adamw"))
     state = jax.eval_shape(lambda: init_state(Recipe.of(cfg)))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    batch = batches.abstract_batch(families.of(model).batch_spec(cfg), one)
+    batch = batches.abstract_batch(families.of(model).batch_spec(cfg.model, cfg.data), one)
     ctx = Context(ops=Ops("cpu", **implementations("cpu")))
     began = time.process_time()
     lowered = jax.jit(assemble.make_train_step(cfg, ctx), donate_argnums=0).lower(state, batch)

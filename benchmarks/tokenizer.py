@@ -4,10 +4,10 @@
 
 The text is Python's standard library. Every twentieth file is held out, and tokenizers are made from the others.
 
-- Speed: the library's `encode` of one document after another against `encode_batch`, in alternating rounds. Ids must
-  be the same. `seconds` is the minimum of the rounds. `busiest_thread_seconds` is the CPU time of the thread that
-  worked most: what a round takes if each thread has a core of its own. Other programs on the machine change the first
-  more than the second. `load` is the mean number of processes that wanted a core.
+- Speed: the library's `encode` of one document after another against `Tokenizer.encode_batch`, in alternating rounds.
+  The ids must be the same. `seconds` is the minimum of the rounds. `busiest_thread_seconds` is the CPU time of the
+  thread that worked most: what a round takes if each thread has a core of its own. Other programs on the machine change
+  the first more than the second. `load` is the mean number of processes that wanted a core.
 - Memory: the growth of the peak when all files are one text, with and without pieces, each in a process of its own.
 - Bytes per token: for three vocabularies.
 """

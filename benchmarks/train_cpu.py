@@ -110,7 +110,7 @@ def ours(name: str) -> None:
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
     train_step = assemble.jit_train_step(cfg, ctx, abstract)
-    arrays = family_of(cfg.model).batch_spec(cfg)
+    arrays = family_of(cfg.model).batch_spec(cfg.model, cfg.data)
     rng = np.random.default_rng(0)
     batch = {name: array.draw(rng) for name, array in arrays.items()}
     placed = ctx.layout.sharding(ctx.layout.batch)

@@ -42,7 +42,6 @@ WORDS = re.compile(
 NAMED = {
     "blocks.py": 1,  # saves the tokens of experts, by the name of their array
     "context.py": 2,  # carries where experts are stored
-    "layer_inputs.py": 2,  # carries the inputs of gates, and the types of an encoder's tokens
     "layout.py": 2,  # never gathers experts, and names the rounds to them
     "ops.py": 3,  # lists the implementations of experts beside the others
     "params.py": 3,  # has the ratio of widths, and tells adapters from matrices

@@ -36,10 +36,10 @@ def spec(cfg: ModelConfig) -> Spec:
     return decoder.spec(cfg) | {"second": {"w": Param((cfg.d_model, cfg.vocab), ("embed", "vocab"))}}
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares a batch: that of a decoder, and the targets two tokens ahead with weights of their own."""
-    first = decoder.batch_spec(cfg)
-    ahead = BatchArray(first["targets"].shape, "ids", cfg.model.vocab), first["loss_weights"]
+    first = decoder.batch_spec(model, data)
+    ahead = BatchArray(first["targets"].shape, "ids", model.vocab), first["loss_weights"]
     return first | dict(zip(("second_targets", "second_weights"), ahead, strict=True))
 
 

@@ -44,7 +44,7 @@ def main(args: Namespace) -> None:
         header = write_token_file(out, counted(documents(cfg, skipped), progress, "writing tokens"), tokenizer)
     print(f"{describe(cfg)} -> {out}: {summary(header)}")
     if skipped:
-        print(describe_skipped(skipped))
+        print(describe_skipped(cfg, skipped))
     print(f"jaxstack train --data.source=tokens --data.path={out}")
 
 

@@ -70,7 +70,7 @@ def main(args: Namespace) -> None:
     if tokenizer.vocab_size < args.vocab_size:
         print(f"The text has no more parts of words, so there are fewer tokens than --vocab_size={args.vocab_size}.")
     if skipped:
-        print(describe_skipped(skipped))
+        print(describe_skipped(sources[0], skipped))
     print(f"jaxstack train --data.tokenizer={folder / 'tokenizer.json'} ...")
 
 

@@ -136,7 +136,7 @@ def main(args: Namespace) -> None:
     from jaxstack.planner import generation_memory, memory
 
     placement = run.context.placement
-    with memory.explained(lambda: generation_memory.generation_error(run.config, longest, placement)):
+    with memory.explained(lambda: generation_memory.Demand.of(run.config, longest, placement).error()):
         for piece in in_turn(texts, run.stream_tokens(ids, stop=stop, draft=draft, at_once=not live)):
             write(piece, flush=live)
     write("\n")
@@ -263,7 +263,7 @@ def check_memory(longest: int, cfg: Config, placement: "Placement | None") -> No
     from jaxstack.planner import generation_memory
 
     require_decoder(cfg.model)
-    generation_memory.check_generation(cfg, longest, placement)
+    generation_memory.Demand.of(cfg, longest, placement).check()
 
 
 def with_arguments(cfg: Config, args: Namespace) -> Config:

@@ -90,6 +90,9 @@ def main(args: Namespace) -> None:
     if found.unknown_values:
         shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in found.unknown_values.items())
         print(f"warning: config.json has keys that jaxstack does not know, and ignores for their values: {shown}")
+    if found.code:
+        shown = ", ".join(sorted(map(str, found.code.values())))
+        print(f"warning: auto_map names code that is not run ({shown}); the model is read as {found.family}")
     if name in ("bytes", "chars"):
         print(f"data.tokenizer={name}, because {folder} has no tokenizer.json. Name the model's own with "
               f"--data.tokenizer=...")  # fmt: skip

@@ -1,10 +1,12 @@
 """Reads token files that other programs wrote, as they are and mapped into memory.
 
-- nanoGPT: uint16 ids without a header, `train.bin` and `val.bin` in one folder, and perhaps `meta.pkl` with the
-  characters (github.com/karpathy/nanoGPT, data/*/prepare.py).
+- nanoGPT: ids without a header, `train.bin` and `val.bin` in one folder, and perhaps `meta.pkl` with the characters
+  (github.com/karpathy/nanoGPT, data/*/prepare.py). Its followers write shards: arrays of NumPy (build-nanogpt), or
+  files with the header of llm.c (modded-nanogpt).
 - Megatron: `NAME.bin` with the ids, and `NAME.idx` with their type, and the lengths and starts of documents
   (github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py).
-- llm.c: a header of 256 int32, then uint16 or uint32 ids (github.com/karpathy/llm.c, dev/data/data_common.py).
+- llm.c: a header of 256 int32, the third of which is the number of ids, then uint16 or uint32 ids
+  (github.com/karpathy/llm.c, dev/data/data_common.py).
 
 These files do not contain their tokenizer. All numbers are little-endian.
 """
@@ -33,6 +35,22 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequence
 _CODES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # also of signed types: no id is negative
 _LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic and version: GPT-2, Llama 3
 _LLMC_HEADER = 1024
+_NUMPY = b"\x93NUMPY"
+_BEGIN = 1 << 20  # bytes that decide how wide ids are
+_FEWEST = 16  # ids that decide it
+_OTHER_FILES = {
+    b"PK\x03\x04": "an archive (.zip, .npz or .pt)",
+    b"\x1f\x8b\x08": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x89HDF": "an HDF5 file",
+    b"\x80\x04\x95": "a pickle",
+    b"\x80\x05\x95": "a pickle",
+    b"version https://git-lfs": "a pointer of git-lfs, which `git lfs pull` replaces by the file",
+}
 
 
 class BinaryFile(NamedTuple):
@@ -78,15 +96,18 @@ def open_binary(cfg: DataConfig) -> BinaryFile:
             f"{key} needs the starts of documents, which a file of data.format={cfg.format} does not have. Leave it "
             f"out."
         )
-    if (found := recognize(path)) not in (None, cfg.format):
+    found = recognize(path)
+    if found not in (None, cfg.format) and (found, cfg.format) != ("llmc", "nanogpt"):
         raise ConfigError(f"data.path={path} has the format {found}. Use --data.format={found}.")
+    if cfg.format != "megatron" and not path.is_dir():
+        _size(path)
+    tokenizer = _tokenizer(cfg, path)
     if cfg.format == "megatron":
         layouts = [_megatron(path)]
     elif cfg.format == "llmc":
         layouts = [_llmc(path)]
     else:
-        layouts = [_nanogpt(file) for file in ([path / "train.bin", path / "val.bin"] if path.is_dir() else [path])]
-    tokenizer = _tokenizer(cfg, layouts[0].file)
+        layouts = [_nanogpt(file, tokenizer.vocab_size) for file in (_parts(path) if path.is_dir() else [path])]
     digest = hashlib.sha256()
     texts = []
     for layout in layouts:
@@ -103,7 +124,9 @@ def open_binary(cfg: DataConfig) -> BinaryFile:
 def recognize(path: Path) -> str | None:
     """Returns the format that a file shows by its beginning or by the files beside it; `None` if it shows none."""
     if path.is_dir():
-        return "nanogpt" if (path / "train.bin").is_file() else None
+        return "nanogpt" if _shards(path, "train") else None
+    if _begins_with(path, _NUMPY):
+        return "nanogpt"
     name = _without_suffix(path)
     if _begins_with(Path(f"{name}.idx"), _MAGIC):
         return "megatron"
@@ -131,33 +154,113 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def _nanogpt(path: Path) -> _Layout:
-    """Returns the layout of a file of uint16 ids, which is one document."""
+def _shards(folder: Path, part: str) -> list[Path]:
+    """Returns the files of a folder that hold its training text or its held-out text."""
+    return sorted(file for file in folder.iterdir() if file.suffix in (".bin", ".npy") and part in file.stem)
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Returns the file of the training text and the file of the held-out text."""
+    parts = []
+    for part in ("train", "val"):
+        found = _shards(folder, part) or [folder / f"{part}.bin"]
+        if found[1:]:
+            raise ConfigError(
+                f"data.path={folder} has {len(found):,} files of the part {part}, such as {found[0].name}, and one is "
+                f"read. Name a file, or use data.mixture with some."
+            )
+        parts += found
+    return parts
+
+
+def _nanogpt(path: Path, vocab_size: int) -> _Layout:
+    """Returns the layout of a file of ids, with the header of llm.c or NumPy or none, which is one document."""
     size = _size(path)
+    with path.open("rb") as file:
+        begin = file.read(_BEGIN)
+    if begin.startswith(_NUMPY):
+        return _numpy(path)
+    if _has_header(begin):
+        return _llmc(path)
+    if other := _other_file(begin):
+        raise ConfigError(f"{path} is {other}, and not ids, as data.format=nanogpt requires. Give a file of ids.")
     if size == 0 or size % 2:
         raise ConfigError(
             f"{path} has {size:,} bytes, so it does not contain ids of 2 bytes, as data.format=nanogpt requires. Check "
             f"the file, or use another data.format."
         )
-    with path.open("rb") as file:
-        if file.read(6) == b"\x93NUMPY":
-            raise ConfigError(
-                f"{path} is an array of NumPy, whose header is not ids. Write its ids alone with `np.load(...).tofile("
-                f"...)`, or use another data.format."
-            )
-    begin = np.fromfile(path, "<u2", 4096)
-    # The upper halves of ids of 4 bytes are below 16 in every vocabulary of up to a million ids.
-    if (
-        begin.size > 16
-        and begin[1::2].max() < 16
-        and (not begin[1::2].any() or begin[::2].max() >= 256)
-        and begin.any()
-    ):
+    width = _width(path, size, begin, vocab_size)
+    return _Layout(path, f"<u{width}", 0, np.zeros(1, np.int64), np.array([size // width], np.int64))
+
+
+def _width(path: Path, size: int, begin: bytes, vocab_size: int) -> int:
+    """Returns the number of bytes of an id in a file without a header.
+
+    It is the largest width with which all ids are in the vocabulary. Every second id of a text would have to be 0, or
+    below 16 for a vocabulary of a million ids, to be read with twice its width.
+
+    Raises:
+      ConfigError: no width fits.
+    """
+    ids = {width: np.frombuffer(begin, f"<u{width}", len(begin) // width) for width in (8, 4, 2)}
+    if any(begin) and size >= _FEWEST * 4:
+        for width in (8, 4):
+            if size % width == 0 and ids[width].size >= _FEWEST and ids[width].max() < vocab_size:
+                return width
+    if vocab_size > 1 << 16:
         raise ConfigError(
-            f"every second id at the beginning of {path} is below 16, so its ids have 4 bytes and not 2, as "
-            f"data.format=nanogpt requires. Write them as uint16, or use another data.format."
+            f"{path} does not have ids of 4 bytes below {vocab_size:,}, the size of the vocabulary, which needs 4 "
+            f"bytes. Name the tokenizer of the file with data.tokenizer."
         )
-    return _Layout(path, "<u2", 0, np.zeros(1, np.int64), np.array([size // 2], np.int64))
+    low = ids[2][::2]
+    high = ids[2][1::2]
+    # The upper halves of ids of 4 bytes are below 16 in every vocabulary of up to a million ids.
+    if high.size >= _FEWEST and high.max() < _FEWEST and low.max() >= 256:
+        raise ConfigError(
+            f"every second id at the beginning of {path} is below 16, so its ids have 4 bytes, and some are past the "
+            f"vocabulary of {vocab_size:,}. Name the tokenizer of the file with data.tokenizer."
+        )
+    return 2
+
+
+def _has_header(begin: bytes) -> bool:
+    """Returns whether a file begins with 256 int32, of which at most the first four are not zero."""
+    return (
+        len(begin) > _LLMC_HEADER and any(begin[:4]) and any(begin[_LLMC_HEADER:]) and not any(begin[16:_LLMC_HEADER])
+    )
+
+
+def _other_file(begin: bytes) -> str | None:
+    """Returns what a file is by its beginning, if that is a known format without ids, or text."""
+    if other := next((name for magic, name in _OTHER_FILES.items() if begin.startswith(magic)), None):
+        return other
+    if begin[8:10] == b'{"':
+        return "a safetensors file"
+    try:
+        text = begin[:4096].decode()
+    except UnicodeDecodeError as error:
+        if error.end < min(len(begin), 4096) - 3:  # not only the last character, which may be cut
+            return None
+        text = begin[: error.start].decode()
+    return "text" if len(text) >= 32 and all(char.isprintable() or char.isspace() for char in text) else None
+
+
+def _numpy(path: Path) -> _Layout:
+    """Returns the layout of an array of NumPy, which is one document."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # a damaged header may raise anything
+        raise ConfigError(f"{path} is a damaged array of NumPy ({error}). Write it again.") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
+        raise ConfigError(
+            f"{path} is an array of shape {array.shape} and type {array.dtype}, and not one row of integers. Write its "
+            f"ids as one row."
+        )
+    expected = array.offset + array.nbytes
+    if (size := _size(path)) != expected:
+        raise ConfigError(f"{path} should have {expected:,} bytes by its header, but it has {size:,}. Write it again.")
+    dtype = array.dtype.str.replace("i", "u")  # a negative id is past every vocabulary
+    return _Layout(path, dtype, array.offset, np.zeros(1, np.int64), np.array([array.size], np.int64))
 
 
 def _llmc(path: Path) -> _Layout:
@@ -165,6 +268,8 @@ def _llmc(path: Path) -> _Layout:
     size = _size(path)
     magic, version, count = (*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0)[:3]
     dtype = _LLMC.get((magic, version))
+    if dtype is None and magic not in {known for known, _ in _LLMC}:  # of another program that also writes the count
+        dtype = next((f"<u{width}" for width in (2, 4) if count > 0 and size == _LLMC_HEADER + count * width), None)
     if dtype is None:
         known = " or ".join(f"{a} and {b}" for a, b in _LLMC)
         raise ConfigError(
@@ -227,9 +332,9 @@ def _megatron(path: Path) -> _Layout:
     return _Layout(file, dtype.str, 0, edges[:-1], edges[1:])
 
 
-def _tokenizer(cfg: DataConfig, file: Path) -> Tokenizer:
-    """Returns the tokenizer of the ids, which the file does not contain, or nanoGPT's characters beside the file."""
-    meta = file.parent / "meta.pkl"
+def _tokenizer(cfg: DataConfig, path: Path) -> Tokenizer:
+    """Returns the tokenizer of the ids, which the files do not contain, or nanoGPT's characters beside them."""
+    meta = (path if path.is_dir() else path.parent) / "meta.pkl"
     if cfg.tokenizer == "ids":
         assert cfg.vocab_size is not None
         return IdTokenizer(cfg.vocab_size)
@@ -237,7 +342,7 @@ def _tokenizer(cfg: DataConfig, file: Path) -> Tokenizer:
         if cfg.format == "nanogpt" and meta.is_file():
             return _characters(meta)
         raise ConfigError(
-            f"data.format={cfg.format}: {file} does not contain its tokenizer. Set data.tokenizer to its "
+            f"data.format={cfg.format}: {path} does not contain its tokenizer. Set data.tokenizer to its "
             f"tokenizer.json; or to ids, with data.vocab_size, if you do not have it."
         )
     return make_tokenizer(cfg.tokenizer, (), None, cfg.special_tokens)

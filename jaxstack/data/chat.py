@@ -239,11 +239,13 @@ def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as text, and the spans of its answers."""
+    """A conversation as text, and the spans of the answers that are learned."""
 
     name: str
     text: str
     spans: Spans
+    unlearned: bool = False
+    """Whether the conversation itself says that no answer is learned."""
 
 
 def render_conversations(
@@ -257,9 +259,16 @@ def render_conversations(
     for conversation in conversations:
         try:
             text, spans = template.render(conversation.messages)
+            answers = sum(message["role"] == "assistant" for message in conversation.messages)
+            if conversation.unlearned and len(spans) != answers:
+                raise ConfigError(
+                    f"the template marks {len(spans)} spans for {answers} answers, so those with weight 0 are not "
+                    f"known. Remove the conversation."
+                )
         except ConfigError as error:
             raise ConfigError(f"{conversation.name}: {error}") from None
-        yield RenderedConversation(conversation.name, text, spans)
+        learned = [span for i, span in enumerate(spans) if i not in conversation.unlearned]
+        yield RenderedConversation(conversation.name, text, learned, len(conversation.unlearned) == answers)
 
 
 def encode_conversations(
@@ -280,8 +289,12 @@ def encode_conversations(
     masks = []
     names = []
     too_long = []
+    unlearned = 0
     encoded = encode_each_with_offsets(conversations, lambda conversation: conversation.text, tokenizer)
     for conversation, (ids, starts, ends) in encoded:
+        if conversation.unlearned:
+            unlearned += 1
+            continue
         answers = np.zeros(ids.size, bool)
         for start, end in conversation.spans:
             touched = np.flatnonzero((ends > start) & (starts < end))
@@ -295,15 +308,19 @@ def encode_conversations(
         pieces.append(ids)
         masks.append(answers)
         names.append(conversation.name)
-    note = ""
+    notes = []
     if too_long:
         longest = f"the longest has {max(too_long):,} tokens"
         if not pieces:
             raise ConfigError(
                 f"none of {len(too_long):,} conversations fits into data.seq_len={seq_len} ({longest}). Raise it."
             )
-        note = f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})"
+        notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
+    if unlearned:
+        if not pieces:
+            raise ConfigError(f"the answers of all {unlearned:,} conversations have weight 0. Give some the weight 1.")
+        notes.append(f"{unlearned:,} left out, without an answer of weight 1")
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)
     ids = np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size), copy=False)
     tokens = Tokens(ids, bounds[:-1], bounds[1:], tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks))
-    return tokens, note
+    return tokens, ", ".join(notes)

@@ -9,6 +9,9 @@
 
 Each shape may have `system`, the text of a system message. Other keys, such as an id or a source, are ignored unless
 they would change the conversation.
+
+A message may say whether its text is learned, see `LEARNED_KEYS`, and a conversation may have a `weight`. The values 0
+and 1 are obeyed, and others are refused.
 """
 
 import codecs
@@ -31,6 +34,10 @@ _SHAREGPT_ROLES = {
     "system": "system",
 }  # fmt: skip
 _UNSUPPORTED_KEYS = ("tools", "functions", "documents", "chat_template_kwargs")  # they would change the conversation
+LEARNED_KEYS = ("weight", "loss_mask", "loss", "train", "training")
+"""Keys of a message that say whether its text is learned: OpenAI's `weight`, and the keys of other trainers."""
+_WEIGHT_KEYS = ("weight", "sample_weight", "loss_mask")  # of a conversation
+_PREFERENCE_KEYS = ("label", "kto_tag")  # false marks an answer that must not be imitated
 SHAPES = {
     "messages": ("messages",),
     "prompt and completion": ("prompt", "completion"),
@@ -47,6 +54,8 @@ class Conversation:
     name: str
     messages: list[Message]
     shape: str = "messages"
+    unlearned: frozenset[int] = frozenset()
+    """Which of the answers are not learned: 0 is the first answer."""
 
 
 def read_conversations(path: str) -> Iterator[Conversation]:
@@ -61,7 +70,8 @@ def read_conversations(path: str) -> Iterator[Conversation]:
     for name, value in json_objects(path, "conversation"):
         try:
             shape = _shape(value)
-            yield Conversation(name, _messages(value, shape), shape)
+            messages, unlearned = _messages(value, shape)
+            yield Conversation(name, messages, shape, unlearned)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         empty = False
@@ -127,8 +137,14 @@ def _shape(value: Any) -> str:
     )
 
 
-def _messages(value: dict[str, Any], shape: str) -> list[Message]:
-    """Returns the messages of an object after checking them."""
+def _messages(value: dict[str, Any], shape: str) -> tuple[list[Message], frozenset[int]]:
+    """Returns the messages of an object after checking them, and which of the answers are not learned."""
+    for key in _PREFERENCE_KEYS:
+        if value.get(key) is False:
+            raise ConfigError(f"{key} is false, so the answer must not be imitated. Remove the conversation.")
+    if value.get("mask") is not None:
+        raise ConfigError("mask does not say which answers are learned. Write a weight of 0 or 1 into each answer.")
+    learned = _said_learned(value, _WEIGHT_KEYS)
     match shape:
         case "ShareGPT":
             messages = _from_sharegpt(value["conversations"])
@@ -144,11 +160,35 @@ def _messages(value: dict[str, Any], shape: str) -> list[Message]:
         if any(isinstance(one, dict) and one.get("role") == "system" for one in messages):
             raise ConfigError("there is a system message beside the key system. Keep one of them.")
         messages = [_message("system", system), *messages]
+    checked = []
+    answers: list[bool] = []
     for i, message in enumerate(messages, start=1):
-        _check_message(i, message)
-    if not any(message["role"] == "assistant" for message in messages):
+        own = message
+        if isinstance(message, dict):
+            own = {key: one for key, one in message.items() if one is not None and key not in LEARNED_KEYS}
+        _check_message(i, own)
+        said = _said_learned(message, LEARNED_KEYS, f"message {i}: ")
+        if own["role"] == "assistant":
+            answers.append(learned is not False and said is not False)
+        elif said:
+            raise ConfigError(
+                f"message {i} of the {own['role']} is marked as learned, but only answers are. Remove the mark."
+            )
+        checked.append(own)
+    if not answers:
         raise ConfigError("no message is the assistant's, so nothing can be learned. Remove the conversation.")
-    return messages
+    return checked, frozenset(i for i, answer in enumerate(answers) if not answer)
+
+
+def _said_learned(value: dict[str, Any], keys: tuple[str, ...], name: str = "") -> bool | None:
+    """Returns whether an object says that its text is learned; `None` means that it says nothing."""
+    said = {key: value[key] for key in keys if value.get(key) is not None}
+    for key, one in said.items():
+        if isinstance(one, str | list | dict) or one not in (0, 1):
+            raise ConfigError(f"{name}{key} is {str(one)[:40]}. Use 0, 1, false or true, or leave it out.")
+    if len(set(said.values())) > 1:
+        raise ConfigError(f"{name}{' and '.join(said)} say different things. Keep one of them.")
+    return bool(next(iter(said.values()))) if said else None
 
 
 def _message(role: str, content: Any) -> dict[str, Any]:
@@ -179,13 +219,13 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
     messages = []
     for i, turn in enumerate(turns, start=1):
         keys = {key for key, value in turn.items() if value is not None} if isinstance(turn, dict) else set()
-        if keys != {"from", "value"}:
+        if keys - {*LEARNED_KEYS} != {"from", "value"}:
             shown = ", ".join(sorted(keys)) or type(turn).__name__
             raise ConfigError(f"turn {i} has {shown}. Give it from and value and nothing else.")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             raise ConfigError(f"turn {i} is from {turn['from']!r}. Use one of {', '.join(_SHAREGPT_ROLES)}.")
-        messages.append(_message(role, turn["value"]))
+        messages.append(_message(role, turn["value"]) | {key: turn[key] for key in LEARNED_KEYS if key in turn})
     return messages
 
 

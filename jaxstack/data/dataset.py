@@ -262,7 +262,7 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
         tokens = assign_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
     count = _format_count(tokens.starts.size, "document" if cfg.source == "hf" else "file")
-    count += f" ({sources.describe_skipped(skipped)})" if skipped else ""
+    count += f" ({sources.describe_skipped(cfg, skipped)})" if skipped else ""
     sizes = _format_sizes(train, held_out, tokenizer)
     return Source(name, train, held_out, f"{sources.describe(cfg)}: {count}, {sizes}", fingerprint)
 

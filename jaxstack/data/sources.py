@@ -3,8 +3,10 @@
 The order is the same on every machine. Empty documents are skipped.
 """
 
+import codecs
 import io
 import os
+import re
 import sys
 import sysconfig
 import tokenize
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from jaxstack.common.files import is_foreign
 from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.hf_datasets import column_texts
 
 
 @dataclass(frozen=True)
@@ -25,35 +28,43 @@ class Document:
 
 
 class _NotTextError(ConfigError):
-    """A file is not UTF-8 text."""
+    """A file is not UTF-8 text, or is a table."""
 
 
 def documents(cfg: DataConfig, skipped: list[str] | None = None) -> Iterator[Document]:
     """Yields the documents of the source `stdlib`, `path` or `hf`, reading one at a time.
 
     Args:
-      skipped: takes the names of files that `data.skip` has skipped.
+      skipped: takes the names of files that `data.skip` has skipped, and of rows whose text is null.
 
     Raises:
       ConfigError: there is no text to read, or a file is not text.
     """
     assert cfg.source != "tokens", "a token file holds tokens, not text"
     found: list[str] = [] if skipped is None else skipped
-    read = _path(cfg, found) if cfg.source == "path" else {"stdlib": _stdlib, "hf": _hf}[cfg.source](cfg)
+    match cfg.source:
+        case "path":
+            read = _path(cfg, found)
+        case "hf":
+            read = _hf(cfg, found)
+        case _:
+            read = _stdlib(cfg)
     empty = True
     for document in read:
         if document.text:
             empty = False
             yield document
     if empty:
-        but = f" ({describe_skipped(found)})" if found else ""
+        but = f" ({describe_skipped(cfg, found)})" if found else ""
         raise ConfigError(f"data.path={cfg.path} holds no text{but}. Give a file or folder with some.")
 
 
-def describe_skipped(names: Sequence[str]) -> str:
-    """Returns how many files were skipped, with the first names, for users."""
+def describe_skipped(cfg: DataConfig, names: Sequence[str]) -> str:
+    """Returns how many files or rows were skipped, with the first names, for users."""
     shown = ", ".join([*names[:3], *(["..."] if names[3:] else [])])
-    return f"skipped {len(names):,} {'files that are' if names[1:] else 'file that is'} not UTF-8 text: {shown}"
+    if cfg.source == "hf":
+        return f"skipped {len(names):,} {'rows' if names[1:] else 'row'} without text: {shown}"
+    return f"skipped {len(names):,} {'files that are' if names[1:] else 'file that is'} not text: {shown}"
 
 
 def describe(cfg: DataConfig) -> str:
@@ -151,6 +162,22 @@ def _matching(root: Path, names: list[str], pattern: str | None) -> list[str]:
     )
 
 
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")
+_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$")
+_TEXT_FIELD = re.compile(rb'\s*\[?\s*\{\s*"(text|messages|conversations|prompt|instruction)"\s*:')
+
+
+def _has_rows(path: Path, content: bytes) -> bool:
+    """Returns whether a file has many texts, as fields of JSON objects or of a table."""
+    name = _COMPRESSED.sub("", path.name.lower())
+    beginning = content.removeprefix(codecs.BOM_UTF8)
+    if name.endswith(".json"):
+        return _TEXT_FIELD.match(beginning) is not None
+    if name.endswith((".csv", ".tsv")):
+        return b"text" in re.split(rb'[,;\t"]+', beginning.partition(b"\n")[0].strip())
+    return name.endswith(_ROWS)
+
+
 def _read_text(path: Path, fix: str) -> str:
     """Returns the text of a UTF-8 file with its own line ends, without a byte order mark.
 
@@ -164,6 +191,11 @@ def _read_text(path: Path, fix: str) -> str:
         raise ConfigError(
             f"data.path: {path} cannot be read ({error.strerror}). Make it readable, or move it away."
         ) from None
+    if _has_rows(path, content):
+        raise _NotTextError(
+            f"data.path: {path} is a table with a text in each row, and data.source=path would train on its syntax. "
+            f"Use --data.source=hf with data.hf_column, or --data.source=chat for conversations."
+        )
     if b"\0" in content:
         raise _NotTextError(f"data.path: {path} is a binary file (it holds a zero byte). {fix}.")
     try:
@@ -172,27 +204,10 @@ def _read_text(path: Path, fix: str) -> str:
         raise _NotTextError(f"data.path: {path} is not UTF-8 text (byte {error.start:,}). {fix}.") from None
 
 
-def _hf(cfg: DataConfig) -> Iterator[Document]:
-    """Yields one column of a Hugging Face dataset, given its name on the hub or a local folder."""
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError("data.source=hf needs the datasets library. Install jaxstack[hf].") from None
-    try:
-        rows = datasets.load_dataset(cfg.path, split=cfg.hf_split)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"data.path={cfg.path} with data.hf_split={cfg.hf_split} could not be loaded: {reason}. Check both names."
-        ) from None
-    if cfg.hf_column not in rows.column_names:
-        raise ConfigError(
-            f"data.hf_column={cfg.hf_column} is not a column of {cfg.path}. Use one of {rows.column_names}."
-        )
-    for i, row in enumerate(rows.select_columns([cfg.hf_column])):
-        text = row[cfg.hf_column]
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"data.hf_column={cfg.hf_column} holds {type(text).__name__} in row {i:,}. Use a column of text."
-            )
-        yield Document(f"row {i:,}", text)
+def _hf(cfg: DataConfig, skipped: list[str]) -> Iterator[Document]:
+    """Yields a column of a Hugging Face dataset. The names of rows without text are added to `skipped`."""
+    for name, text in column_texts(cfg):
+        if text is None:
+            skipped.append(name)
+        else:
+            yield Document(name, text)

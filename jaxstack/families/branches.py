@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig, SentenceTask
 from jaxstack.families import encoder
@@ -98,11 +98,11 @@ def extract(cfg: ModelConfig, params: Params, branch: Branch) -> tuple[ModelConf
     return model_of(cfg, branch), {**params_of(cfg, params, branch), "layers": layers}
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of texts, see `data.masking.BranchWindows`."""
     found: BatchSpec = {}
-    for branch, rate in zip(BRANCHES, cfg.model.branches.rates, strict=True):
-        for name, array in (encoder if branch == "understanding" else decoder).batch_spec(cfg).items():
+    for branch, rate in zip(BRANCHES, model.branches.rates, strict=True):
+        for name, array in (encoder if branch == "understanding" else decoder).batch_spec(model, data).items():
             found[_NAMES[branch].get(name, name)] = replace(array, shape=(*array.shape, rate))
     return found
 
@@ -126,7 +126,7 @@ def of_branch(batch: Batch, branch: Branch) -> Batch:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
     shared, own = depths(cfg)
-    return {"trunk": Stack(shared, 1, trunk_step), "branches": Stack(own, 1, branches_step, enter_branches)}
+    return {"trunk": Stack(shared, step=trunk_step), "branches": Stack(own, enter=enter_branches, step=branches_step)}
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:

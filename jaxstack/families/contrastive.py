@@ -20,20 +20,18 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_block, cross_spec
 from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.kernels.contrastive import Pairs, contrastive_loss, count_matches
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, of_one_layer
+from jaxstack.models.blocks import FULL, Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
-from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 Tower = Literal["image", "text", "caption"]
@@ -62,12 +60,12 @@ def spec(cfg: ModelConfig) -> Spec:
     return {name: group for name, group in tree.items() if name not in ("final_norm", "head")}
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of pictures with texts, see `data.captions.CaptionReader.read`."""
-    rows, model = cfg.data.batch_size, cfg.model
-    text = (rows, cfg.data.target_length)
+    rows = data.batch_size
+    text = (rows, data.target_length)
     arrays = {
-        "patches": BatchArray((rows, cfg.data.seq_len, model.contrastive.patch_values), "normal"),
+        "patches": BatchArray((rows, data.seq_len, model.contrastive.patch_values), "normal"),
         "tokens": BatchArray(text, "ids", model.vocab),
         "pair_ids": BatchArray(text, "ids", rows),
         "pair_weights": BatchArray(text, "ones"),
@@ -80,11 +78,11 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
     towers = {
-        "image": Stack(cfg.encoder_depth, 1, image_step),
-        "text": Stack(cfg.num_layers, 1, text_step, enter_text),
+        "image": Stack(cfg.encoder_depth, FULL, reads=LayerInputs.of_encoder),
+        "text": Stack(cfg.num_layers, enter=enter_text, stream="text"),
     }
     if depth := cfg.contrastive.caption_layers:
-        towers["caption"] = Stack(depth, 1, caption_step, enter_caption, block=cross_block)
+        towers["caption"] = Stack(depth, enter=enter_caption, block=cross_block, stream="caption")
     return towers
 
 
@@ -103,16 +101,15 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     ours = decoder.with_stream_key({"tokens": batch["tokens"], **shared}, "text")
     text = decoder.make_layer_inputs(cfg, ours, ctx)
     own = collectives.local_slice(patches, ctx.layout.sequence_parallel_axes, 1)
-    return replace(text, encoder=replace(image, tokens=None, patches=own))
+    return replace(text, encoder=replace(image, tokens=None).adding(patches=own))
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
     """Returns the residual stream before the first layer of the picture's tower [B, S/n, D]; it has no side inputs."""
     image = inputs.encoder
     assert image is not None
-    assert image.patches is not None
     assert image.positions is not None
-    x = embed_patches(cfg, spec(cfg)["picture"], params["picture"], image.patches, image.positions, ctx)
+    x = embed_patches(cfg, spec(cfg)["picture"], params["picture"], image.arrays["patches"], image.positions, ctx)
     return layers.dropout(image.dropout_key("embedding"), cfg.dropout, x, image.dropout_ids), None
 
 
@@ -135,69 +132,6 @@ def enter_caption(
 ) -> tuple[PyTree, PyTree]:
     """Returns also `caption`, which the layers above the text's tower change."""
     return x | {"caption": x["text"]}, side
-
-
-def image_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs one layer of the picture's tower; arguments and results are those of `StackStep`."""
-    assert inputs.encoder is not None
-    return _step(cfg, ctx, stack, "image", params, x, index, inputs.encoder)
-
-
-def text_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: PyTree,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[PyTree, Aux]:
-    """Runs one layer of the text's tower; arguments and results are those of `StackStep`."""
-    own = replace(inputs, side=None)
-    text, aux = _step(cfg, ctx, stack, "text", params, x["text"], index, own)
-    return x | {"text": text}, aux
-
-
-def caption_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: PyTree,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[PyTree, Aux]:
-    """Runs one layer that reads text and picture; arguments and results are those of `StackStep`."""
-    caption, aux = _step(cfg, ctx, stack, "caption", params, x["caption"], index, inputs)
-    return x | {"caption": caption}, aux
-
-
-def _step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    name: Tower,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-) -> tuple[jax.Array, Aux]:
-    """Runs a layer of a stack."""
-    (layer,) = params
-    mask = kernels.AttentionMask(kind="full" if name == "image" else "causal")
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=mask)
-    return x, of_one_layer(values)
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: PyTree, inputs: LayerInputs, ctx: Context) -> PyTree:

@@ -25,20 +25,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_attention
 from jaxstack.families.noise_path import Path, time_of
 from jaxstack.families.patches import embed_patches, patches_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, of_one_layer
+from jaxstack.models.blocks import FULL, Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL
 from jaxstack.models.params import Param, Params, Spec, flat_spec
 from jaxstack.models.params import stack as stack_layers
-from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -109,10 +108,10 @@ def _modulation_spec(width: int, count: int) -> Spec:
     }
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of pictures, see `data.images.ImageReader.batches`."""
-    shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
-    patches, text = (*shape, model.diffusion.patch_values), (cfg.data.batch_size, cfg.data.target_length)
+    shape = (data.batch_size, data.seq_len)
+    patches, text = (*shape, model.diffusion.patch_values), (data.batch_size, data.target_length)
     condition = {"classes": BatchArray(shape, "ids", model.vocab + 1)}
     if model.diffusion.text_layers:
         condition = {
@@ -131,10 +130,10 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: `layers`, and before it `text`, if any."""
     if not cfg.diffusion.text_layers:
-        return {"layers": Stack(cfg.num_layers, 1, picture_step, block=picture_block)}
+        return {"layers": Stack(cfg.num_layers, FULL, block=picture_block)}
     return {
-        "text": Stack(cfg.diffusion.text_layers, 1, text_step, plain=True),
-        "layers": Stack(cfg.num_layers, 1, picture_step, enter_layers, block=picture_block),
+        "text": Stack(cfg.diffusion.text_layers, FULL, reads=LayerInputs.of_encoder, plain=True),
+        "layers": Stack(cfg.num_layers, FULL, enter_layers, block=picture_block),
     }
 
 
@@ -158,14 +157,16 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if noisy is None:
         path = Path.at(cfg.diffusion.path, time_of(cfg, gate_ids)[..., None])
         noisy = path.mix(batch["patches"], batch["noise"])
-    return LayerInputs(
-        classes=batch.get("classes"),
+    inputs = LayerInputs(
         encoder=text,
-        gate_ids=ctx.layout.slice_for_sequence_parallel(gate_ids),
-        patches=collectives.local_slice(noisy, ctx.layout.sequence_parallel_axes, 1),
         positions=ctx.layout.slice_for_sequence_parallel(positions),
         rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
         segment_ids=None if text is None else (gate_ids >= 0).astype(jnp.int32),  # all patches see the text, segment 1
+    )
+    return inputs.adding(
+        classes=batch.get("classes"),
+        gate_ids=ctx.layout.slice_for_sequence_parallel(gate_ids),
+        patches=collectives.local_slice(noisy, ctx.layout.sequence_parallel_axes, 1),
     )
 
 
@@ -234,12 +235,10 @@ def _embed_picture(
     cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the embedded patches [B, S/n, D], and `condition` as the side input."""
-    assert inputs.patches is not None
-    assert inputs.gate_ids is not None
     assert inputs.positions is not None
     declared, embedding = spec(cfg)["embedding"], params["embedding"]
-    x = embed_patches(cfg, declared, embedding, inputs.patches, inputs.positions, ctx)
-    return x, condition(cfg, params, inputs.gate_ids, inputs.classes, ctx)
+    x = embed_patches(cfg, declared, embedding, inputs.arrays["patches"], inputs.positions, ctx)
+    return x, condition(cfg, params, inputs.arrays["gate_ids"], inputs.arrays.get("classes"), ctx)
 
 
 def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> list[jax.Array]:
@@ -257,40 +256,6 @@ def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array
     ones = jnp.ones(x.shape[-1], jnp.float32)
     normal = layers.norm(cfg, {"scale": ones}, x, ctx)
     return kernels.add_in_float32(kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32)), shift)
-
-
-def text_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs a layer on the tokens of a text, each of which sees all; arguments and results are those of `StackStep`."""
-    (layer,) = params
-    assert inputs.encoder is not None
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs.encoder, mask=kernels.AttentionMask(kind="full"))
-    return x, of_one_layer(values)
-
-
-def picture_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs a layer on the patches of a picture; arguments and results are those of `StackStep`."""
-    assert cache is None
-    (layer,) = params
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=kernels.AttentionMask(kind="full"))
-    return x, of_one_layer(values)
 
 
 def picture_block(

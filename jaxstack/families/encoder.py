@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.config.model import LABEL_MULTIPLE
 from jaxstack.models import blocks, decoder, layers
 from jaxstack.models.batches import BatchSpec
@@ -94,20 +94,21 @@ def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh
     }
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of texts, see `decoder.batch_spec` and `data.sentences`."""
-    arrays = decoder.batch_spec(cfg)
-    for task, (classes, _) in _sentences(cfg.model).items():
+    arrays = decoder.batch_spec(model, data)
+    for task, (classes, _) in _sentences(model).items():
         arrays[f"{task}_targets"] = replace(arrays["targets"], below=classes)
         arrays[f"{task}_weights"] = arrays["loss_weights"]
-    if cfg.model.sentences.tasks and cfg.model.token_types > 1:
+    if model.sentences.tasks and model.token_types > 1:
         arrays["token_types"] = replace(arrays["tokens"], below=2)
     return arrays
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: an encoder has one."""
-    return {name: replace(stack, block=block) for name, stack in decoder.stacks(cfg).items()}
+    masks = tuple(kernels.AttentionMask(window, "full") for window in cfg.windows)
+    return {"layers": Stack(cfg.num_layers, masks, block=block)}
 
 
 def block(
@@ -163,7 +164,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if not cfg.token_types:
         return made
     types = batch["token_types"] if "token_types" in batch else jnp.zeros_like(batch["tokens"])
-    return replace(made, token_types=ctx.layout.slice_for_sequence_parallel(types))
+    return made.adding(token_types=ctx.layout.slice_for_sequence_parallel(types))
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
@@ -174,9 +175,8 @@ def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -
     tables = {name: params["embedding"][name] for name in decoder.spec(cfg)["embedding"]}
     x, _ = decoder.embed(cfg, {"embedding": tables}, replace(inputs, key=None), ctx)
     if cfg.token_types:
-        assert inputs.token_types is not None
         table = ctx.layout.gather_params(spec(cfg)["embedding"]["types"], params["embedding"]["types"])
-        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, inputs.token_types))
+        x = kernels.add_in_float32(x, kernels.embedding_lookup(table, inputs.arrays["token_types"]))
     x = layers.norm(cfg, params["embedding"]["norm"], x, ctx)
     return layers.dropout(inputs.dropout_key("embedding"), cfg.dropout, x, inputs.dropout_ids), None
 

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_block, cross_keys, cross_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, group_layers, kinds_of, of_one_layer, scan_stack, split_steps
+from jaxstack.models.blocks import FULL, Stack, group_layers, kinds_of, scan_stack, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.family import CACHED, Family
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
-from jaxstack.models.values import Aux
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -40,10 +39,10 @@ def spec(cfg: ModelConfig) -> Spec:
     return tree
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of pairs; see `data.seq2seq.make_batch`."""
-    model, rows = cfg.model, cfg.data.batch_size
-    ours, theirs = (rows, cfg.data.target_length), (rows, cfg.data.seq_len)
+    rows = data.batch_size
+    ours, theirs = (rows, data.target_length), (rows, data.seq_len)
     return {
         "encoder_tokens": BatchArray(theirs, "ids", model.vocab),
         "encoder_positions": BatchArray(theirs, "positions"),
@@ -59,8 +58,8 @@ def batch_spec(cfg: Config) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters, in the order in which they run."""
     return {
-        "encoder": Stack(cfg.encoder_depth, 1, encoder_step, counts="encoder_segment_ids"),
-        "decoder": Stack(cfg.num_layers, 1, decoder_step, enter_decoder, block=cross_block),
+        "encoder": Stack(cfg.encoder_depth, FULL, reads=LayerInputs.of_encoder, counts="encoder_segment_ids"),
+        "decoder": Stack(cfg.num_layers, enter=enter_decoder, block=cross_block),
     }
 
 
@@ -106,41 +105,6 @@ def _relative(cfg: ModelConfig, params: Params, side: str, ctx: Context) -> jax.
         return None
     table: jax.Array = ctx.layout.gather_params(spec(cfg)["relative"][side], params["relative"][side])
     return table
-
-
-def encoder_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs one layer of the encoder; arguments and results are those of `StackStep`."""
-    (layer,) = params
-    assert inputs.encoder is not None
-    inputs = replace(inputs.encoder, side=inputs.side)
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=kernels.AttentionMask(kind="full"))
-    return x, of_one_layer(values)
-
-
-def decoder_step(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs one layer of the decoder; arguments and results are those of `StackStep`."""
-    (layer,) = params
-    earlier = {**cache[0], "distance": inputs.distance[0]} if cache else cache
-    x, values = stack.run_layer(cfg, ctx, layer, x, index, inputs, mask=kernels.AttentionMask(), cache=earlier)
-    return x, of_one_layer(values)
 
 
 def encode(cfg: ModelConfig, family: Family, params: Params, batch: Batch, ctx: Context) -> Params:

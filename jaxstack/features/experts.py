@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxstack import moe as experts
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.features import router_losses
 from jaxstack.kernels import Adapted
 from jaxstack.models.batches import BatchSpec
@@ -59,9 +59,9 @@ def with_experts(family: Family) -> Family:
     def stacks(cfg: ModelConfig) -> dict[str, Stack]:
         return {name: one if one.plain else _routed(cfg, one) for name, one in family.stacks(cfg).items()}
 
-    def batch_spec(cfg: Config) -> BatchSpec:
-        arrays = family.batch_spec(cfg)
-        moe = cfg.model.moe
+    def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
+        arrays = family.batch_spec(model, data)
+        moe = model.moe
         if moe.router in HARD_GATES and "gate_ids" not in arrays:
             below = moe.num_experts if moe.router == "domain" else moe.max_timestep
             tokens = [name for name in arrays if name.endswith("tokens")]
@@ -137,7 +137,7 @@ def _counted(inputs: LayerInputs, weights: jax.Array | None, gate_ids: jax.Array
     """Returns the inputs with the tokens that the statistics of routing count, and with the ids of hard gates."""
     counted = None if weights is None else weights != 0
     gates = None if gate_ids is None else ctx.layout.slice_for_sequence_parallel(gate_ids)
-    return replace(inputs, counted=counted, gate_ids=gates)
+    return inputs.adding(counted=counted, gate_ids=gates)
 
 
 def moe_spec(cfg: ModelConfig) -> Spec:
@@ -200,11 +200,11 @@ def moe(
 
     Args:
       params: of the layer; the group `moe` is as it is stored.
-      inputs: `gate_ids`, `counted` and `layer` are read.
+      inputs: `layer` is read, and of its `arrays` `gate_ids` [B, S/n] and `counted` [B, S].
     """
     declared = stack.spec["moe"]
     replicas = None if ctx.placement is None else jnp.asarray(ctx.placement.replicas)[inputs.layer]  # [E, R]
-    arguments = params["moe"], x, inputs.gate_ids, inputs.counted, replicas
+    arguments = params["moe"], x, inputs.arrays.get("gate_ids"), inputs.arrays.get("counted"), replicas
     where = declared, RESIDUAL, RESIDUAL, ("batch", "sequence"), (None, None)
     y: jax.Array = ctx.region(partial(_moe, cfg, stack), arguments, where, RESIDUAL)
     ctx.observe("moe/out", y, *RESIDUAL)

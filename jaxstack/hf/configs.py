@@ -49,12 +49,14 @@ class Description(NamedTuple):
       model: the model.
       training: keys and values that were ignored because they affect training alone.
       unknown: keys that jaxstack does not know, whose values are null, false or empty.
+      code: the value of `auto_map`, which names code in the folder. Nothing of it is run.
     """
 
     family: str
     model: ModelConfig
     training: JsonObject
     unknown: JsonObject
+    code: JsonObject
 
 
 class SpecialIds(NamedTuple):
@@ -84,6 +86,7 @@ def from_json(where: str, values: object) -> Description:
         raise keys.error("model_type", name, f"Use a model of one of the families {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     keys.rename(family.aliases)
+    code = _code(keys, family)
     labels = _labels(keys, family)
     training = {key: keys.take(key, None) for key in sorted(TRAINING)}
     ignored = {key: value for key, value in training.items() if value}
@@ -124,7 +127,7 @@ def from_json(where: str, values: object) -> Description:
         model = ModelConfig(**ours, moe=MoEConfig(**moe), rope_scaling=RopeScaling(**scaling))
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
-    return Description(name, model, ignored, unknown)
+    return Description(name, model, ignored, unknown, code)
 
 
 def _drop_without_effect(keys: Keys, family: Family) -> None:
@@ -138,6 +141,22 @@ def _drop_without_effect(keys: Keys, family: Family) -> None:
     for key, value in USUAL.items():
         if key not in family.required:
             keys.drop_usual(key, value)
+
+
+def _code(keys: Keys, family: Family) -> JsonObject:
+    """Takes `auto_map`, which names code in the folder, after checking that the model is of a class of the family.
+
+    `transformers` does not run this code either unless it is told to, and takes its own class of the family.
+    """
+    code = keys.take("auto_map", None)
+    if not code:
+        return {}
+    classes = keys.value_of("architectures")
+    stem = re.split("For|LMHead", family.architecture)[0]
+    known = [family.architecture, f"{stem}Model", *family.classifiers.values(), family.pairs]
+    if isinstance(code, dict) and isinstance(classes, list) and classes and all(name in known for name in classes):
+        return code
+    raise keys.error("auto_map", code, f"It names code, which is not run. Use a model with architectures={known[:1]}")
 
 
 _POOLING = {"cls": "first", "mean": "mean"}

@@ -161,7 +161,6 @@ _ABSOLUTE = {
 _DROPOUTS: dict[str, Any] = {
     "dropout_keys": ("hidden_dropout_prob",),
     "zero_keys": ("attention_probs_dropout_prob",),
-    "ignored": frozenset({"gradient_checkpointing"}),
 }
 
 
@@ -181,6 +180,22 @@ _LLAMA_DEFAULTS = {
 _MIXTRAL_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN3_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}
 _BERT_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
+
+
+def _roberta(name: str) -> Family:
+    """Returns the family of RoBERTa, or of a model of the same kind in other languages."""
+    return Family(
+        f"{name}ForMaskedLM",
+        _BERT,
+        fixed=_ENCODER | _POST_NORM | {"first_position": 2},
+        required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind the padding id
+        defaults=_BERT_DEFAULTS,
+        head_activation="gelu",
+        rope=False,
+        classifiers=_classifiers(name),
+        **_DROPOUTS,
+    )
+
 
 FAMILIES = {
     "gpt2": Family(
@@ -334,17 +349,8 @@ FAMILIES = {
         pairs="BertForPreTraining",
         **_DROPOUTS,
     ),
-    "roberta": Family(
-        "RobertaForMaskedLM",
-        _BERT,
-        fixed=_ENCODER | _POST_NORM | {"first_position": 2},
-        required=_ABSOLUTE | {"pad_token_id": 1},  # positions are counted from the id behind the padding id
-        defaults=_BERT_DEFAULTS,
-        head_activation="gelu",
-        rope=False,
-        classifiers=_classifiers("Roberta"),
-        **_DROPOUTS,
-    ),
+    "roberta": _roberta("Roberta"),
+    "xlm-roberta": _roberta("XLMRoberta"),
     "modernbert": Family(
         "ModernBertForMaskedLM",
         {key: path for key, path in _BERT.items() if key not in ("type_vocab_size", "layer_norm_eps")}
@@ -369,7 +375,6 @@ FAMILIES = {
                 "classifier_pooling",
                 "cls_token_id",
                 "deterministic_flash_attn",
-                "gradient_checkpointing",
                 "initializer_cutoff_factor",
                 "layer_norm_eps",
                 "position_embedding_type",
@@ -386,12 +391,12 @@ FAMILIES = {
 
 UNRELATED = {
     "architectures", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "finetuning_task", "id2label", "initializer_range", "label2id", "max_seq_length", "max_sequence_length",
-    "model_type", "n_ctx", "num_labels", "output_attentions", "output_hidden_states", "output_past",
-    "output_router_logits", "pad_token_id", "prefix", "problem_type", "return_dict", "sep_token_id",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "use_bfloat16", "use_cache",
+    "finetuning_task", "gradient_checkpointing", "id2label", "initializer_range", "internal_version", "label2id",
+    "max_seq_length", "max_sequence_length", "model_type", "n_ctx", "num_labels", "output_attentions",
+    "output_hidden_states", "output_past", "output_router_logits", "pad_token_id", "prefix", "problem_type",
+    "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "use_bfloat16", "use_cache",
     # of BERT in other languages, for a pooler that `transformers` does not have
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type",

@@ -21,6 +21,8 @@ TOKENIZER_FILES = (
     "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_DROPPED = (compressed.KEY, "auto_map")
+"""Keys that do not go back: the exported weights are not quantised, and the folder's code is not copied."""
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -95,7 +97,8 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
         else:
             del config[key]  # its value is then the default of the family
     text = (originals / "config.json").read_text("utf-8")
-    if before.pop(compressed.KEY, None) is not None:  # the exported weights are not quantised
+    if dropped := [key for key in _DROPPED if before.get(key)]:
+        before = {key: value for key, value in before.items() if key not in dropped}
         text = json.dumps(before, indent=2) + "\n"
     changed = _changed_keys(before, config)
     if changed is None:

@@ -44,6 +44,7 @@ class PretrainedFolder:
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
       unknown_values: keys of `config.json` that jaxstack does not know, whose values are null, false or empty.
+      code: the value of `auto_map` in `config.json`, which names code in the folder. Nothing of it is run.
       dtypes: the dtypes of its tensors, as safetensors spells them; for a quantised matrix, the dtype of its scales.
       formats: the formats of its quantised matrices, which are read as dense float32 parameters.
       inputs: `int8` if the matrices of layers are for inputs of 8 bits, which `train.quant=int8` computes with.
@@ -56,7 +57,7 @@ class PretrainedFolder:
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.folder = folder
-        self.family, self.model, self.ignored_values, self.unknown_values = configs.read_config(folder)
+        self.family, self.model, self.ignored_values, self.unknown_values, self.code = configs.read_config(folder)
         self.adapters = None if adapter is None else peft.read_adapters(adapter, self.family, self.model)
         self._spec = families.spec(self.model)
         self._tensors = quantized_folders.open_tensors(folder)

@@ -106,6 +106,8 @@ def _t5() -> WeightMap:
     return found
 
 
+_ROBERTA = ("roberta", "xlm-roberta")
+
 WEIGHT_MAPS: dict[str, WeightMap] = {
     "gpt2": {
         "embedding/tokens": ("transformer.wte.weight", SAME),
@@ -145,7 +147,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "mt5": _t5(),
     "switch_transformers": _t5(),
     "bert": _bert("bert", "cls.predictions.transform", "dense", "LayerNorm"),
-    "roberta": _bert("roberta", "lm_head", "dense", "layer_norm"),
+    **dict.fromkeys(_ROBERTA, _bert("roberta", "lm_head", "dense", "layer_norm")),
     "modernbert": {
         "embedding/tokens": ("model.embeddings.tok_embeddings.weight", SAME),
         "embedding/norm/scale": ("model.embeddings.norm.weight", SAME),
@@ -170,7 +172,9 @@ _SHARED = {f"{side}.embed_tokens.weight": "embedding/tokens" for side in ("encod
 COPIES = {
     **dict.fromkeys(("t5", "mt5", "switch_transformers"), _SHARED | {"lm_head.weight": "embedding/tokens"}),
     "bert": {"cls.predictions.decoder.weight": "embedding/tokens", "cls.predictions.decoder.bias": "output/bias"},
-    "roberta": {"lm_head.decoder.weight": "embedding/tokens", "lm_head.decoder.bias": "output/bias"},
+    **{
+        name: {"lm_head.decoder.weight": "embedding/tokens", "lm_head.decoder.bias": "output/bias"} for name in _ROBERTA
+    },
     "modernbert": {"decoder.weight": "embedding/tokens"},
 }
 """Maps tensors that some files of a family hold again to their parameter. Decoders may hold a tied `lm_head.weight`."""
@@ -183,7 +187,7 @@ BUFFERS = (
 
 CLASSIFIERS = {
     "bert": ("bert.pooler.dense", "classifier"),
-    "roberta": ("classifier.dense", "classifier.out_proj"),
+    **dict.fromkeys(_ROBERTA, ("classifier.dense", "classifier.out_proj")),
     "modernbert": ("head.dense", "classifier"),
 }
 """The transform of a classifier, and its output. Without a transform the output is named `classifier`."""

@@ -25,6 +25,9 @@ from jaxstack.sharding import BATCH_AXES
 
 Tree = TypeVar("Tree")
 
+FULL = (AttentionMask(kind="full"),)
+"""The mask of layers in which each token sees all."""
+
 
 class Enter(Protocol):
     """Leads from one stack to the next, for `Stack.enter`."""
@@ -143,19 +146,60 @@ def dropout(cfg: ModelConfig, site: str, h: jax.Array, inputs: LayerInputs) -> j
     return layers.dropout(inputs.dropout_key(inputs.layer, site), cfg.dropout, h, inputs.dropout_ids)
 
 
+def run_layers(
+    cfg: ModelConfig,
+    ctx: Context,
+    stack: "Stack",
+    params: list[Params],
+    x: PyTree,
+    index: jax.Array | int,
+    inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[PyTree, Aux]:
+    """Runs one step of the loop over layers: one layer for each mask of the stack, in most models one.
+
+    Arguments and results are those of `StackStep`. If the masks do not divide the layers, the last step has fewer
+    layers. In a pipeline all steps have as many, and the last ones of the last step change nothing.
+    """
+    period = stack.period
+    whole, rest = divmod(stack.depth, period)
+    inputs = stack.reads(inputs)
+    h = x if stack.stream is None else x[stack.stream]
+    values: list[Aux] = []
+    for i, layer in enumerate(params):
+        mask = stack.masks[i]
+        rope = inputs.rope_local if mask.window and inputs.rope_local is not None else inputs.rope
+        earlier = {**cache[i], "distance": inputs.distance[i]} if cache else cache
+        before = h
+        with layer_scope(i, period):
+            h, of_layer = stack.run_layer(
+                cfg, ctx, layer, h, index * period + i, replace(inputs, rope=rope), mask=mask, cache=earlier
+            )
+        if ctx.layout.pipeline is not None and 0 < rest <= i:
+            h = jnp.where(index < whole, h, before)
+        if i + 1 < len(params) and not (cfg.post_norm or cfg.norm_after):
+            h = checkpoint_name(h, "residual")  # as the loop saves its own; the MLP's last product is not repeated
+        values.append(of_layer)
+    x = h if stack.stream is None else x | {stack.stream: h}
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
+
+
 @dataclass(frozen=True)
 class Stack:
     """Equal layers, whose parameters are stacked on a leading axis and run by one loop.
 
     Attributes:
       depth: number of layers.
-      period: layers in one step of the loop. If it does not divide the depth, the last step has fewer.
-      step: runs one step.
+      masks: which tokens attention sees, in each layer of one step of the loop. If their number does not divide the
+        depth, the last step has fewer layers.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
-      counts: array of a batch; where it is not zero, there is a token that the statistics of the stack's layers count.
-        `None` means the weights of the objective's first term.
       block: runs one layer.
       feed_forward: what the block does after attention.
+      reads: returns what the layers read, from what `make_layer_inputs` made for the model.
+      stream: name of the residual stream that the layers change, where a model has several by name.
+      step: runs one step of the loop.
+      counts: array of a batch; where it is not zero, there is a token that the statistics of the stack's layers count.
+        `None` means the weights of the objective's first term.
       name: of the stack in its model; `Family.layers` sets it, and `spec`.
       spec: declares the parameters of one layer.
       stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
@@ -164,17 +208,24 @@ class Stack:
     """
 
     depth: int
-    period: int
-    step: StackStep
+    masks: tuple[AttentionMask, ...] = (AttentionMask(),)
     enter: Enter | None = None
-    counts: str | None = None
     block: Block = block
     feed_forward: FeedForward = mlp
+    reads: Callable[[LayerInputs], LayerInputs] = lambda inputs: inputs
+    stream: str | None = None
+    step: StackStep = run_layers
+    counts: str | None = None
     name: str = ""
     spec: Spec = field(default_factory=dict)
     stored: frozenset[str] = frozenset()
     prepare: Callable[[Params], Params] = lambda params: params
     plain: bool = False
+
+    @property
+    def period(self) -> int:
+        """Layers in one step of the loop."""
+        return len(self.masks)
 
     def gather(self, ctx: Context, params: Params) -> Params:
         """Returns the parameters of one layer as its block reads them."""
@@ -201,11 +252,6 @@ class Stack:
         ctx, values = ctx.collecting()
         inputs = replace(inputs, layer=index)
         return self.block(cfg, self, self.gather(ctx, params), x, ctx, inputs, mask=mask, cache=cache), values
-
-
-def of_one_layer(values: Aux) -> Aux:
-    """Returns the named values of a step with one layer, each [1, ...]."""
-    return jax.tree.map(lambda a: a[None], values)
 
 
 def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
@@ -244,7 +290,7 @@ def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
 
     assert depth % len(kinds) == 0, f"{depth} layers are not units of {len(kinds)}"
     first = kinds[0]
-    return Stack(depth // len(kinds), 1, step, first.enter, first.counts)
+    return Stack(depth // len(kinds), enter=first.enter, counts=first.counts, step=step)
 
 
 def kinds_of(unit: Params) -> list[Params]:

@@ -15,20 +15,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
-from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.common.tree import Batch
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.models import layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import Stack, layer_scope
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, pad, random_key
 from jaxstack.models.params import stack as stack_layers
-from jaxstack.models.values import Aux
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -61,24 +59,24 @@ def spec(cfg: ModelConfig) -> Spec:
     return tree
 
 
-def batch_spec(cfg: Config) -> BatchSpec:
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a batch of texts, of which each token has a target."""
-    shape, model = (cfg.data.batch_size, cfg.data.seq_len), cfg.model
+    shape = (data.batch_size, data.seq_len)
     arrays = {
         "tokens": BatchArray(shape, "ids", model.vocab),
         "targets": BatchArray(shape, "ids", model.classes),
         "loss_weights": BatchArray(shape, "ones"),
     }
-    if cfg.has_segments:
+    if data.packing or model.labels:
         arrays["segment_ids"] = BatchArray(shape, "one_document")
-    if cfg.data.packing:
+    if data.packing:
         arrays["positions"] = BatchArray(shape, "positions")
     return arrays
 
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: a decoder has one."""
-    return {"layers": Stack(cfg.num_layers, len(cfg.windows), scan_block)}
+    return {"layers": Stack(cfg.num_layers, tuple(kernels.AttentionMask(window) for window in cfg.windows))}
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
@@ -142,42 +140,6 @@ def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -
     where = residual[-inputs.positions.ndim :]
     x = ctx.region(work, arguments, (declared, ("batch", "sequence"), where), residual)
     return layers.dropout(inputs.dropout_key("embedding"), cfg.dropout, x, inputs.dropout_ids), None
-
-
-def scan_block(
-    cfg: ModelConfig,
-    ctx: Context,
-    stack: Stack,
-    params: list[Params],
-    x: jax.Array,
-    index: jax.Array | int,
-    inputs: LayerInputs,
-    cache: PyTree = None,
-) -> tuple[jax.Array, Aux]:
-    """Runs one step of the loop over layers: one for each attention window of a period, in most models one layer.
-
-    Arguments and results are those of `StackStep`. If the period does not divide the layers, the last step has fewer
-    layers. In a pipeline all steps have as many, and the last ones of the last step change nothing.
-    """
-    period = len(cfg.windows)
-    whole, rest = divmod(stack.depth, period)
-    values: list[Aux] = []
-    for i, layer in enumerate(params):
-        window = cfg.windows[i]
-        mask = kernels.AttentionMask(window, "full" if cfg.family == "encoder" else "causal")
-        rope = inputs.rope_local if window and inputs.rope_local is not None else inputs.rope
-        held = {**cache[i], "distance": inputs.distance[i]} if cache else cache
-        before = x
-        with layer_scope(i, period):
-            x, kept = stack.run_layer(
-                cfg, ctx, layer, x, index * period + i, replace(inputs, rope=rope), mask=mask, cache=held
-            )
-        if ctx.layout.pipeline is not None and 0 < rest <= i:
-            x = jnp.where(index < whole, x, before)
-        if i + 1 < len(params) and not (cfg.post_norm or cfg.norm_after):
-            x = checkpoint_name(x, "residual")  # as the loop saves its own; the MLP's last product is not repeated
-        values.append(kept)
-    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack, group_layers, remat, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
@@ -64,7 +64,7 @@ class Family:
 
     Attributes:
       spec: declares all parameters.
-      batch_spec: declares the arrays of a training batch of a run; the loader of its data makes them.
+      batch_spec: declares the arrays of a training batch, from the model and its data; the loader makes them.
       stacks: returns the stacks of layers by the name of their group of parameters, in the order in which they run.
       make_layer_inputs: builds what the layers read in addition to the residual stream, once for all of them.
       embed: returns the residual stream before the first layer [B, S/n, D], and `LayerInputs.side` or `None`.
@@ -81,7 +81,7 @@ class Family:
     """
 
     spec: Callable[[ModelConfig], Spec]
-    batch_spec: Callable[[Config], BatchSpec]
+    batch_spec: Callable[[ModelConfig, DataConfig], BatchSpec]
     stacks: Callable[[ModelConfig], dict[str, Stack]]
     make_layer_inputs: Callable[[ModelConfig, Batch, Context], LayerInputs]
     embed: Callable[[ModelConfig, Params, LayerInputs, Context], tuple[PyTree, PyTree]]

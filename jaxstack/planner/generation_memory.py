@@ -1,7 +1,7 @@
 """Compares the least memory that generation needs by formula with what a device has."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -35,43 +35,60 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
     return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
 
 
-def check_generation(cfg: Config, slots: int, placement: Placement | None = None) -> None:
-    """Compares the least memory of generation with the memory of the devices, before anything is read.
+@dataclass(frozen=True)
+class Demand:
+    """What generation needs at least on all devices that share a memory, and that memory.
 
-    Args:
+    Attributes:
+      params: bytes of the parameters.
+      cache: bytes of keys and values.
+      room: the memory.
+      prompts: number of prompts.
       slots: tokens of the longest prompt with its continuation.
-      placement: where the experts will be stored. `None` means each of them once.
-
-    Raises:
-      ConfigError: it does not fit.
+      tokens: `sample.tokens`.
+      replicas: whether some experts are stored several times.
     """
-    need, room = _generation(cfg, slots, placement)
-    if sum(need) > room.bytes:
-        raise generation_error(cfg, slots, placement)
 
+    params: float
+    cache: float
+    room: Room
+    prompts: int
+    slots: int
+    tokens: int
+    replicas: bool
 
-def generation_error(cfg: Config, slots: int, placement: Placement | None = None) -> ConfigError:
-    """Returns an error: what generation needs at least, what there is, and what would need less."""
-    (params, cache), room = _generation(cfg, slots, placement)
-    prompts = cfg.data.batch_size
-    reason = (
-        f"out of memory: {prompts} prompts of up to {slots} tokens with sample.tokens={cfg.sample.tokens} need at "
-        f"least {gib(params + cache)} ({gib(params)} for the parameters, {gib(cache)} for keys and values), and "
-        f"{room.name} has {gib(room.free)} free."
-    )
-    fewer = f"half of the prompts {gib(params + cache / 2)}; " if prompts > 1 else ""
-    shorter = f"half of the tokens {gib(params + cache / 2)}; "
-    split = f"--mesh.tensor=2 on two accelerators {gib((params + cache) / 2)} on each"
-    once = "" if placement is None else "experts without replicas, that is, no --placement; "
-    return ConfigError(reason, f"What would help, by the same formula: {once}{fewer}{shorter}{split}.")
+    @classmethod
+    def of(cls, cfg: Config, slots: int, placement: Placement | None = None) -> "Demand":
+        """Returns the demand of a run whose experts are stored as `placement` says; `None` means each of them once."""
+        devices = find_devices()
+        closed = cfg.mesh.open_axis is None
+        devices = devices[: math.prod(cfg.mesh.sizes.values())] if closed else devices
+        room = room_of([d for d in devices if d.process_index == jax.process_index()])
+        ctx = replace(context(cfg, len(devices), platform_of(devices[0])), placement=placement)
+        params, cache = (room.sharing * part for part in generation_need(Job(cfg, ctx), slots))
+        return cls(params, cache, room, cfg.data.batch_size, slots, cfg.sample.tokens, placement is not None)
 
+    def check(self) -> None:
+        """Compares the demand with the memory, before anything is read.
 
-def _generation(cfg: Config, slots: int, placement: Placement | None) -> tuple[tuple[float, float], Room]:
-    """Returns what generation needs on all devices that share a memory, and that memory."""
-    devices = find_devices()
-    closed = cfg.mesh.open_axis is None
-    devices = devices[: math.prod(cfg.mesh.sizes.values())] if closed else devices
-    room = room_of([d for d in devices if d.process_index == jax.process_index()])
-    ctx = replace(context(cfg, len(devices), platform_of(devices[0])), placement=placement)
-    params, cache = generation_need(Job(cfg, ctx), slots)
-    return (params * room.sharing, cache * room.sharing), room
+        Raises:
+          ConfigError: it does not fit.
+        """
+        if self.params + self.cache > self.room.bytes:
+            raise self.error()
+
+    def error(self) -> ConfigError:
+        """Returns an error: what generation needs at least, what there is, and what would need less."""
+        whole = self.params + self.cache
+        half = gib(self.params + self.cache / 2)
+        reason = (
+            f"out of memory: {self.prompts} prompts of up to {self.slots} tokens with sample.tokens={self.tokens} need "
+            f"at least {gib(whole)} ({gib(self.params)} for the parameters, {gib(self.cache)} for keys and values), "
+            f"and {self.room.name} has {gib(self.room.free)} free."
+        )
+        fewer = f"half of the prompts {half}; " if self.prompts > 1 else ""
+        split = f"--mesh.tensor=2 on two accelerators {gib(whole / 2)} on each"
+        once = "experts without replicas, that is, no --placement; " if self.replicas else ""
+        return ConfigError(
+            reason, f"What would help, by the same formula: {once}{fewer}half of the tokens {half}; {split}."
+        )

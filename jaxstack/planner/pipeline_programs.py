@@ -53,7 +53,7 @@ def initial_values(model: ModelConfig, ctx: Context) -> PyTree:
 def random_batch(job: Job) -> Batch:
     """Returns a made-up batch; with packing, each row is one document."""
     return batches.random_batch(
-        families.of(job.model).batch_spec(job.cfg), job.ctx.layout.sharding(job.ctx.layout.batch)
+        families.of(job.model).batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch)
     )
 
 

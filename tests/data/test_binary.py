@@ -1,10 +1,14 @@
 """Token files of nanoGPT, Megatron and llm.c, which the tests write by the formats' definitions."""
 
+import gzip
+import io
 import json
 import mmap
 import os
+import pathlib
 import pickle
 import struct
+import tempfile
 
 import numpy as np
 import pytest
@@ -39,6 +43,17 @@ def write_llmc(path, ids, magic=20240520, version=1, dtype="<u2"):
     header[:3] = magic, version, len(ids)
     path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
     return path
+
+
+def llmc_bytes(**header):
+    with tempfile.TemporaryDirectory() as folder:
+        return write_llmc(pathlib.Path(folder, "a"), list(range(400)), **header).read_bytes()
+
+
+def npy_bytes(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def is_mapped(tokens):
@@ -129,7 +144,7 @@ def test_a_format_that_is_not_the_files(tmp_path):
     """Every wrong guess is one line that says what the file is, or why it cannot be that."""
     few = list(range(50))
     (tmp_path / "raw.bin").write_bytes(np.array(few, "<u2").tobytes())
-    (tmp_path / "wide.bin").write_bytes(np.array(few, "<u4").tobytes())
+    np.save(tmp_path / "a.npy", few)
     (tmp_path / "odd.bin").write_bytes(b"abc")
     llmc = write_llmc(tmp_path / "llmc.bin", few)
     megatron = write_megatron(tmp_path / "mega", [[few]])
@@ -137,7 +152,7 @@ def test_a_format_that_is_not_the_files(tmp_path):
     data.write_token_file(own, [Document("a", "text" * 9)], ByteTokenizer())
     (tmp_path / "folder").mkdir()
     for path, form, message in (
-        (llmc, "nanogpt", r"llmc\.bin has the format llmc\. Use --data\.format=llmc"),
+        (llmc, "jaxstack", r"llmc\.bin has the format llmc\. Use --data\.format=llmc"),
         (f"{megatron}.bin", "nanogpt", r"has the format megatron"),
         (megatron, "jaxstack", r"has the format megatron"),
         (f"{own}.bin", "nanogpt", r"has the format jaxstack"),
@@ -146,11 +161,7 @@ def test_a_format_that_is_not_the_files(tmp_path):
         (tmp_path / "raw.bin", "jaxstack", r"If another program wrote the ids, name their format with data\.format"),
         (tmp_path / "raw.bin", "llmc", r"begins with 65536 and 196610, but a file of data\.format=llmc begins with"),
         (tmp_path / "raw.bin", "megatron", r"raw\.idx does not exist"),
-        (
-            tmp_path / "wide.bin",
-            "nanogpt",
-            r"every second id .* is below 16, so its ids have 4 bytes",
-        ),
+        (tmp_path / "a.npy", "jaxstack", r"a\.npy has the format nanogpt"),
         (tmp_path / "odd.bin", "nanogpt", r"odd\.bin has 3 bytes, so it does not contain ids of 2 bytes"),
         (tmp_path / "folder", "nanogpt", r"train\.bin does not exist"),
     ):
@@ -245,3 +256,114 @@ def test_formats_in_a_mixture(tmp_path):
     reader = data.MixtureReader([one.train for one in found.sources], ["a", "b"], found.weights,
                                 {"seq_len": 8, "batch_size": 6, "packing": False}, 0)  # fmt: skip
     assert (reader.batches()[3]["tokens"].max(axis=1) >= 100).sum() <= 2
+
+
+# --- what the file says -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("vocab_size", [65, 300, 50_257, 65_536, 128_000, 262_144, 1_000_000])
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<u8"])
+def test_the_width_of_ids_without_a_header(tmp_path, rng, vocab_size, dtype):
+    """Files of every width are read, or refused where a vocabulary does not fit the width."""
+    path = tmp_path / "train.bin"
+    ids = rng.integers(0, vocab_size, 4000).astype(dtype)
+    ids.tofile(path)
+    if dtype == "<u2" and vocab_size > 65_536:
+        with pytest.raises(ConfigError, match=r"does not have ids of 4 bytes below .* Name the tokenizer of the file"):
+            load(path, "nanogpt", vocab_size=vocab_size)
+        return
+    found = load(path, "nanogpt", vocab_size=vocab_size)
+    np.testing.assert_array_equal(found.train.ids[: ids.size], ids)
+    assert is_mapped(found.train)
+    batch = data.batches(found.train, seq_len=8, batch_size=4, seed=0, packing=False)[3]
+    places = [ids.tobytes().find(np.array(row, dtype).tobytes()) for row in batch["tokens"]]
+    assert all(place >= 0 for place in places)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("ids", [[0] * 40, [0, 1] * 20, [1] * 40, [3, 0, 7, 1] * 10, list(range(10)) * 4])
+def test_texts_of_few_characters_have_ids_of_two_bytes(tmp_path, ids):
+    np.array(ids, "<u2").tofile(tmp_path / "train.bin")
+    assert load(tmp_path / "train.bin", "nanogpt", vocab_size=12).train.ids.tolist() == ids
+
+
+def test_ids_of_four_bytes_past_the_vocabulary(tmp_path, rng):
+    rng.integers(0, 128_000, 4000).astype("<u4").tofile(tmp_path / "train.bin")
+    for vocab_size in (50_257, 65_536):
+        with pytest.raises(ConfigError, match="ids have 4 bytes, and some are past the vocabulary"):
+            load(tmp_path / "train.bin", "nanogpt", vocab_size=vocab_size)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("dtype", ["|u1", "<u2", "<i2", "<u4", "<i4", "<i8", ">u2", ">i4"])
+def test_an_array_of_numpy(tmp_path, rng, dtype):
+    ids = rng.integers(0, 256, 500).astype(dtype)
+    np.save(tmp_path / "fineweb_train_000001.npy", ids)
+    np.save(tmp_path / "fineweb_val_000000.npy", ids[:90])
+    found = load(tmp_path, "nanogpt")
+    np.testing.assert_array_equal(found.train.ids, ids)
+    np.testing.assert_array_equal(found.eval.ids, ids[:90])
+    assert is_mapped(found.train)
+    batch = data.batches(found.train, seq_len=8, batch_size=4, seed=0, packing=False)[3]
+    flat = ids.tolist()
+    assert all(row.tolist() in [flat[i : i + 8] for i in range(493)] for row in batch["tokens"])
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("magic", "version", "dtype"),
+    [(20240520, 1, "<u2"), (20240801, 7, "<u4"), (20250401, 1, "<u2"), (278895051, 1, "<u4")],
+)
+def test_shards_with_a_header(tmp_path, rng, magic, version, dtype):
+    """Those of modded-nanogpt and of its followers, who change the first number."""
+    ids = rng.integers(0, 300, 400)
+    for name in ("train", "val"):
+        write_llmc(tmp_path / f"fineweb_{name}_000001.bin", ids, magic, version, dtype)
+    found = load(tmp_path, "nanogpt")
+    np.testing.assert_array_equal(found.train.ids, ids)
+    np.testing.assert_array_equal(found.eval.ids, ids)
+    np.testing.assert_array_equal(load(tmp_path / "fineweb_train_000001.bin", "nanogpt").train.ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (llmc_bytes(magic=20240520, version=2), r"begins with 20240520 and 2, but a file of"),
+        (llmc_bytes(magic=20240520)[:-2], r"declares 400 tokens, so it should have 1,824 bytes"),
+        (llmc_bytes(magic=20250401)[:-2], r"begins with 20250401 and 1, but"),
+        (npy_bytes(np.zeros((4, 8), "<u2")), r"an array of shape \(4, 8\) and type uint16, and not one row"),
+        (npy_bytes(np.zeros(9, "<f4")), r"type float32, and not one row of integers"),
+        (npy_bytes(np.zeros(0, "<u2")), r"an array of shape \(0,\)"),
+        (npy_bytes(np.array(["a"])), r"type <U1"),
+        (npy_bytes(np.arange(90))[:-8], r"is a damaged array of NumPy"),
+        (npy_bytes(np.arange(90)) + bytes(8), r"should have 848 bytes by its header, but it has 856"),
+        (npy_bytes(np.arange(-1, 90)), r"has the id 18,446,744,073,709,551,615 at token 0, past the vocabulary"),
+        (b"\x93NUMPY\1\0\6\0{'a':" + bytes(40), r"is a damaged array of NumPy"),
+        (gzip.compress(bytes(range(256)) * 9), r"is compressed with gzip, and not ids"),
+        (b"PK\3\4" + bytes(range(256)), r"is an archive \(\.zip, \.npz or \.pt\)"),
+        (pickle.dumps(list(range(256))), r"is a pickle"),
+        (b"PAR1" + bytes(range(256)), r"is a Parquet file"),
+        (struct.pack("<Q", 40) + b'{"a": {}}' + bytes(90), r"is a safetensors file"),
+        (b"It was the best of times, it was the worst of times.\n", r"is text, and not ids"),
+        ("Die Straße führt über 6 Brücken. ".encode() * 200, r"is text, and not ids"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+            r"pointer of git-lfs, which `git lfs p",
+        ),
+        (b"", r"has 0 bytes"),
+    ],
+)
+def test_files_that_are_not_ids_are_refused(tmp_path, content, message):
+    path = tmp_path / "train.bin"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        load(path, "nanogpt", vocab_size=65_536)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_several_shards(tmp_path):
+    for name in ("train_000001", "train_000002", "val_000000"):
+        np.arange(300, dtype="<u2").tofile(tmp_path / f"fineweb_{name}.bin")
+    with pytest.raises(ConfigError, match=r"has 2 files of the part train, such as fineweb_train_000001\.bin, and one"):
+        load(tmp_path, "nanogpt")

@@ -115,7 +115,7 @@ def test_the_shapes_of_other_projects(tmp_path):
         ({**pair("a", "b"), "instruction": "a", "output": "b"}, "keys of prompt and completion and of Alpaca"),
         ({"conversations": {}}, "line 2: conversations is not a list"),
         ({"conversations": ["a"]}, "line 2: turn 1 has str. Give it from and value"),
-        ({"conversations": [{"from": "human", "value": "a", "loss": 0}]}, "turn 1 has from, loss, value. Give it"),
+        ({"conversations": [{"from": "human", "value": "a", "id": 0}]}, "turn 1 has from, id, value. Give it"),
         ({"conversations": [{"from": "tool", "value": "a"}]}, "turn 1 is from 'tool'. Use one of human, user, gpt"),
         (turns("a"), "line 2: no message is the assistant's"),
         (turns("a", " "), "line 2: message 2 is an empty answer"),
@@ -132,7 +132,8 @@ def test_the_shapes_of_other_projects(tmp_path):
         ({"messages": ["hi"]}, "line 2: message 1 has str. Give it role and content"),
         ({"messages": [{"role": "user"}]}, "line 2: message 1 has role. Give it role and content"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "line 2: message 1 has the role 'tool'. Use one of"),
-        ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, "message 1 has role, content, weight"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "message 1 has role, content, name"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1 has role. Give it role and content"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "line 2: message 1 has content of type list. Write text"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: no message is the assistant's"),
         (pair("a", " \n"), "line 2: message 2 is an empty answer"),
@@ -156,6 +157,87 @@ def test_files_that_hold_nothing(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"line 1 is not JSON .*UTF-8"):
         list(read_conversations(str(tmp_path / "b.jsonl")))
+
+
+def weighted(*weights, key="weight", **more):
+    """Questions and answers; each answer has a weight unless it is `None`."""
+    messages = []
+    for i, weight in enumerate(weights):
+        messages += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", key: weight}]
+    return {"messages": messages, **more}
+
+
+@pytest.mark.parametrize(
+    ("line", "learned"),
+    [
+        (weighted(0, 1), "a1"),  # as OpenAI, Mistral and Together define it
+        (weighted(1.0, 0.0), "a0"),
+        (weighted(None, 0), "a0"),  # null, as tables write a missing value, is learned
+        (weighted(0, 1, key="loss_mask"), "a1"),
+        (weighted(False, True, key="loss"), "a1"),  # of ms-swift and XTuner
+        (weighted(False, None, key="train"), "a1"),  # of Axolotl
+        (weighted(False, None, key="training"), "a1"),
+        (weighted(None, None, weight=1.0), "a0 a1"),  # of Fireworks, for the whole conversation
+        (weighted(1, 0, weight=1), "a0"),
+        (turns("q0", "a0", weight=1), "a0"),
+        ({"conversations": [{"from": "human", "value": "q0", "weight": 0}, {"from": "gpt", "value": "a0", "weight": 0},
+                            {"from": "human", "value": "q1", "weight": 0}, {"from": "gpt", "value": "a1", "weight": 1},
+                            ]}, "a1"),
+        ({**pair("q0", "a0"), "label": True}, "a0"),
+    ],
+)  # fmt: skip
+def test_weights_decide_which_answers_are_learned(tmp_path, line, learned):
+    path = write(tmp_path / "a.jsonl", line, line)
+    found = data.load(DataConfig(source="chat", path=path, seq_len=200)).train
+    ids = found.ids[found.starts[0] : found.ends[0]]
+    assert bytes(ids[found.loss_mask[: ids.size]]).decode().replace("\0", " ").strip() == learned
+    whole = "".join(f"<|user|>\nq{i}\n<|assistant|>\na{i}\0\n" for i in range(bytes(ids).count(b"user")))
+    assert bytes(ids).decode() == whole  # what is not learned is read
+
+
+def test_conversations_without_a_learned_answer_are_counted(tmp_path):
+    lines = [weighted(1), weighted(1), weighted(1, weight=0), weighted(0, 0), weighted(1, sample_weight=0)]
+    source = DataConfig(source="chat", path=write(tmp_path / "a.jsonl", *lines), seq_len=200)
+    assert ": 2 conversations, 3 left out, without an answer of weight 1, " in data.load(source).description
+    write(tmp_path / "a.jsonl", *lines[2:])
+    with pytest.raises(ConfigError, match="the answers of all 3 conversations have weight 0"):
+        data.load(source)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (weighted(0.5), "line 1: message 2: weight is 0.5. Use 0, 1, false or true"),
+        (weighted("1"), "line 1: message 2: weight is 1. Use 0"),
+        (weighted([0, 1], key="loss_mask"), r"message 2: loss_mask is \[0, 1\]"),
+        (weighted(1, weight=2.0), "line 1: weight is 2.0"),
+        (weighted(1, weight=-1), "line 1: weight is -1"),
+        ({**pair("a", "b"), "loss_mask": [0, 1]}, r"line 1: loss_mask is \[0, 1\]"),
+        ({**turns("a", "b"), "mask": "User"}, "mask does not say which answers"),
+        ({**pair("a", "b"), "label": False}, "label is false, so the answer must not be imitated"),
+        ({**pair("a", "b"), "kto_tag": False}, "kto_tag is false"),
+        (
+            {"messages": [{"role": "user", "content": "a", "train": True}, said("a", "b")[1]]},
+            "message 1 of the user is",
+        ),
+        ({"messages": [said("a")[0], {**said("a", "b")[1], "weight": 1, "train": False}]}, "weight and train say diff"),
+    ],
+)
+def test_weights_that_are_not_clear_are_refused(tmp_path, line, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        list(read_conversations(write(tmp_path / "a.jsonl", line)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_with_other_marks_cannot_have_weights():
+    messages = weighted(1, 1)["messages"]
+    two = (
+        "{% generation %}a{% endgeneration %}b{% generation %}c{% endgeneration %}{% generation %}d{% endgeneration %}"
+    )
+    (found,) = chat.render_conversations([chat.Conversation("x", messages)], jinja(two))
+    assert len(found.spans) == 3
+    with pytest.raises(ConfigError, match="x: the template marks 3 spans for 2 answers"):
+        list(chat.render_conversations([chat.Conversation("x", messages, unlearned=frozenset([0]))], jinja(two)))
 
 
 # --- templates --------------------------------------------------------------------------------------------------------

@@ -286,9 +286,9 @@ def test_files_that_are_not_text_are_skipped_if_asked_for(folder):
     cfg = DataConfig(source="path", path=str(folder), skip=True)
     assert [d.name for d in data.documents(cfg, skipped)] == ["a.txt", "a/z.md", "b.md"]
     assert skipped == ["a/x.png", "k.png", "l.txt"]
-    line = "3 files (skipped 3 files that are not UTF-8 text: a/x.png, k.png, l.txt), "
+    line = "3 files (skipped 3 files that are not text: a/x.png, k.png, l.txt), "
     assert line in data.load(DataConfig(source="path", path=str(folder), skip=True, tokenizer="chars")).description
-    with pytest.raises(ConfigError, match=r"holds no text \(skipped 1 file that is not UTF-8 text: k\.png\)\. Give"):
+    with pytest.raises(ConfigError, match=r"holds no text \(skipped 1 file that is not text: k\.png\)\. Give"):
         read(source="path", path=str(folder), glob="*.png", skip=True)
 
 

@@ -486,6 +486,9 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
             + [pickle.dumps({"itos": ["b", "a"]}), pickle.dumps({"itos": {}}), b"cos\nsystem\n(S'id'\ntR."]
         )
     ),
+    "nanogpt_shard": damaged(
+        st.sampled_from([_npy(np.arange(40, dtype="<u2")), np.arange(40, dtype="<u4").tobytes()]) | _llmc()
+    ),
     "picture": damaged(st.sampled_from(_PICTURES)),
     "npz": damaged(st.sampled_from(_NPZ)),
     "expert_load": _json({"experts": 2, "tokens": [[1, 2], [3, 4]]}),

@@ -236,6 +236,11 @@ def nanogpt(content: bytes, folder: Path) -> object:
     return binary.open_binary(cfg).train.ids.sum()
 
 
+@reader()
+def nanogpt_shard(content: bytes, folder: Path) -> object:
+    return opened(write(folder / "a.npy", content), "nanogpt")
+
+
 def opened(path: Path, kind: str) -> object:
     cfg = DataConfig(source="tokens", path=str(path), format=kind, tokenizer="ids", vocab_size=1000)
     return binary.open_binary(cfg).train.ids.sum()

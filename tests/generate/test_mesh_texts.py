@@ -18,7 +18,7 @@ from jaxstack.compress import quantize
 from jaxstack.config import SampleConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.generate import decode
-from jaxstack.models import decoder
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 
 BEAMS = replace(GREEDY, tokens=6, beams=3)
@@ -126,14 +126,14 @@ def test_any_number_of_prompts_passes_the_stages_in_turn(mesh, rows):
 @pytest.mark.matrix
 def test_stages_run_their_layers_on_the_rows_of_a_group_and_never_for_nothing(monkeypatch):
     """Four rows on two stages of one layer: 11 tokens after the first, of two groups of two rows, in each layer."""
-    ran, step = [], decoder.scan_block
+    ran, run_layer = [], Stack.run_layer
 
-    def counted(cfg: Any, ctx: Any, stack: Any, params: Any, x: jax.Array, *others: Any) -> Any:
+    def counted(stack: Stack, cfg: Any, ctx: Any, params: Any, x: jax.Array, *others: Any, **how: Any) -> Any:
         if x.shape[1] == 1:  # not the prompts
             jax.debug.callback(lambda rows: ran.append(int(rows)), jnp.int32(x.shape[0]))
-        return step(cfg, ctx, stack, params, x, *others)
+        return run_layer(stack, cfg, ctx, params, x, *others, **how)
 
-    monkeypatch.setattr(decoder, "scan_block", counted)
+    monkeypatch.setattr(Stack, "run_layer", counted)
     cfg, values, options = on_mesh("llama3", {"pipe": 2})
     decode.generate(cfg, values, MANY[:4], GREEDY, **options)
     jax.effects_barrier()

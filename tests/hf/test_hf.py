@@ -379,6 +379,34 @@ def test_a_config_that_we_cannot_have_is_refused(name, changes, words):
     assert "\n" not in str(error.value)
 
 
+CODE = {"AutoConfig": "configuration_yi.YiConfig", "AutoModelForCausalLM": "modeling_yi.LlamaForCausalLM"}
+
+
+@pytest.mark.parametrize("classes", [["LlamaForCausalLM"], ["LlamaModel"]])
+def test_code_of_a_folder_is_not_needed_for_a_documented_class(classes):
+    plain = hf.from_json("x", LLAMA3)
+    read = hf.from_json("x", LLAMA3 | {"architectures": classes, "auto_map": CODE})
+    assert read == plain._replace(code=CODE)
+    assert hf.from_json("x", LLAMA3 | {"auto_map": {}}) == hf.from_json("x", LLAMA3 | {"auto_map": None}) == plain
+
+
+@pytest.mark.parametrize("classes", [["YiForCausalLM"], ["LlamaForCausalLM", "YiForCausalLM"], [], None, "Llama", [{}]])
+def test_code_of_a_folder_for_a_class_of_its_own_is_refused(classes):
+    with pytest.raises(ConfigError, match=r"auto_map=.*names code, which is not run\. Use a model with architectures="):
+        hf.from_json("x", LLAMA3 | {"architectures": classes, "auto_map": CODE})
+
+
+def test_an_import_names_code_that_is_not_run_and_an_export_does_not(folder, tmp_path, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": CODE}))
+    execute(["import", str(folder), str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    line = "code that is not run (configuration_yi.YiConfig, modeling_yi.LlamaForCausalLM); the model is read as llama"
+    assert [line in each for each in printed.splitlines()].count(True) == 1
+    execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
 def test_both_ways_to_write_rope_and_windows_say_the_same():
     new = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3["rope_scaling"]}
     values = {k: v for k, v in LLAMA3.items() if not k.startswith("rope")} | {"rope_parameters": new}

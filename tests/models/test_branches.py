@@ -127,7 +127,7 @@ def test_windows_of_the_branches_are_neighbours_in_the_text(packing, seed):
     assert cfg.model.branches.rates == (2, 1)
     plain = Config(model=ModelConfig(vocab_size=61), data=DataConfig(seq_len=3 * SEQ, batch_size=ROWS, packing=packing))
     rows, batch = read(plain, tokens), read(cfg, tokens)
-    declared = branches.batch_spec(cfg)
+    declared = branches.batch_spec(cfg.model, cfg.data)
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {n: (a.shape, a.dtype) for n, a in declared.items()}
     for name, windows in (("masked_targets", [0, 1]), ("tokens", [2]), ("targets", [2]), ("loss_weights", [2])):
         source = rows["tokens" if name == "masked_targets" else name]

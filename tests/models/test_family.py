@@ -29,7 +29,7 @@ from jaxstack.config import (
 )
 from jaxstack.config.objective import OBJECTIVES, Objective, Term
 from jaxstack.families.context import make_context
-from jaxstack.models import decoder, params
+from jaxstack.models import blocks, decoder, params
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import Family
@@ -131,7 +131,7 @@ def two_embed(cfg, values, layer_inputs, ctx):
     """Returns the decoder's embedding, and that of the row's class: a condition for all layers."""
     x, _ = decoder.embed(cfg, values, layer_inputs, ctx)
     table = ctx.layout.gather_params(two_spec(cfg)["classes"], values["classes"])["table"]
-    return x, {"condition": 0.02 * jnp.tanh(kernels.embedding_lookup(table, layer_inputs.gate_ids[:, :1]))}
+    return x, {"condition": 0.02 * jnp.tanh(kernels.embedding_lookup(table, layer_inputs.arrays["gate_ids"][:, :1]))}
 
 
 def two_spec(cfg):
@@ -140,8 +140,8 @@ def two_spec(cfg):
     }
 
 
-def two_step(cfg, ctx, stack, weights, x, index, layer_inputs, cache=None):
-    return decoder.scan_block(cfg, ctx, stack, weights, x + layer_inputs.side["condition"], index, layer_inputs, cache)
+def two_block(cfg, stack, weights, x, ctx, layer_inputs, **how):
+    return blocks.block(cfg, stack, weights, x + layer_inputs.side["condition"], ctx, layer_inputs, **how)
 
 
 def two_loss(cfg, values, hidden, batch, ctx):
@@ -157,7 +157,7 @@ def two_enter(cfg, values, x, side, layer_inputs, ctx):
 
 def two_inputs(cfg, batch, ctx):
     classes = ctx.layout.slice_for_sequence_parallel(batch["gate_ids"])
-    return dataclasses.replace(decoder.make_layer_inputs(cfg, batch, ctx), gate_ids=classes)
+    return decoder.make_layer_inputs(cfg, batch, ctx).adding(gate_ids=classes)
 
 
 def family_of(stacks, spec=two_spec) -> Family:
@@ -167,9 +167,9 @@ def family_of(stacks, spec=two_spec) -> Family:
     )
 
 
-ONE_STACK = family_of(lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step)})
+ONE_STACK = family_of(lambda cfg: {"layers": Stack(cfg.num_layers, block=two_block)})
 TWO_STACKS = family_of(
-    lambda cfg: {"layers": Stack(cfg.num_layers, 1, two_step), "upper": Stack(2, 1, two_step, two_enter)},
+    lambda cfg: {"layers": Stack(cfg.num_layers, block=two_block), "upper": Stack(2, enter=two_enter, block=two_block)},
     lambda cfg: two_spec(cfg) | {"upper": decoder.spec(dataclasses.replace(cfg, num_layers=2))["layers"]},
 )
 
@@ -187,7 +187,7 @@ def by_hand(made, cfg: ModelConfig, values, batch):
             x, side = stack.enter(cfg, values, x, side, inputs, ctx)
         for i in range(stack.depth):
             layer = jax.tree.map(lambda a, i=i: a[i], values[name])
-            x, _ = two_step(cfg, ctx, stack, [layer], x, i, dataclasses.replace(inputs, side=side))
+            x, _ = stack.step(cfg, ctx, stack, [layer], x, i, dataclasses.replace(inputs, side=side))
     sums = two_loss(cfg, values, decoder.final_norm(cfg, values, x, inputs, ctx), batch, ctx)
     return {name: sums[name] / jnp.maximum(batch[f"{name}_weights"].sum(), 1) for name in ("loss", "norm", "absent")}
 
@@ -258,7 +258,7 @@ def sizes(cfg: Config) -> int:
 
 @pytest.fixture
 def own_layer(monkeypatch):
-    """The example with layers of two kinds. Its family is registered during a test, and no other test meets it."""
+    """The example with layers of two kinds. Its family is registered during a test, and no other test has it."""
     monkeypatch.syspath_prepend(ROOT.parent / "docs" / "examples")
     yield importlib.import_module("own_layer")
     for table in (families.FAMILIES, OBJECTIVES):

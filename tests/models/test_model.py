@@ -15,7 +15,7 @@ from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, RopeScaling
 from jaxstack.families.context import make_context
-from jaxstack.models import blocks, decoder, layers, params
+from jaxstack.models import blocks, layers, params
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layers import AttentionMask, LayerInputs
@@ -161,7 +161,7 @@ def test_sliding_window_by_gradients(rng):
     one = jax.tree.map(lambda leaf: leaf[0], values["layers"])
 
     def at(x):
-        y = blocks.block(cfg, Stack(1, 1, decoder.scan_block), one, x, Context(), LayerInputs(), mask=AttentionMask(4))
+        y = blocks.block(cfg, Stack(1), one, x, Context(), LayerInputs(), mask=AttentionMask(4))
         return jnp.sin(y[0, 10]).sum()
 
     moved = jnp.abs(jax.grad(at)(x)[0]).max(axis=1) > 0

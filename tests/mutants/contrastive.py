@@ -26,7 +26,7 @@ mistakes(
     "contrastive", "families/contrastive.py", TOWERS,
     ("init=math.log(10.0)", "init=10.0"),
     ("init=-10.0", "init=10.0"),
-    ("\"full\" if name == \"image\" else \"causal\"", "\"causal\" if name == \"image\" else \"causal\""),
+    ("Stack(cfg.encoder_depth, FULL,", "Stack(cfg.encoder_depth,"),
     ("x | {\"caption\": x[\"text\"]}", "x | {\"caption\": 0 * x[\"text\"]}"),
     ("layers.norm(cfg, params[\"text_norm\"], x[\"text\"], ctx)", "x[\"text\"]"),
     ("x = layers.norm(cfg, params[\"image_norm\"], x, ctx)", "x = x * 1"),

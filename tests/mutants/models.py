@@ -64,6 +64,7 @@ mistakes(
     "model", "models/blocks.py", BY_HAND,
     ('h = layers.norm(cfg, params["attention_post_norm"], h, ctx)', 'h = layers.norm(cfg, params["mlp_post_norm"], h, ctx)'),
     ('h = layers.norm(cfg, params["mlp_norm"], x, ctx)', 'h = layers.norm(cfg, params["attention_norm"], x, ctx)'),
+    ("index * period + i", "index + i", "models/test_dropout.py -k masks"),
 )  # fmt: skip
 
 mistakes(
@@ -78,7 +79,6 @@ mistakes(
 
 mistakes(
     "model", "models/decoder.py", BY_HAND,
-    ("index * period + i", "index + i", "models/test_dropout.py -k masks"),
     ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.layout.token_index(length))",
      GENERATE + " -k 'greedy and gemma2'"),
 )  # fmt: skip

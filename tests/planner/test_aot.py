@@ -39,7 +39,7 @@ def test_matmuls_counted_are_those_of_the_formula(family, monkeypatch):
     data = DataConfig(source=source, seq_len=32, batch_size=2)
     cfg, ctx = Config(model=model, data=data, train=TrainConfig(remat="none")), Context()
     values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
-    arrays = models.of(model).batch_spec(cfg).items()
+    arrays = models.of(model).batch_spec(cfg.model, cfg.data).items()
     batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays}
     counted = aot.matmul_flops(make_gradients(cfg, ctx), values, batch)
     assert counted == 2 * 32 * flops.flops_per_token(cfg.model, 32).full
@@ -53,7 +53,7 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     cfg = Config(model=model, data=data, train=TrainConfig(remat="none"), run=RunConfig(init_from="x"))
     values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    batch = abstract_batch(models.of(cfg.model).batch_spec(cfg), one)
+    batch = abstract_batch(models.of(cfg.model).batch_spec(cfg.model, cfg.data), one)
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(cfg.model, 32, 12).full, rel=1e-12)
 
@@ -64,7 +64,9 @@ def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     model = dataclasses.replace((CONTRASTIVE | DIFFUSION)[kind], positions="none")  # see pairs
     cfg = Config(model=model, data=DataConfig(source="digits", seq_len=32, target_len=12, batch_size=2))
     values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
-    batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    batch = abstract_batch(
+        models.of(model).batch_spec(cfg.model, cfg.data), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32, 12, 2).full, rel=1e-12)
 
@@ -77,7 +79,9 @@ def test_matmuls_of_branches_are_those_of_the_formula(kind, frozen, monkeypatch)
     model = dataclasses.replace(BRANCHES[kind], branches=own)
     cfg = Config(model=model, data=DataConfig(seq_len=32, batch_size=2), run=RunConfig(init_from="x"))
     values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
-    batch = abstract_batch(models.of(model).batch_spec(cfg), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    batch = abstract_batch(
+        models.of(model).batch_spec(cfg.model, cfg.data), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     counted = aot.matmul_flops(make_gradients(cfg, Context()), values, batch)
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(model, 32).full, rel=1e-12)
 

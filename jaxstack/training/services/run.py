@@ -99,7 +99,7 @@ class Run:
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(
             cfg.data,
-            families.of(cfg.model).batch_spec(cfg),
+            families.of(cfg.model).batch_spec(cfg.model, cfg.data),
             ctx.layout.sharding(ctx.layout.batch),
             active=not cfg.debug.eager,
         )
