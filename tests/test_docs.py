@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUICKSTART = Path("configs/quickstart.yaml")
 
-PROGRAMS = ("$", "curl", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch")
+PROGRAMS = ("$", "curl", "docker", "gcloud", "jaxstack", "kubectl", "mkdocs", "pip", "pytest", "python", "sbatch", "uv")
 OUTPUT = ("device ", "health ", "pipeline ", "{", "<|user|>")  # how blocks begin that are not commands
 
 
@@ -83,6 +83,8 @@ each = pytest.mark.parametrize("command", COMMANDS, ids=[c.line[:70] for c in CO
 
 NOT_RUN = {  # why not here; what parses is still parsed
     r"^pip install": "what .ci/run begins with",
+    r"^uv ": "a program of its own; tests/test_containers.py",
+    r"^docker ": "a container engine; tests/test_containers.py",
     r"^(pytest|ruff|mypy)": "this, and what .ci/run begins with",
     r"^mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",

@@ -30,6 +30,13 @@ def add_arguments(parser: Parser) -> None:
         "--adapter", action="store_true", help="write only the adapters, in PEFT's format, and not the merged model"
     )
     parser.add_argument(
+        "--push",
+        metavar="REPO",
+        type=str | None,
+        default=None,
+        help="also send the folder with a model card to this repository of the Hugging Face hub, such as you/model",
+    )
+    parser.add_argument(
         "--branch",
         type=Literal["understanding", "generation"] | None,
         default=None,
@@ -51,13 +58,20 @@ def main(args: Namespace) -> None:
 
     from jaxstack import hf
     from jaxstack.data.tokenizers import read_saved_tokenizer
-    from jaxstack.hf import originals, safetensors
+    from jaxstack.hf import hub, originals, safetensors
 
     if args.branch is not None:
+        if args.push is not None:
+            raise ConfigError(
+                f"--push={args.push} sends a Hugging Face folder, but --branch makes a run. Leave out one."
+            )
         _write_branch(run, folder, args.branch)
         return
+    if args.push is not None:
+        safetensors.require_new(folder)
+        hub.require_repository(args.push)
     if args.adapter:
-        _write_adapters(run, folder, args.dtype)
+        _write_adapters(run, folder, args.dtype, args.push)
         return
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
@@ -70,11 +84,26 @@ def main(args: Namespace) -> None:
         family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, ids, preferred=preferred)
         if original is not None:
             originals.restore(original, tokenizer, made)
+        if args.push is not None:
+            _write_card(made, run, args.push, f"A {family} model", args.dtype)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
     if left_out:
         print(f"The heads of model.sentences.tasks={left_out} are left out: no Hugging Face model has them.")
     if not (folder / "tokenizer.json").is_file():
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
+    if args.push is not None:
+        print(f"sent it to {hub.push(folder, args.push)}")
+
+
+def _write_card(folder: Path, run: Path, repo: str, what: str, dtype: str, adapters: bool = False) -> None:
+    """Writes the model card of an export."""
+    from jaxstack.hf import hub
+    from jaxstack.tracking import jsonl
+
+    cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
+    log = run / "metrics.jsonl"
+    card = hub.model_card(repo, what, dtype, cfg, jsonl.read_lines(log) if log.is_file() else [], adapters)
+    (folder / "README.md").write_text(card, "utf-8")
 
 
 def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelConfig, "Params", list[str]]:
@@ -174,12 +203,12 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     print(f"wrote {folder}: the run of a model with model.family={model.family}, at step 0")
 
 
-def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
+def _write_adapters(run: Path, folder: Path, dtype: str, repo: str | None) -> None:
     """Writes the newest adapters of a run, or those that it starts with, and prints what the folder contains."""
     import jax.numpy as jnp
 
     from jaxstack import hf
-    from jaxstack.hf import peft, safetensors
+    from jaxstack.hf import hub, peft, safetensors
     from jaxstack.models.context import Context
     from jaxstack.training.services import init_from
 
@@ -203,9 +232,15 @@ def _write_adapters(run: Path, folder: Path, dtype: str) -> None:
         values = _restore(source, merge_adapters=False)
     with safetensors.new_folder(folder) as made:
         peft.save_adapters(made, family, model, values, jnp.dtype(dtype), base)
+        if repo is not None:
+            _write_card(
+                made, run, repo, f"Adapters of rank {model.lora.rank} for a {family} model", dtype, adapters=True
+            )
     print(f"wrote {folder}: adapters of rank {model.lora.rank} for {base or f'a {family} model'} in {dtype}")
     if base is None:
         print("Their base model is the run of run.init_from: write it with `jaxstack export`, and name it to PEFT.")
+    if repo is not None:
+        print(f"sent it to {hub.push(folder, repo)}")
 
 
 def _base_folder(name: str) -> str | None:

@@ -38,9 +38,9 @@ class RunConfig:
     """Resume from the newest checkpoint in `run.dir`. With false, a directory that holds a checkpoint is an error."""
     log_every: PositiveInt = 10
     """Optimizer steps between lines of metrics.jsonl."""
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Other places for the lines of metrics.jsonl: TensorBoard files in the run directory, Weights & Biases. Each needs
-    the extra of the same name."""
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Other places for the lines of metrics.jsonl: TensorBoard files in the run directory, Weights & Biases,
+    Trackio. Each needs the extra of the same name."""
 
     def __post_init__(self) -> None:
         check_bounds("run", self)

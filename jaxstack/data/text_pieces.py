@@ -1,6 +1,6 @@
 """Cuts long texts into pieces that together give the ids of the whole text, and groups texts for one call.
 
-A tokenizer.json encodes a text in one thread and needs some 120 bytes of memory for each character. Pieces are encoded
+A tokenizer.json encodes a text in one thread and needs some 150 bytes of memory for each character. Pieces are encoded
 on all cores, a bounded number of characters at a time.
 """
 

@@ -223,6 +223,16 @@ def save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
         raise OSError(str(error)) from error
 
 
+def require_new(folder: Path) -> None:
+    """Makes sure that a folder to write does not exist, or is empty.
+
+    Raises:
+      ConfigError: it has files.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder to fill. It gets its name at the end of the block; after an error it is removed.
@@ -230,8 +240,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
       ConfigError: the name exists already, or the folder cannot be created or written.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
+    require_new(folder)
     begun = False
     try:
         with files.scratch_folder(folder) as scratch:

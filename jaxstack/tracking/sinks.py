@@ -1,4 +1,4 @@
-"""Other services that get the records of metrics.jsonl: TensorBoard and Weights & Biases.
+"""Other services that get the records of metrics.jsonl: TensorBoard, Weights & Biases and Trackio.
 
 Each package is imported only if `run.sinks` names it. JAX is not imported here.
 """
@@ -17,7 +17,7 @@ from jaxstack.common import files
 from jaxstack.config import Config, ConfigError
 from jaxstack.tracking.jsonl import Record
 
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """The package that each sink needs. The extra that installs it has the name of the sink."""
 
 
@@ -103,6 +103,28 @@ class TensorBoard:
         self._writer.close()
 
 
+def _identity(file: Path, service: str) -> str:
+    """Returns the id of the run at a service, which a file of the run directory has; makes one if there is none.
+
+    Raises:
+      ConfigError: the file has something else.
+    """
+    if not file.is_file():
+        files.write_atomic(file, os.urandom(4).hex())
+    identity = file.read_bytes()[:100].strip()
+    if file.is_symlink() or not re.fullmatch(rb"[A-Za-z0-9_-]+", identity):
+        raise ConfigError(f"{file} is not an id of {service}. Remove it, to begin another run there.")
+    return identity.decode()
+
+
+def _by_name(record: Record) -> dict[str, float | str]:
+    """Returns the numbers of a record by name, and the strings of an event."""
+    numbers = scalars(record)
+    if "event" in record:
+        numbers = {name if name == "step" else f"event/{name}": value for name, value in numbers.items()}
+    return numbers | ({"event": words} if (words := text(record)) else {})
+
+
 class WeightsAndBiases:
     """Logs to one run of Weights & Biases. Its id is kept in the run directory, so a resumed run stays one run there.
 
@@ -117,18 +139,13 @@ class WeightsAndBiases:
           ConfigError: the service cannot be used.
         """
         wandb = importlib.import_module(PACKAGES["wandb"])
-        known = directory / "wandb_id"
-        self._known = known
-        if not known.is_file():
-            files.write_atomic(known, os.urandom(4).hex())
-        identity = known.read_bytes()[:100].strip()
-        if known.is_symlink() or not re.fullmatch(rb"[A-Za-z0-9_-]+", identity):
-            raise ConfigError(f"{known} is not an id of Weights & Biases. Remove it, to begin another run there.")
+        self._known = directory / "wandb_id"
+        identity = _identity(self._known, "Weights & Biases")
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "jaxstack"),
                 name=directory.resolve().name,
-                id=identity.decode(),
+                id=identity,
                 resume="allow",
                 dir=str(directory),
                 config=settings,
@@ -147,10 +164,7 @@ class WeightsAndBiases:
 
     def write(self, record: Record) -> None:
         """Logs the numbers of a record, and the strings of an event."""
-        numbers = scalars(record)
-        if "event" in record:
-            numbers = {name if name == "step" else f"event/{name}": value for name, value in numbers.items()}
-        self._run.log(numbers | ({"event": words} if (words := text(record)) else {}))
+        self._run.log(_by_name(record))
 
     def write_again(self, records: Sequence[Record]) -> None:
         """Writes the id again. The service has the records; with `WANDB_MODE=offline` they are lost up to here."""
@@ -161,7 +175,61 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-_KINDS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+class Trackio:
+    """Logs to one run of Trackio, on this machine or in a Space of Hugging Face.
+
+    Its name there is the name of the run directory and an id. The run directory keeps the id, so a resumed run stays
+    one run. The environment names the project (`TRACKIO_PROJECT`, by default `jaxstack`) and the place
+    (`TRACKIO_SPACE_ID`, `TRACKIO_DIR`).
+    """
+
+    def __init__(self, directory: Path, settings: dict[str, Any], start: int) -> None:
+        """Begins or resumes the run there, with the settings of its configuration.
+
+        Raises:
+          ConfigError: the service cannot be used.
+        """
+        trackio = importlib.import_module(PACKAGES["trackio"])
+        self._known = directory / "trackio_id"
+        self._id = _identity(self._known, "Trackio")
+        try:
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", "jaxstack"),
+                name=f"{directory.resolve().name}-{self._id}",
+                resume="allow",
+                config=settings,
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except Exception as error:  # of the package, of its web client, or of the hub
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(
+                f"run.sinks=[trackio] cannot be used: {reason}. Unset TRACKIO_SPACE_ID to log on this machine, or run "
+                f"`hf auth login`."
+            ) from error
+
+    def rewind(self, after: int) -> None:
+        """Does nothing: Trackio keeps all records. Steps that are run again are logged again under the same number."""
+
+    def write(self, record: Record) -> None:
+        """Logs the numbers of a record, and the strings of an event."""
+        self._run.log(_by_name(record), step=record["step"])
+
+    def write_again(self, records: Sequence[Record]) -> None:
+        """Writes the id again. Trackio has the records."""
+        files.write_atomic(self._known, self._id)
+
+    def close(self, failed: bool) -> None:
+        """Ends the run there."""
+        self._run.finish()
+
+
+_KINDS: dict[str, type[TensorBoard] | type[WeightsAndBiases] | type[Trackio]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}
 
 
 class Sinks:

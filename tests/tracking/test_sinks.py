@@ -2,6 +2,7 @@
 
 import os
 import struct
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -138,6 +139,56 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
     wandb.init = lambda **_: (_ for _ in ()).throw(ValueError("1 error\nmode\n  input_value=''"))  # WANDB_MODE=
     with pytest.raises(ConfigError, match=r"cannot be used: 1 error mode input_value=''\. .* set WANDB_MODE=offline"):
         sinks.Sinks().open(config(tmp_path, "wandb"), 0)
+
+
+def test_trackio_has_every_line_and_one_run(tmp_path, monkeypatch):
+    begun, logged, ended = [], [], []
+    log = types.SimpleNamespace(
+        log=lambda metrics, step: logged.append((step, metrics)), finish=lambda: ended.append(1)
+    )
+    trackio = types.ModuleType("trackio")
+    trackio.init = lambda **how: begun.append(how) or log
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for record in RECORDS[:2], RECORDS[2:]:
+        with sinks.Sinks() as others:
+            others.open(config(tmp_path, "trackio"), 0)
+            for line in record:
+                others.write(line)
+    assert len({how["name"] for how in begun}) == 1
+    assert begun[0]["name"].startswith(f"{tmp_path.name}-")
+    assert all(how["resume"] == "allow" and how["project"] == "jaxstack" for how in begun)
+    assert begun[0]["config"]["model"]["num_layers"] == Config().model.num_layers
+    assert ended == [1, 1]
+    assert logged == [
+        (1, {"step": 1, "loss": 5.5, "time": 7.0, "seconds/start": 2.0, "seconds/step": 0.5}),
+        (2, {"step": 2, "event/loss": 9.0, "event": "spike; step 1: text"}),
+        (2, {"step": 2, "loss": 9.0}),
+        (2, {"step": 2, "eval_loss": 4.0}),
+    ]
+    trackio.init = lambda **_: (_ for _ in ()).throw(ConnectionError("no such space\nmore"))
+    with pytest.raises(
+        ConfigError, match=r"run.sinks=\[trackio\] cannot be used: no such space. Unset TRACKIO_SPACE_ID"
+    ):
+        sinks.Sinks().open(config(tmp_path, "trackio"), 0)
+
+
+@pytest.mark.slow
+def test_trackio_on_this_machine(tmp_path):
+    """With the real package, two processes log to one run, which its own reader shows."""
+    pytest.importorskip("trackio", reason="needs the extra [trackio]")
+    code = (
+        "import sys; from pathlib import Path; from jaxstack.tracking import sinks; import test_sinks as t\n"
+        "with sinks.Sinks() as others:\n"
+        "    others.open(t.config(Path(sys.argv[1]), 'trackio'), 0)\n"
+        "    [others.write(line) for line in t.RECORDS if line['step'] == int(sys.argv[2])]\n"
+    )
+    places = [str(Path(__file__).parent), *sys.path]
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(places)}
+    for step in ("1", "2"):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path), step], env=env, check=True)
+    show = [sys.executable, "-m", "trackio.cli", "list", "runs", "--project", "jaxstack", "--json"]
+    shown = subprocess.run(show, env=env, check=True, capture_output=True, text=True).stdout
+    assert shown.count(f"{tmp_path.name}-") >= 1
 
 
 @pytest.mark.parametrize("name", sinks.PACKAGES)
