@@ -177,7 +177,7 @@ def test_conversations_and_labelled_texts_are_encoded_together(rng, monkeypatch)
 
 def test_groups_keep_the_order_and_end_at_their_size(monkeypatch):
     monkeypatch.setattr(text_pieces, "_GROUP", 4)
-    assert [*grouped(["ab", "c", "defgh", "", "i"], str)] == [["ab", "c", "defgh"], ["", "i"]]
+    assert [*grouped(["ab", "cd", "e", "fghijk", "", "l"], str)] == [["ab", "cd"], ["e", "fghijk"], ["", "l"]]
     assert [*grouped([], str)] == []
 
 

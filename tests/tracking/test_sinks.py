@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases get exactly the records of metrics.jsonl."""
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -188,7 +189,8 @@ def test_trackio_on_this_machine(tmp_path):
         subprocess.run([sys.executable, "-c", code, str(tmp_path), step], env=env, check=True)
     show = [sys.executable, "-m", "trackio.cli", "list", "runs", "--project", "jaxstack", "--json"]
     shown = subprocess.run(show, env=env, check=True, capture_output=True, text=True).stdout
-    assert shown.count(f"{tmp_path.name}-") >= 1
+    name = f"{tmp_path.name}-{(tmp_path / 'trackio_id').read_text()}"
+    assert {*re.findall(rf"{re.escape(tmp_path.name)}-\w+", shown)} == {name}
 
 
 @pytest.mark.parametrize("name", sinks.PACKAGES)
