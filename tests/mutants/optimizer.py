@@ -34,8 +34,8 @@ mistakes(
     "models/layers.py",
     PRECISION,
     (
-        'return kernels.add_in_float32(y, params["b_o"]) if cfg.bias else y',
-        'return y + params["b_o"].astype(y.dtype) if cfg.bias else y',
+        'return kernels.add_in_float32(y, params["b_o"]) if "b_o" in params else y',
+        'return y + params["b_o"].astype(y.dtype) if "b_o" in params else y',
     ),
     (
         'kernels.add_in_float32(x, kernels.embedding_lookup(params["positions"], positions))',
