@@ -1,4 +1,4 @@
-"""The decoder family: `spec` declares its parameters, `forward` runs it; switches give GPT-2, Llama, Qwen3, Gemma 2.
+"""The decoder family: parameters, embedding, head and loss; switches give GPT-2, Llama, Qwen3, Gemma 2.
 
 Layers are equal and stacked on a leading axis. `lax.scan` runs over them, so that compile time does not grow with depth
 and there is one checkpoint layout. Where attention windows alternate (Gemma 2), one scan step runs one period of them,
