@@ -121,9 +121,14 @@ def from_json(where: str, values: object) -> Description:
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
     if family.local_attention:
-        ours |= _local_attention(keys, ours["num_layers"])
+        ours["windows"] = _local_attention(keys, ours["num_layers"])
     if family.layer_types is not None:
         ours["windows"] = _windows(keys, family, ours["num_layers"])
+    if family.bases:
+        bases = _two_bases(keys, family)
+        ours["rope_theta"] = bases["rope_theta"]
+        if max(ours["windows"]) and bases["rope_theta_local"] != bases["rope_theta"]:
+            ours["rope_theta_local"] = bases["rope_theta_local"]
     unknown = keys.take_empty()
     keys.require_empty()
     moe = {path.removeprefix("moe."): ours.pop(path) for path in list(ours) if path.startswith("moe.")}
@@ -274,8 +279,8 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types), cut=False)
 
 
-def _local_attention(keys: Keys, layers: int) -> dict[str, Any]:
-    """Returns windows and both bases of RoPE of a ModernBERT; transformers 5 names some of them otherwise."""
+def _local_attention(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Returns `ModelConfig.windows` of a ModernBERT."""
     half = keys.take("local_attention", 128)
     if type(half) is not int or half < 0 or half % 2:
         raise keys.error("local_attention", half, "Give an even number of tokens")
@@ -285,27 +290,28 @@ def _local_attention(keys: Keys, layers: int) -> dict[str, Any]:
     types = keys.take("layer_types", None) or [SLIDING if i % every else FULL for i in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
         raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {layers} layers")
+    return _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types), cut=True)
+
+
+def _two_bases(keys: Keys, family: Family) -> dict[str, float]:
+    """Returns both bases of RoPE, which transformers 5 has in `rope_parameters` by the type of a layer."""
     parameters = Keys(f"{keys.where}: rope_parameters", keys.take("rope_parameters", None) or {})
     theta = []
-    for kind, name, usual in ((FULL, "global_rope_theta", 160_000.0), (SLIDING, "local_rope_theta", 10_000.0)):
+    for kind, (name, usual) in zip((FULL, SLIDING), family.bases.items(), strict=True):
         given = _number(keys, name, usual)
         rope = Keys(f"{parameters.where}.{kind}", parameters.take(kind, None) or {})
         theta.append(_number(rope, "rope_theta", given))
         rope.expect("rope_type", "default")
         rope.require_empty()
     parameters.require_empty()
-    windows = _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types), cut=True)
-    local = theta[1] if max(windows) and theta[1] != theta[0] else None
-    return {"windows": windows, "rope_theta": theta[0], "rope_theta_local": local}
+    return {"rope_theta": theta[0], "rope_theta_local": theta[1]}
 
 
 def _local_attention_keys(model: ModelConfig) -> JsonObject:
-    """Returns the keys of ModernBERT for windows and bases of RoPE."""
+    """Returns the keys of ModernBERT for windows."""
     return {
         "local_attention": 2 * max(max(model.windows) - 1, 0),
         "layer_types": _layer_types(model),
-        "global_rope_theta": model.rope_theta,
-        "local_rope_theta": model.rope_theta_local or model.rope_theta,
     }
 
 
@@ -356,6 +362,8 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
         values |= _rope_keys(model)
     if family.local_attention:
         values |= _local_attention_keys(model)
+    if family.bases:
+        values |= dict(zip(family.bases, (model.rope_theta, model.rope_theta_local or model.rope_theta), strict=True))
     if family.layer_types is not None:
         size = max(model.windows)
         unlimited = model.max_positions if family.lists_layer_types and SLIDING in family.layer_types else None

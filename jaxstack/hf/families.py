@@ -50,7 +50,9 @@ class Family:
       zero_keys: keys of dropouts that jaxstack does not have, 0 on export.
       head_activation: the activation of the head, which must equal the activation of the MLP. `None` means that there
         is none, or that it has no key of its own.
-      local_attention: whether layers with a window have a base of RoPE of their own, in the keys of ModernBERT.
+      local_attention: whether windows have the keys of ModernBERT.
+      bases: the keys of two bases of RoPE, of layers with full attention and of layers with a window, with the values
+        that the class has for an absent key. Empty if there is one base.
       ignored: more keys that do not affect the logits, whatever their values.
       harmless: keys that the class does not read, each with the values that files of the family have.
       repeats: keys that repeat another key of the file, by the name of the other key.
@@ -81,6 +83,7 @@ class Family:
     zero_keys: tuple[str, ...] = ()
     head_activation: str | None = None
     local_attention: bool = False
+    bases: dict[str, float] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     harmless: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     repeats: dict[str, str] = field(default_factory=dict)
@@ -318,6 +321,31 @@ FAMILIES = {
         lists_layer_types=True,
         query_scalar=True,
     ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _LLAMA | {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"},
+        activation="hidden_activation",
+        attention_bias=True,
+        fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True, "qk_norm": True},
+        required={"use_bidirectional_attention": False, "rope_scaling": None},
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 256,
+        },
+        rope=False,
+        bases={"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        sliding_window=4096,
+        layer_types=(*[SLIDING] * 5, FULL),
+        lists_layer_types=True,
+        query_scalar=True,
+        harmless={"sliding_window_pattern": (6,), "_sliding_window_pattern": (6,)},
+    ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         {key: path for key, path in _LLAMA.items() if key != "rms_norm_eps"} | {"norm_epsilon": "norm_eps"},
@@ -427,6 +455,7 @@ FAMILIES = {
         head_activation="gelu",
         rope=False,
         local_attention=True,
+        bases={"global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0},
         classifiers=_classifiers("ModernBert"),
         dropout_keys=("embedding_dropout", "mlp_dropout"),
         zero_keys=("attention_dropout",),

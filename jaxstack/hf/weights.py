@@ -57,6 +57,11 @@ QWEN3: WeightMap = LLAMA | {
     "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_norm.weight", SAME),
     "layers/attention/k_norm/scale": ("model.layers.{}.self_attn.k_norm.weight", SAME),
 }
+_POST_NORMS: WeightMap = {
+    "layers/attention_post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),
+    "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),
+    "layers/mlp_post_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", SAME),
+}
 
 
 def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
@@ -151,12 +156,8 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "qwen3": QWEN3,
     "gemma": LLAMA,
     "starcoder2": STARCODER2,
-    "gemma2": LLAMA
-    | {
-        "layers/attention_post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),
-        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),
-        "layers/mlp_post_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", SAME),
-    },
+    "gemma2": LLAMA | _POST_NORMS,
+    "gemma3_text": QWEN3 | _POST_NORMS,
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     "t5": _t5(),

@@ -54,6 +54,9 @@ MODELS = {
         attention_softcap=None,
         logit_softcap=None,
     ),
+    "gemma3_text": dataclasses.replace(
+        FAMILIES["gemma2"], qk_norm=True, attention_softcap=None, logit_softcap=None, rope_theta_local=50.0
+    ),
     "starcoder2": dataclasses.replace(
         FAMILIES["llama3"], rope_scaling=RopeScaling(), norm="layer", bias=True, gated=False, activation="gelu_tanh"
     ),
@@ -146,7 +149,7 @@ def in_their_words(name, cfg, values):
     if not cfg.tied_embeddings:
         found["lm_head.weight"] = linear(V["head"]["w"])
     norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if name == "gemma2":
+    if cfg.post_norm:
         norms |= {"post_attention_layernorm": "attention_post_norm", "pre_feedforward_layernorm": "mlp_norm"}
         norms["post_feedforward_layernorm"] = "mlp_post_norm"
     for i in range(cfg.num_layers):

@@ -20,6 +20,7 @@ from families import EXPERTS, FAMILIES
 from jaxstack import families, hf
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeScaling, TrainConfig
+from jaxstack.hf.families import FULL, SLIDING
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
 from jaxstack.models.params import Param
@@ -60,6 +61,15 @@ CHANGES: dict[str, dict] = {
         "activation": "gelu_tanh",
         "tied_embeddings": True,
     },
+    "gemma3_text": {
+        "num_layers": 5,
+        "windows": (6, 6, 0, 6, 6),
+        "qk_norm": True,
+        "attention_softcap": None,
+        "logit_softcap": None,
+        "rope_theta": 1000.0,
+        "rope_theta_local": 50.0,
+    },
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
@@ -69,6 +79,7 @@ LIKE = {
     "mistral": "llama3",
     "starcoder2": "llama3",
     "gemma": "gemma2",
+    "gemma3_text": "gemma2",
     "qwen2": "llama3",
     "biased": "llama3",
     "qwen3_moe": "qwen3",
@@ -131,6 +142,16 @@ def their_config(family: str, cfg: ModelConfig):
             num_experts=cfg.moe.num_experts,
             moe_intermediate_size=cfg.expert_width,
             norm_topk_prob=cfg.moe.normalize,
+        )
+    if family == "gemma3_text":
+        bases = {"full_attention": cfg.rope_theta, "sliding_attention": cfg.rope_theta_local}
+        del common["rope_parameters"]
+        return transformers.Gemma3TextConfig(
+            **common,
+            query_pre_attn_scalar=round(cfg.attention_scale**-2),
+            sliding_window=cfg.windows[0],
+            layer_types=[SLIDING if window else FULL for window in cfg.layer_windows],
+            rope_parameters={kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in bases.items()},
         )
     return transformers.Gemma2Config(
         **common,
