@@ -116,6 +116,7 @@ _LLAMA = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied_embeddings",
 }
+_SOFTCAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"}
 _BERT = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -299,7 +300,7 @@ FAMILIES = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        _LLAMA | {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"},
+        _LLAMA | _SOFTCAPS,
         activation="hidden_activation",
         attention_bias=True,
         fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True},
@@ -323,7 +324,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _LLAMA | {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"},
+        _LLAMA | _SOFTCAPS,
         activation="hidden_activation",
         attention_bias=True,
         fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True, "qk_norm": True},

@@ -16,9 +16,9 @@ mistakes(
     ('"layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight"',
      '"layers/mlp/w_gate": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.gate_proj.weight"'),
     ('post_norm/scale": ("model.layers.{}.post_attention_layernorm.weight", SAME),\n'
-     '        "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight"',
+     '    "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight"',
      'post_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),\n'
-     '        "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight"'),
+     '    "layers/mlp_norm/scale": ("model.layers.{}.post_attention_layernorm.weight"'),
     ("numbers = [s.start + i for s, i in zip(where, at, strict=False)]", "numbers = list(at)", HF + " -k 'mesh'"),
 )  # fmt: skip
 
