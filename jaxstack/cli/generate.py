@@ -110,12 +110,12 @@ def main(args: Namespace) -> None:
     prompts = read_prompts(args.prompts)
     ids, texts, stop = begin_texts(prompts, tokenizer, args)
     cfg = with_arguments(cfg, args)
+    load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
     check_prompts(cfg.model, ids, cfg.sample.tokens, cfg.model.vocab)
     if args.draft is not None:
         load_run.read_run(Path(args.draft))  # its mistakes are shown before the model is read, which takes longer
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
-    load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
     check = partial(check_memory, longest)
     run = load_run.open_run(
         Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=rows, check=check, placement=args.placement

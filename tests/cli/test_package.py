@@ -170,7 +170,7 @@ def test_bash_completes(tmp_path, capsys):
         (["plan", "ro"], "roofline"),
         (["help", "opt"], "optim"),
         (["plan", "roofline", "--traffic", ""], "fused unfused"),
-        (["data", ""], "build verify show"),
+        (["data", ""], "tokenizer build verify show"),
         (["generate", "RUN", "--sample.rep"], "--sample.repetition_penalty"),
     ):
         code = (

@@ -131,6 +131,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.windows": (-1,)}, {"model.windows": (1,)}),
     ({"model.windows": (1, 1, 1, 1)}, {"model.windows": (1, 1, 1)}),
     (MOE | {"model.bias": True}, {"model.bias": True}),
+    ({"model.bias": True, "model.attention_bias": "qkv"}, {"model.bias": True}),
     ({"model.base_width": 64, "model.embedding_scale": True}, {"model.embedding_scale": True}),
     ({"model.base_width": 64, "optim.name": "sgd"}, {"model.base_width": 64}),
     ({"model.norm_after": True}, ENCODER | {"model.norm_after": True}),
