@@ -114,10 +114,7 @@ def from_json(where: str, values: object) -> Description:
     if family.rope:
         ours |= _rope(keys, family)
     if family.attention_bias:
-        biased = keys.take("attention_bias", None) or False
-        if not isinstance(biased, bool):
-            raise keys.error("attention_bias", biased, "Use true or false")
-        ours["attention_bias"] = "all" if biased else "none"
+        ours["attention_bias"] = _attention_bias(keys)
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
     if family.local_attention:
@@ -125,10 +122,7 @@ def from_json(where: str, values: object) -> Description:
     if family.layer_types is not None:
         ours["windows"] = _windows(keys, family, ours["num_layers"])
     if family.bases:
-        bases = _two_bases(keys, family)
-        ours["rope_theta"] = bases["rope_theta"]
-        if max(ours["windows"]) and bases["rope_theta_local"] != bases["rope_theta"]:
-            ours["rope_theta_local"] = bases["rope_theta_local"]
+        ours |= _two_bases(keys, family, ours["windows"])
     unknown = keys.take_empty()
     keys.require_empty()
     moe = {path.removeprefix("moe."): ours.pop(path) for path in list(ours) if path.startswith("moe.")}
@@ -138,6 +132,14 @@ def from_json(where: str, values: object) -> Description:
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
     return Description(name, model, ignored, unknown, code)
+
+
+def _attention_bias(keys: Keys) -> str:
+    """Returns which projections of attention have biases."""
+    biased = keys.take("attention_bias", None) or False
+    if not isinstance(biased, bool):
+        raise keys.error("attention_bias", biased, "Use true or false")
+    return "all" if biased else "none"
 
 
 def _drop_without_effect(keys: Keys, family: Family) -> None:
@@ -293,7 +295,7 @@ def _local_attention(keys: Keys, layers: int) -> tuple[int, ...]:
     return _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types), cut=True)
 
 
-def _two_bases(keys: Keys, family: Family) -> dict[str, float]:
+def _two_bases(keys: Keys, family: Family, windows: tuple[int, ...]) -> dict[str, Any]:
     """Returns both bases of RoPE, which transformers 5 has in `rope_parameters` by the type of a layer."""
     parameters = Keys(f"{keys.where}: rope_parameters", keys.take("rope_parameters", None) or {})
     theta = []
@@ -304,7 +306,8 @@ def _two_bases(keys: Keys, family: Family) -> dict[str, float]:
         rope.expect("rope_type", "default")
         rope.require_empty()
     parameters.require_empty()
-    return {"rope_theta": theta[0], "rope_theta_local": theta[1]}
+    local = theta[1] if max(windows) and theta[1] != theta[0] else None
+    return {"rope_theta": theta[0], "rope_theta_local": local}
 
 
 def _local_attention_keys(model: ModelConfig) -> JsonObject:
