@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def main(program: str = "jaxstack", words: Sequence[str] | None = None) -> None:
-    """Runs a command line, by default that of this process.
+    """Runs a command line, by default the one of this process.
 
     Args:
       program: what the user called, `jaxstack` or `train.py`.
-      words: name of the command and its arguments. None means those of this process.
+      words: name of the command and its arguments. None means the arguments of this process.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would print a traceback during the imports

@@ -54,7 +54,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def misnamed_steps(directory: Path) -> dict[str, str]:
-    """Returns directories in `checkpoints/` whose names are numbers but not those of a step, each with the reason.
+    """Returns directories in `checkpoints/` whose names are numbers but not names of a step, each with the reason.
 
     A run writes step 900 as `900`. `0900` or `900` in the digits of another script come from a copy or a script.
     """
@@ -113,7 +113,7 @@ def write(checkpoint: Path, digests: Mapping[str, tuple[int, str]]) -> None:
     """Writes the manifest of a checkpoint from the digests of all processes, and forces it to disk.
 
     Raises:
-      OSError: the digests are not those of all files in the directory.
+      OSError: the digests do not cover all files in the directory.
     """
     deadline = time.monotonic() + _VISIBLE_S
     while absent := [name for name, (size, _) in digests.items() if _size(checkpoint / name) != size]:

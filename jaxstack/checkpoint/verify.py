@@ -1,4 +1,4 @@
-"""Finds the newest valid checkpoint: one whose files are those of its manifest.
+"""Finds the newest valid checkpoint: one whose files are as its manifest says.
 
 All processes of a run share the work: each hashes its share of the files that will be loaded.
 """
@@ -26,7 +26,7 @@ class CheckpointScan:
       skipped: newer steps, and why each is not valid.
       lost: whether there were complete checkpoints, but none is valid. A first checkpoint that a crash interrupted does
         not count.
-      misnamed: directories that are skipped because their names are not those of steps, and why; on process 0 only.
+      misnamed: directories that are skipped because no step has their names, and why; on process 0 only.
     """
 
     step: int | None

@@ -169,8 +169,8 @@ class ModelConfig:
     bias: bool = False
     """Add a bias to every linear layer and LayerNorm (GPT-2)."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Which projections of attention have a bias without `bias`: those of queries, keys and values (Qwen 2), or also
-    the one of the output."""
+    """Which projections of attention have a bias without `bias`: queries, keys and values (Qwen 2), or also the
+    output."""
     tied_embeddings: bool = False
     """Use the transposed embedding as the output head."""
     embedding_scale: bool = False

@@ -33,9 +33,9 @@ _SPLITS = {
 
 
 def can_cut(tokenizer: dict[str, Any]) -> bool:
-    """Returns whether the ids of a text are those of its pieces for a tokenizer.json.
+    """Returns whether the pieces of a text have the same ids as the text, for a tokenizer.json.
 
-    Its words must be those of a pattern in `_SPLITS`, and nothing may depend on the place of a word in the text.
+    A pattern in `_SPLITS` must make its words, and nothing may depend on the place of a word in the text.
     """
     steps = tokenizer.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", []) if steps.get("type") == "Sequence" else [steps]

@@ -464,7 +464,7 @@ class HFTokenizer(_WithBytes):
         encode: Callable[..., Sequence[Any]],
         array_of: Callable[["_Piece", Any], np.ndarray],
     ) -> list[np.ndarray]:
-        """Returns an array for each text: those of its pieces, one after another.
+        """Returns an array for each text: the arrays of its pieces, one after another.
 
         Args:
           encode: encodes several texts.

@@ -3,7 +3,7 @@
 In some windows of text, each token sees all tokens, and the branch `understanding` learns those that are hidden. In
 others, each token sees those before it, and the branch `generation` learns the next one (Sun et al. 2021,
 arXiv:2107.02137). The trunk has the same weights for both, with the attention of each. Every layer is a layer of
-`decoder`, what is around the layers of a branch is that of `encoder` or `decoder`, and so are the losses.
+`decoder`, what is around the layers of a branch is as in `encoder` or `decoder`, and so are the losses.
 
 Two stacks run one after the other. Their stream is a tree of two residual streams by the name of the branch. One step
 of the stack "branches" runs a layer of each branch.
@@ -47,7 +47,7 @@ _NAMES: dict[Branch, dict[str, str]] = {
     },
     "generation": {},
 }
-"""Names of the arrays of a batch where they are not those of a decoder's batch."""
+"""Names of the arrays of a batch where a decoder's batch has other names."""
 
 
 def model_of(cfg: ModelConfig, branch: Branch) -> ModelConfig:
@@ -186,7 +186,7 @@ def trunk_step(
     inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs one layer of the trunk on both streams; arguments and results are those of `StackStep`."""
+    """Runs one layer of the trunk on both streams, as a `StackStep`."""
     (layer,) = params
     return _run(cfg, ctx, dict.fromkeys(BRANCHES, stack.spec), dict.fromkeys(BRANCHES, layer), x, index, inputs)
 
@@ -201,7 +201,7 @@ def branches_step(
     inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs one layer of each branch on its stream; arguments and results are those of `StackStep`."""
+    """Runs one layer of each branch on its stream, as a `StackStep`."""
     (layer,) = params
     return _run(cfg, ctx, stack.spec, layer, x, depths(cfg)[0] + index, inputs)
 

@@ -25,7 +25,7 @@ MAX_UNROLLED_LAYERS = 48
 def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> Context:
     """Builds the context of a run on a mesh.
 
-    Kernels are those of the configuration, or fit the platform. Without one, every op has its default.
+    Kernels are as the configuration says, or fit the platform. Without one, every op has its default.
 
     Args:
       cfg: the run, resolved.

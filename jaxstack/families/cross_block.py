@@ -33,7 +33,7 @@ def cross_block(
 ) -> jax.Array:  # [B, T/n, D] -> [B, T/n, D]
     """Runs one layer: attention, attention to the encoder, and MLP; see `blocks.block`.
 
-    `cache` is that of `layers.attention` and of `cross_attention`.
+    For `cache` see `layers.attention` and `cross_attention`.
     """
     ctx.observe("residual/in", x, *RESIDUAL)
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
@@ -66,7 +66,7 @@ def cross_attention(
     Args:
       params: the group `cross` of a layer, with the projections of `attention_spec`.
       x: this device's part of the decoder's residual stream.
-      inputs: `segment_ids` [B, T], those of the encoder [B, S], and the side input `encoded` [B, S, D] are read.
+      inputs: `segment_ids` [B, T], `encoder.segment_ids` [B, S], and the side input `encoded` [B, S, D] are read.
       cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
         take the place of `encoded`, and each row is one segment.
     """

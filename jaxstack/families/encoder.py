@@ -319,7 +319,7 @@ def _nll(
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
-    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; those of padding are the lowest.
+    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; padding has the lowest.
 
     V is the size of the vocabulary, or the number of labels.
     """

@@ -1,8 +1,8 @@
 """The encoder-decoder family: an encoder reads a text in full, and a decoder writes another one. Switches give T5.
 
 Two stacks run one after the other (Vaswani et al. 2017, arXiv:1706.03762; Raffel et al. 2019, arXiv:1910.10683). A
-layer of the decoder has one more attention, from its tokens to those of the encoder. The encoder's output is a side
-input of the decoder's layers, and so is a table of relative position biases, which all layers of a stack share.
+layer of the decoder has one more attention, to the tokens of the encoder. The encoder's output is a side input of the
+decoder's layers, and so is a table of relative position biases, which all layers of a stack share.
 
 Shapes: see `decoder`, with S tokens of the encoder's row and T of the decoder's.
 """

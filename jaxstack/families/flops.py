@@ -54,7 +54,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
       seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads, of a contrastive
         model the patches of a picture.
       target_len: number of tokens that the decoder of an encoder-decoder writes, or of a text beside a picture, T.
-      rows: number of rows that a contrastive model compares, which are those of a batch.
+      rows: number of rows that a contrastive model compares, which are the rows of a batch.
     """
     S = seq_len
     if cfg.family == "encoder_decoder":

@@ -45,7 +45,7 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
 
 
 def _with_experts(layers: Params, initial: Params, moe: MoEConfig) -> Params:
-    """Returns dense layers [L, ...] as those of a grown stack, which has `initial` values, or one of its units."""
+    """Returns dense layers [L, ...] as layers of a grown stack, which has `initial` values, or one of its units."""
     if moe.every > 1 and "layer_0" in initial:
         each = {f"layer_{i}": jax.tree.map(lambda a, i=i: a[i :: moe.every], layers) for i in range(moe.every)}
         return {name: _with_experts(one, initial[name], moe) for name, one in each.items()}

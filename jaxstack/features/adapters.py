@@ -4,7 +4,7 @@ A matrix `w_q` gets two more, `lora_a_q` and `lora_b_q`, and the layer computes 
 path costs T rank (in + out) more multiplications for T tokens. Training then needs no gradient with respect to w, which
 leaves two of the three products of tokens and matrix. Computing x (w + a b) instead would have two disadvantages:
 
-- It needs the third product, since the gradients of a and b follow from that of w, which is as large as w.
+- It needs the third product, since the gradients of a and b follow from the gradient of w, which is as large as w.
 - In bfloat16, an adapter's share would be rounded away where it is less than 1/256 of the weight.
 """
 

@@ -38,7 +38,7 @@ class Enter(Protocol):
         """Returns the residual stream before the first layer of this stack, and the side inputs of its layers.
 
         Args:
-          params: all parameters of the model; those of the stack's layers are not read.
+          params: all parameters of the model; the stack's layers are not read.
           x: residual stream after the last layer of the stack before.
           side: the side inputs of that stack.
           inputs: from `make_layer_inputs`.
@@ -117,7 +117,7 @@ def block(
 ) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
     """Runs one layer: attention and MLP read norms of the residual stream, and are added to it.
 
-    With `post_norm` what is added is normalised as well (Gemma 2). `mask` and `cache` are those of `layers.attention`.
+    With `post_norm` what is added is normalised as well (Gemma 2). For `mask` and `cache` see `layers.attention`.
     """
     ctx.observe("residual/in", x, *RESIDUAL)
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
@@ -158,7 +158,7 @@ def run_layers(
 ) -> tuple[PyTree, Aux]:
     """Runs one step of the loop over layers: one layer for each mask of the stack, in most models one.
 
-    Arguments and results are those of `StackStep`. If the masks do not divide the layers, the last step has fewer
+    For arguments and results see `StackStep`. If the masks do not divide the layers, the last step has fewer
     layers. In a pipeline all steps have as many, and the last ones of the last step change nothing.
     """
     period = stack.period
@@ -247,7 +247,7 @@ class Stack:
     ) -> tuple[jax.Array, Aux]:
         """Runs one layer on its parameters as they are stored; returns the residual stream and the named values.
 
-        `index` is the index of the layer. `mask` and `cache` are those of `layers.attention`.
+        `index` is the index of the layer. For `mask` and `cache` see `layers.attention`.
         """
         ctx, values = ctx.collecting()
         inputs = replace(inputs, layer=index)
@@ -257,7 +257,7 @@ class Stack:
 def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
     """Returns a stack whose layers are of several kinds, which follow each other in units.
 
-    Its parameters are those of a unit, by the names `layer_0`, `layer_1` and so on. So loops, stages of a pipeline and
+    Its parameters belong to a unit, by the names `layer_0`, `layer_1` and so on. So loops, stages of a pipeline and
     checkpoints have units for layers.
 
     Args:

@@ -64,7 +64,7 @@ class Context:
         return replace(self, values=values, shown={}), values
 
     def keep(self, name: str, value: PyTree) -> None:
-        """Adds a named value to those of the layer."""
+        """Adds a named value of the layer."""
         if self.values is not None:
             assert name not in self.values, f"two values of a layer are called {name}"
             self.values[name] = value

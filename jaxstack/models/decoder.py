@@ -185,7 +185,7 @@ def sum_over_vocabulary(
 
     Args:
       measure: returns the sum over this device's tokens, from hidden states, the head [D, V/n] and the arrays; its
-        other arguments are those of `kernels.cross_entropy`.
+        other arguments are as in `kernels.cross_entropy`.
       params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
       arrays: each [B, S, ...].

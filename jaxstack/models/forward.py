@@ -34,7 +34,7 @@ def enter(cfg: ModelConfig, stack: Stack, ctx: Context) -> Callable[[Params, Str
 
 
 def in_layer_order(ctx: Context, stacks: Mapping[str, Stack], values: Sequence[Aux]) -> Aux:
-    """Joins the named values of stacks, by the layer slots of this device's stage, to those of all layers [L, ...].
+    """Joins the named values of stacks, by the layer slots of this device's stage, to values of all layers [L, ...].
 
     Each is [R/P, ...]; the results are equal on all stages.
     """

@@ -64,7 +64,7 @@ class Layout:
     def trip_counts(self) -> dict[str, float]:
         """Mean trip counts of the loops whose length is not static in XLA's program, by the name of their scope.
 
-        For the rounds to experts it is the count of even routing; for a pipeline's loops it is that of its table.
+        For the rounds to experts it is the count of even routing; for a pipeline's loops its table says it.
         """
         return {rounds.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
 

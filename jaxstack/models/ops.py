@@ -130,7 +130,7 @@ def op_cases(
 
 
 def attention_mask(model: ModelConfig) -> AttentionMask:
-    """Returns the mask that an implementation of attention must support; the most demanding of those of a model."""
+    """Returns the mask that an implementation of attention must support; the most demanding mask of a model."""
     if model.family == "encoder_decoder":
         return AttentionMask(kind="cross")
     return AttentionMask(max(model.windows), "causal" if model.family == "decoder" else "full")

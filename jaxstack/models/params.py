@@ -28,7 +28,7 @@ class Param:
       kind: `matrix` is contracted with its input, `table` is looked up by row (embeddings), `vector` acts
         elementwise (norms, biases). A `router` is a matrix that is not cast.
       in_axes: number of leading dimensions (after `layers` and `experts`) that a matrix contracts.
-      init: initial values; `normal` has mean 0 and standard deviation `std`, and a number is that of all elements.
+      init: initial values; `normal` has mean 0 and standard deviation `std`, and a number fills all elements.
       std: standard deviation for `init='normal'`.
       frozen: whether the parameter never changes; it has neither gradients nor optimizer state.
       roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
@@ -37,7 +37,7 @@ class Param:
       cast: whether a forward pass uses it in the compute dtype. `None` means as its kind: matrices and tables.
       decay: whether weight decay applies to it. `None` means as its kind: all but vectors.
       orthogonal: whether Muon orthogonalises it. `None` means matrices between two hidden widths; the head is not one.
-      width_ratio: for a matrix that reads a hidden width, the width of the model divided by that of its base model, see
+      width_ratio: for a matrix that reads a hidden width, the width of the model over the width of its base model, see
         `features.width`. The optimizer reduces its updates by it. 1 means that they stay as they are.
       unpadded: shape without the zeros at the ends of padded dimensions, which change no result. `None` means that the
         array has none.
@@ -196,7 +196,7 @@ def random_key(key: jax.Array, *path: str | int | jax.Array) -> jax.Array:
 
     Args:
       key: that all draws derive from.
-      path: names, such as those of parameters, and indices, such as that of a layer.
+      path: names, such as names of parameters, and indices, such as the index of a layer.
     """
     for part in path:
         key = jax.random.fold_in(key, zlib.crc32(part.encode()) if isinstance(part, str) else part)

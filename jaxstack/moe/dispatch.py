@@ -72,7 +72,7 @@ def moe_mlp(
     nothing. A hard gate has no capacity: it may send a whole sequence to one expert, however even the experts' loads
     are over many sequences.
 
-    Results and gradients are those of one device. The gradients of the weights are of the tokens that came to this
+    Results and gradients are as on one device. The gradients of the weights are of the tokens that came to this
     shard: nothing is summed over any axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden
     width (tensor parallelism); the result is then a partial sum that the caller adds up.
 

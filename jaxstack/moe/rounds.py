@@ -60,7 +60,7 @@ class Plan(NamedTuple):
       experts: expert of each pair, [N].
       order: pairs sorted by shard, [N].
       starts: first sorted pair of each shard, [n + 1].
-      rank: place of each pair among those of its shard, [N].
+      rank: place of each pair among the pairs of its shard, [N].
     """
 
     experts: jax.Array

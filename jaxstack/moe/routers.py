@@ -155,7 +155,7 @@ def check_domains(ids: np.typing.ArrayLike, num_experts: int) -> None:
 
 
 def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
-    """Lowers the bias of experts with more than the mean load, and raises that of the others.
+    """Lowers the bias of experts with more than the mean load, and raises the bias of the others.
 
     This balances without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
 

@@ -52,7 +52,7 @@ def resolve(
       sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
         own microbatches.
       static: whether all loops have static trip counts. A model with several stacks ignores it.
-      stacks: layers of each stack and its period. By default those of a decoder.
+      stacks: layers of each stack and its period. By default one stack, as a decoder has.
 
     Raises:
       ScheduleError: the sizes do not fit each other; the message names sizes that do.

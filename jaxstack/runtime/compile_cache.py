@@ -80,7 +80,7 @@ def prune(folder: Path, limit: int) -> None:
     """Deletes the files of a cache that were not used for longest, until the others have at most `limit` bytes.
 
     Other processes may use the cache meanwhile: one that misses a file compiles its program again. The time of the last
-    reading is that of the file system, which most systems update once a day.
+    reading comes from the file system, which most systems update once a day.
     """
     found = []
     for path in folder.rglob("*"):

@@ -23,7 +23,7 @@ _ALIVE = "jaxstack/alive/"
 
 _POLL_S = 1.0
 _GRACE_S = 5.0
-"""Seconds between the end of another process and that of this one. Before, this process may report the error itself."""
+"""Seconds from the end of another process to the end of this one. Before, this process may report the error itself."""
 
 _LOST = "is lost: killed, stopped, or disconnected"
 _RESTART = "Committed checkpoints are intact. Start all processes again."
@@ -187,7 +187,7 @@ class Watchdog:
         return self._lost_s / 6
 
     def _heartbeat_loop(self) -> None:
-        """Sends heartbeats, and records those of the other processes and why they ended."""
+        """Sends heartbeats, and records the heartbeats of other processes and why they ended."""
         beat = 0
         while not self._over.wait(self._beat_s):
             beat += 1

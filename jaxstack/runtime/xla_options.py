@@ -1,6 +1,6 @@
 """Selects the options with which XLA compiles training steps for several GPUs, and text generation on CPUs.
 
-Those of training steps let arithmetic hide collectives, and that of generation avoids copies of the KV cache.
+The options of training steps let arithmetic hide collectives. The one of generation avoids copies of the KV cache.
 
 They are options of `jax.jit`. As `XLA_FLAGS` in the environment, one that the installed jaxlib lacks would end the
 process, and jaxlib renames them. As options they can be tried, they affect no other program, and a step that is
@@ -47,7 +47,7 @@ then note no trip count for the loop over ticks.
 """
 
 CACHE_OPTION = "xla_cpu_copy_insertion_use_region_analysis"
-"""The analysis with which XLA:CPU sees that a token's keys are written after those of earlier tokens have been read.
+"""The analysis with which XLA:CPU sees that a token's keys are written after the earlier keys have been read.
 
 Without it, XLA copies the complete cache twice for every token.
 """

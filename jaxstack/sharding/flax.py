@@ -32,7 +32,7 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
 
     The first of these that applies to an array decides its sharding:
       1. The array belongs to an optimizer and *follows a parameter*: its path ends with the parameter's path, and both
-        have the same shape. The parameters are those of `like`. In a train state, which is a tree with `params` (or
+        have the same shape. The parameters are the ones of `like`. In a train state, which is a tree with `params` (or
         `model`) beside `opt_state`, they are found without `like`. If the array has an annotation that differs from
         the parameter's (nnx's `optimizer_sharding`), the annotation is used instead.
       2. The first pattern of `rules.paths` that matches the path.

@@ -1,4 +1,4 @@
-"""Statistics of arrays as sums and maxima, which add up over microbatches and devices to those of the global batch.
+"""Statistics of arrays as sums and maxima, which add up over microbatches and devices to the global batch.
 
 The functions here take trees in which `Measured` values are among plain arrays. Plain arrays are sums.
 """
@@ -52,8 +52,8 @@ def empty(like: PyTree, axes: Axes = (), lead: tuple[int, ...] = ()) -> PyTree:
 
     Args:
       like: totals, or their shapes and types.
-      axes: mesh axes along which the results are typed as varying, in addition to those of `like`.
-      lead: dimensions before those of `like`.
+      axes: mesh axes along which the results are typed as varying, in addition to the axes of `like`.
+      lead: dimensions before the dimensions of `like`.
     """
 
     def zeros(x: jax.Array) -> jax.Array:

@@ -194,7 +194,7 @@ def _is_expected(key: str, value: object) -> bool:
 
 
 def _are_statistics(values: object) -> bool:
-    """Returns whether values are those of an array that is watched: numbers, and a histogram of numbers."""
+    """Returns whether values belong to an array that is watched: numbers, and a histogram of numbers."""
     if not isinstance(values, dict):
         return False
     return all(_are_numbers(each if isinstance(each, dict) else {"": each}) for each in values.values())

@@ -55,7 +55,7 @@ class Recompile(NamedTuple):
 class Recompiles:
     """Collects the functions with `jax.jit` that the main thread compiles again within the context.
 
-    The first program of each function is expected, as are those of JAX's own functions and of other threads.
+    The first program of each function is expected, as are programs of JAX's own functions and of other threads.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class LoopState:
         return replace(self, saved=self.step, rollbacks=0)
 
     def roll_back(self, spike: int, limit: int) -> "LoopState":
-        """Returns the position at the newest checkpoint, past all batches up to that of the spike.
+        """Returns the position at the newest checkpoint, past all batches up to the spike.
 
         Args:
           spike: step of the spike. It is the current step, or the one before, since metrics are read one step late.

@@ -19,7 +19,7 @@ def statistics(patterns: Sequence[str], measured: Mapping[str, Measured]) -> dic
 
     Args:
       patterns: of `debug.watch`.
-      measured: by names without the index, arrays on the host; those of layers are [L, ...].
+      measured: by names without the index, arrays on the host; for layers they are [L, ...].
     """
     found = {}
     for path, one in measured.items():

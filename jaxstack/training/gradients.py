@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 Share: TypeAlias = Callable[[Params, Batch, Key, BatchTotals], Part]
-"""A function of this device's parameters and rows; the totals are those of the global batch."""
+"""A function of this device's parameters and rows; the totals cover the global batch."""
 
 
 def plain(model: ModelConfig, ctx: Context, objective: Objective) -> Share:

@@ -1,7 +1,7 @@
 """The gradient noise scale, from gradients that a step computes anyway (McCandlish et al. 2018, arXiv:1812.06162, A.1).
 
 The gradient of a batch of b tokens has the expected squared norm |G|^2 + S / b. Here G is the gradient of all data, and
-S is the trace of the covariance of one token's gradient. A step has gradients of two sizes: those of its small batches,
+S is the trace of the covariance of one token's gradient. A step has gradients of two sizes: of its small batches,
 and their mean. Their squared norms determine |G|^2 and S. The noise scale S / |G|^2 is a number of tokens: far larger
 batches save few steps, and far smaller ones little compute.
 
@@ -50,7 +50,7 @@ def measured(share: Share, ctx: Context, objective: Objective, spec: Spec) -> Sh
 
 
 def totalled(share: Share, ctx: Context) -> Share:
-    """Returns a share whose figures are those of all small batches of a step, from those of this replica."""
+    """Returns a share whose figures cover all small batches of a step, from the figures of this replica."""
 
     def with_totals(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
         part = share(params, batch, key, totals)

@@ -1,8 +1,8 @@
 """Quantisation-aware training: a forward pass with the rounded matrices that `jaxstack compress quantize` would store.
 
-The gradient with respect to a rounded matrix is taken as that of the matrix itself, the straight-through estimator
-(Bengio et al. 2013, arXiv:1308.3432). So the matrices are rounded before the gradient is taken: once a step, as arrays
-of all devices. Scales are equal on every mesh, because XLA exchanges what a group of inputs on several devices needs.
+The gradient of a rounded matrix is taken as the gradient of the matrix itself, the straight-through estimator (Bengio
+et al. 2013, arXiv:1308.3432). So the matrices are rounded before the gradient is taken: once a step, as arrays of all
+devices. Scales are equal on every mesh, because XLA exchanges what a group of inputs on several devices needs.
 """
 
 from functools import partial

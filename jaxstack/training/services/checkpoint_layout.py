@@ -90,7 +90,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _convert(f: Callable[[str, jax.Array], jax.Array], to: TrainState) -> Callable[[TrainState], TrainState]:
-    """Returns a function that applies `f(path, array)` to the arrays of a state, sharded like those of `to`."""
+    """Returns a function that applies `f(path, array)` to the arrays of a state, sharded like the arrays of `to`."""
     shardings = {path: leaf.sharding for path, leaf in _leaves(to).items()}
 
     @cache  # each save runs the same program

@@ -79,7 +79,7 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
       run: the run.
       ctx: execution context.
       number: step of the checkpoint. `None` means the newest valid one.
-      merge_adapters: whether the result has the parameters of `run.model.base`, and not those of `run.model`.
+      merge_adapters: whether the result has the parameters of `run.model.base` in place of `run.model`.
 
     Raises:
       ConfigError: no such checkpoint, or a damaged one.

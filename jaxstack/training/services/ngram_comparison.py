@@ -1,4 +1,4 @@
-"""Compares the held-out loss of a run with that of an n-gram model."""
+"""Compares the held-out loss of a run with the loss of an n-gram model."""
 
 import math
 from collections.abc import Callable, Sequence
