@@ -147,7 +147,7 @@ def _read_table(file: Path, left_out: Counter[str]) -> Iterator[Translation]:
         cells = line.split("\t")
         if len(cells) != len(header):
             raise ConfigError(
-                f"{name} has {len(cells)} cells, but line 1 names {len(header)} columns. Write one for each."
+                f"{name}: line 1 names {len(header)} columns, and there are cells for {len(cells)}. Write one for each."
             )
         if not cells[0].strip() or not any(cell.strip() for cell in cells[1:]):
             missing = header[0] if not cells[0].strip() else " or ".join(header[1:])

@@ -173,8 +173,8 @@ def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
                 help_.append(f"{devices.count * times} devices")
                 break
     return ConfigError(
-        f"{least.cfg.model.num_layers} layers of model.d_model={least.cfg.model.d_model} with data.batch_size="
-        f"{cfg.data.batch_size} do not fit any mesh of {devices.count} devices ({devices.name})"
+        f"model.num_layers={least.cfg.model.num_layers}, model.d_model={least.cfg.model.d_model} and data.batch_size="
+        f"{cfg.data.batch_size} do not fit any mesh of {devices.name}"
         f"{_kept(space)}: {room.name} has {room.bytes / GIB:.3g} GiB, of which a tenth is left free. The nearest "
         f"that fits: {'; '.join(help_)}."
     )

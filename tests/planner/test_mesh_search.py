@@ -182,7 +182,7 @@ def test_errors_name_the_nearest_that_works(capsys):
     text = refused(*small, "--target=h100:4", "--mesh.tensor=3")
     assert "mesh.tensor=3 does not divide model.num_heads=4" in text
     text = refused(*small, "--target=h100:2", "--memory=0.005")
-    assert "do not fit any mesh of 2 devices" in text
+    assert "do not fit any mesh of h100:2" in text
     assert "4 devices" in text
     enough, _, words = text.partition("fits: ")[2].partition(" GiB of memory with ")
     flags = words.partition(";")[0].split()

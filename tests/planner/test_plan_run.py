@@ -187,7 +187,7 @@ REFUSED = [
     ("--budget=1e21 --served=1e12 --tokens_per_parameter=9", "both set how long"),
     ("--budget=1e13", "Raise the budget to 1.8e+17 FLOPs"),
     ("--budget=1e10 --config=quickstart --model.vocab_size=257", "the best size for the budget is"),
-    ("--budget=1e23 --target=l4:1 --mesh.data=1", "do not fit any mesh of 1 devices"),
+    ("--budget=1e23 --target=l4:1 --mesh.data=1", "do not fit any mesh of l4:1"),
     ("--budget=1e31", "beyond any law"),
     ("--budget=1e21 --out={0}/there.yaml", "exists, and is not overwritten"),
     ("--budget=1e21 --plot={0}/law.txt", "does not end in .png"),
