@@ -134,7 +134,7 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:
     record: dict[str, Any] = {"name": mutant.name, "room": mutant.room, "file": mutant.file, "tests": mutant.tests}
     record |= {"line": before[: before.index(mutant.old)].count("\n") + 1, "old": mutant.old, "new": mutant.new}
     record["seconds"] = round(time.monotonic() - began, 1)
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
     if code is None:
         record |= {"result": "killed", "by": f"the time limit of {limit_s:.0f} s"}
     elif code == 0:
