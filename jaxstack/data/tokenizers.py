@@ -543,30 +543,33 @@ def _without_state(tokenizer: JsonObject) -> JsonObject:
 
 
 Item = TypeVar("Item")
+Encoded = TypeVar("Encoded")
+
+
+def _encode_groups(
+    items: Iterable[Item], text_of: Callable[[Item], str], encode: Callable[[list[str]], Iterable[Encoded]]
+) -> Iterator[tuple[Item, Encoded]]:
+    """Yields each item with what `encode` returns for its text, in groups of items."""
+    for group in grouped(items, text_of):
+        yield from zip(group, encode([text_of(item) for item in group]), strict=True)
 
 
 def encode_each(
     items: Iterable[Item], text_of: Callable[[Item], str], tokenizer: Tokenizer
 ) -> Iterator[tuple[Item, np.ndarray]]:
     """Yields each item with the ids of its text, as `encode` returns them. A tokenizer.json runs on all cores."""
-    for group in grouped(items, text_of):
-        texts = [text_of(item) for item in group]
-        if isinstance(tokenizer, HFTokenizer):
-            yield from zip(group, tokenizer.encode_batch(texts), strict=True)
-        else:
-            yield from zip(group, map(tokenizer.encode, texts), strict=True)
+    if isinstance(tokenizer, HFTokenizer):
+        return _encode_groups(items, text_of, tokenizer.encode_batch)
+    return _encode_groups(items, text_of, lambda texts: map(tokenizer.encode, texts))
 
 
 def encode_each_with_offsets(
     items: Iterable[Item], text_of: Callable[[Item], str], tokenizer: Tokenizer
 ) -> Iterator[tuple[Item, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Yields each item with `encode_with_offsets` of its text. A tokenizer.json runs on all cores."""
-    for group in grouped(items, text_of):
-        texts = [text_of(item) for item in group]
-        if isinstance(tokenizer, HFTokenizer):
-            yield from zip(group, tokenizer.encode_batch_with_offsets(texts), strict=True)
-        else:
-            yield from zip(group, map(tokenizer.encode_with_offsets, texts), strict=True)
+    if isinstance(tokenizer, HFTokenizer):
+        return _encode_groups(items, text_of, tokenizer.encode_batch_with_offsets)
+    return _encode_groups(items, text_of, lambda texts: map(tokenizer.encode_with_offsets, texts))
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
