@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack import data, start
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import Config, resolve, with_buckets
+from jaxstack.config import Config, resolve
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxstack.tracking.step_log import LoopState
     from jaxstack.training.services.run import Run
     from jaxstack.training.setup import Setup
+    from jaxstack.training.state import TrainState
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
@@ -28,8 +29,8 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load_for(cfg)
-    cfg = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
+    dataset = data.load_for(cfg.model, cfg.data)
+    cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
     earlier = None
     if searched is not None:
         earlier = start.earlier_mesh(cfg, searched)
@@ -82,11 +83,20 @@ def log_step(run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | No
     return spike
 
 
+def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
+    """Returns the texts that show what a run has learned, with their prompts."""
+    from jaxstack.generate import decode
+    from jaxstack.training.features.qat import evaluated_params
+
+    cfg = setup.cfg
+    params = evaluated_params(setup.recipe, state)
+    return decode.sample_texts(cfg.model, cfg.sample, cfg.run.seed, cfg.data.seq_len, params, setup.dataset, setup.ctx)
+
+
 def train(setup: "Setup", changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
     from jaxstack.data.loader import DataLoader
-    from jaxstack.generate import decode, pictures
-    from jaxstack.training.features.qat import evaluated_params
+    from jaxstack.generate import pictures
     from jaxstack.training.services.init_from import open_teacher
     from jaxstack.training.services.run import Run
     from jaxstack.training.state import averaged_params
@@ -100,7 +110,8 @@ def train(setup: "Setup", changes: list[str]) -> None:
     teach = open_teacher(cfg, dataset.tokenizer, setup.mesh)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
-    with Run(setup, loader, pictures.make_grid(cfg, dataset, ctx)) as run:
+    grid = pictures.make_grid(cfg.model, cfg.sample, cfg.run.seed, cfg.data.target_length, dataset, ctx)
+    with Run(setup, loader, grid) as run:
         run.print_header(changes)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
@@ -140,4 +151,4 @@ def train(setup: "Setup", changes: list[str]) -> None:
         # ---- end
         run.end_loop()
         run.evaluate(loop, eval_step, state)  # does nothing if the loop has just evaluated
-        run.finish(decode.sample_texts(cfg, evaluated_params(setup.recipe, state), dataset, ctx))
+        run.finish(samples_of(setup, state))

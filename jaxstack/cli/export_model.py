@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
@@ -76,7 +76,7 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = read_saved_tokenizer(run).to_json() if (run / "tokenizer.json").is_file() else None
-        ids = hf.SpecialIds() if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
+        ids = hf.SpecialIds() if tokenizer is None else write_tokenizer(tokenizer, made, cfg.model, cfg.data)
         model = replace(cfg.model.base, pad_vocab_to=None)
         model, values, left_out = _without_other_heads(model, _read_params(run))
         original = originals.find(run)
@@ -102,7 +102,8 @@ def _write_card(folder: Path, run: Path, repo: str, what: str, dtype: str, adapt
 
     cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
     log = run / "metrics.jsonl"
-    card = hub.model_card(repo, what, dtype, cfg, jsonl.read_lines(log) if log.is_file() else [], adapters)
+    records = jsonl.read_lines(log) if log.is_file() else []
+    card = hub.model_card(repo, what, dtype, cfg.model, cfg.optim, cfg.data.seq_len, records, adapters)
     (folder / "README.md").write_text(card, "utf-8")
 
 
@@ -121,7 +122,7 @@ def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelCon
     return model, values, []
 
 
-def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialIds":
+def write_tokenizer(saved: "JsonObject", folder: Path, model: ModelConfig, keys: DataConfig) -> "SpecialIds":
     """Writes a run's tokenizer and chat template to the folder if there are any, and returns its special ids."""
     from jaxstack import data, hf
     from jaxstack.data.seq2seq import ids_of
@@ -136,7 +137,7 @@ def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialI
         (folder / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
     if "chat" in saved:
         (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
-    special = ids_of(cfg.data, tokenizer) if cfg.model.family == "encoder_decoder" else None
+    special = ids_of(keys, tokenizer) if model.family == "encoder_decoder" else None
     return hf.SpecialIds(tokenizer.eos_id) if special is None else hf.SpecialIds(special.eos, special.start)
 
 

@@ -9,7 +9,6 @@ from jsonargparse import Namespace
 
 from jaxstack.cli.plan import resolve_for_target
 from jaxstack.common import files
-from jaxstack.config import Config
 from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser, user_path
 
@@ -48,13 +47,8 @@ def add_network(parser: Parser) -> None:
 
 
 def add_tokens(parser: Parser) -> None:
-    """Declares the token budget, see `budget_of`."""
+    """Declares the token budget, see `Plan.budget`."""
     parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
-
-
-def budget_of(cfg: Config, tokens: float | None) -> float:
-    """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
-    return tokens or float(cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)
 
 
 class Plan:
@@ -98,6 +92,10 @@ class Plan:
         self.explain = args.explain
         self.figures: dict[str, dict[str, float]] = {}
         self.where: dict[str, str] = {}  # formulas that were printed
+
+    def budget(self, tokens: float | None) -> float:
+        """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
+        return tokens or float(self.job.train.steps * self.job.data.batch_size * self.job.data.seq_len)
 
     def table(self, title: str, figures: "Sequence[Figure]", unit: str, scale: float, total: bool = False) -> None:
         """Prints figures with their sum on request, and the formula of each with `--explain`."""

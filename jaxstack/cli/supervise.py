@@ -66,7 +66,7 @@ def main(args: Namespace) -> None:
     supervisor = Supervisor(
         lambda: next(iter(manifest.complete_steps(saved)), 0), lambda: last_step(log), args.tries, args.wait_s
     )
-    sys.exit(supervisor.run(lambda: start(command, cfg, args.shrink)))
+    sys.exit(supervisor.run(lambda: start(command, cfg.mesh, cfg.microbatch_size, args.shrink)))
 
 
 def last_step(log: Path) -> int:
@@ -89,28 +89,30 @@ def training_config(command: Sequence[str]) -> Config:
     raise ConfigError(f"the command `{' '.join(command)}` does not train. Use `jaxstack train` or `python train.py`.")
 
 
-def start(command: Sequence[str], cfg: Config, shrink: bool) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], mesh: MeshConfig, batch: int, shrink: bool) -> subprocess.Popen[bytes]:
     """Starts a run.
 
     Args:
+      mesh: the mesh of its configuration.
+      batch: sequences of a microbatch, which the mesh divides.
       shrink: make the mesh smaller if there are fewer devices than it needs.
     """
-    if not shrink or cfg.mesh.open_axis:  # an open axis takes the devices that there are
+    if not shrink or mesh.open_axis:  # an open axis takes the devices that there are
         return subprocess.Popen(command)
     platform, devices = _devices(command)
     if platform == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
         return subprocess.Popen(command)  # the run makes as many as its mesh needs
-    mesh = fit_mesh(cfg.mesh, cfg.microbatch_size, devices)
-    if mesh == cfg.mesh:
+    smaller = fit_mesh(mesh, batch, devices)
+    if smaller == mesh:
         return subprocess.Popen(command)
-    used = math.prod(mesh.sizes.values())
+    used = math.prod(smaller.sizes.values())
     print(
-        f"{_PROGRAM}: {devices} devices remain; the run uses {used}, with mesh.data={mesh.data} and "
-        f"mesh.fsdp={mesh.fsdp}",
+        f"{_PROGRAM}: {devices} devices remain; the run uses {used}, with mesh.data={smaller.data} and "
+        f"mesh.fsdp={smaller.fsdp}",
         file=sys.stderr,
         flush=True,
     )
-    flags = [f"--mesh.data={mesh.data}", f"--mesh.fsdp={mesh.fsdp}"]
+    flags = [f"--mesh.data={smaller.data}", f"--mesh.fsdp={smaller.fsdp}"]
     return subprocess.Popen([*command, *flags], env=os.environ | _hide_devices(platform, devices, used))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError, DataConfig, resolve, with_buckets
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolve
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
@@ -150,9 +150,9 @@ def source_names(cfg: DataConfig) -> list[str]:
     return [one.label for one in cfg.mixture] or [sources.describe(cfg)]
 
 
-def load_for(cfg: Config) -> Dataset:
+def load_for(model: ModelConfig, keys: DataConfig) -> Dataset:
     """Returns the data of a run, as its model reads them; see `load`."""
-    return load(cfg.data, labels_of(cfg.model), cfg.model.reads_captions)
+    return load(keys, labels_of(model), model.reads_captions)
 
 
 def resolve_from_data(cfg: Config) -> Config:
@@ -163,8 +163,8 @@ def resolve_from_data(cfg: Config) -> Config:
     """
     if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
-    dataset = load_for(cfg)
-    return resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
+    dataset = load_for(cfg.model, cfg.data)
+    return resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
 
 
 def _load_images(cfg: DataConfig) -> Dataset:
