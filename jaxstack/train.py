@@ -52,9 +52,13 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
             if preflight:
                 return
         if searched is not None:
+            import jax
+
             from jaxstack.planner import auto_mesh
 
-            cfg = auto_mesh.choose(cfg, searched, earlier)
+            cfg, line = auto_mesh.choose(cfg, searched, earlier)
+            if jax.process_index() == 0:
+                print(line, flush=True)
             changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
 
         from jaxstack.planner import memory

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan import resolve_for_target
-from jaxstack.config import SEARCHED_KEYS, ConfigError
+from jaxstack.config import SEARCHED_KEYS, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxstack.config.reading.parse import Parser, given_keys
 
@@ -58,7 +58,7 @@ def main(args: Namespace) -> None:
         f"{found.meshes:,} meshes, {found.examined:,} candidates examined, {found.too_large:,} do not fit; "
         f"{time.perf_counter() - begin:.1f} s"
     )
-    print(mesh_plan.table(found, cfg))
+    print(mesh_plan.table(found, flat(cfg), cfg.data.batch_size * cfg.data.seq_len))
     if note := mesh_plan.padding_note(cfg, devices, given, found.meshes):
         print(note)
     reason = "--compile is 0." if not args.compile else aot.obstacle(args.target)
@@ -67,7 +67,7 @@ def main(args: Namespace) -> None:
         print(f"\nby formula for {args.target}; nothing was compiled: {reason}")
     else:
         best = compile_best(found, devices, args.compile)
-    print(f"\nflags of the best\n{' '.join(mesh_plan.flags(best.cfg, cfg))}")
+    print(f"\nflags of the best\n{' '.join(mesh_plan.flags(flat(best.cfg), flat(cfg)))}")
 
 
 def compile_best(found: "Found", devices: "Devices", count: int) -> "Candidate":

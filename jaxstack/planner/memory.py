@@ -108,8 +108,10 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     return Room(f"a device ({kind})", limit, limit, larger=larger)
 
 
-def context(cfg: Config, devices: int, platform: str) -> Context:
+def context(cfg: Config, devices: int = 1, platform: str | None = None) -> Context:
     """Builds the context of a resolved configuration on devices that this machine need not have.
+
+    An axis of size -1 takes the devices that the other axes leave. Without a platform, every op has its default.
 
     Raises:
       ConfigError: if the configuration does not fit the devices.
