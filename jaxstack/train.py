@@ -24,7 +24,6 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     """Trains with a configuration that was just read. Nothing is written before everything is checked.
 
     Args:
-      cfg: the configuration.
       searched: for `--mesh=auto`, the keys that flags set, which the search for a mesh keeps. None means no search.
       preflight: check the machines, and return without training.
     """

@@ -149,7 +149,6 @@ def require_same_data(metadata: Metadata, data: DataConfig, fingerprint: str, fo
     """Makes sure that the data has not changed since a checkpoint, unless the configuration names other data.
 
     Args:
-      metadata: of the checkpoint.
       data: the data that the configuration names now.
       fingerprint: of this data.
       folder: the run directory, for the message.

@@ -58,7 +58,6 @@ def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
     is what was just read, and the compressed form of it.
 
     Args:
-      directory: of the checkpoints.
       step: to read.
       abstract_state: shapes, dtypes and shardings. A leaf that is `...` is not read.
 

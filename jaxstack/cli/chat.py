@@ -99,7 +99,6 @@ def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | No
 
     Args:
       cfg: the data of the run.
-      tokenizer: its tokenizer.
     """
     saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
     trained = any(one.source == "chat" for one in cfg.single_sources())

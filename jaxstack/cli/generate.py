@@ -166,7 +166,6 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
     """Returns the file for the load of the experts, if one is asked for.
 
     Args:
-      args: of the command.
       experts: number of experts of the model.
       sample: how tokens are chosen.
       prompts: number of prompts.
@@ -194,7 +193,6 @@ def open_draft(args: Namespace, sample: SampleConfig, train: TrainConfig, longes
     """Opens the small model of `--draft`, with the dtype and on the mesh of the other one.
 
     Args:
-      args: of the command.
       sample: how the other model continues texts.
       train: has the dtype of the other model.
       longest: tokens of the longest prompt with its continuation.

@@ -129,8 +129,6 @@ def run_tasks(lm: "LM", tasks: Tasks, *, limit: int | None, chat: bool) -> list[
     """Runs tasks, and returns a result for each metric of each task and group; see `checkpoint.evaluations`.
 
     Args:
-      lm: the model.
-      tasks: the tasks.
       limit: number of examples of each task, at most. `None` means all.
       chat: whether prompts are messages of a user in the chat template.
 

@@ -113,7 +113,6 @@ def forward(
     """Returns logits [B, S, V/n] of a decoder in float32 (see `decoder.logits`), and the named values of its layers.
 
     Args:
-      cfg: the model.
       params: as `spec` declares them, float32.
       tokens: ids [B, S], from 0 to `cfg.vocab` - 1. Within `jax.jit` their values are not checked: a token beyond the
         vocabulary gets the embedding of another one, or zeros. With `jax_debug_nans` it gets NaN, and JAX runs the

@@ -29,7 +29,6 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
 
     Args:
       cfg: the run, resolved.
-      mesh: its devices.
       platform: `cpu`, `gpu` or `tpu`. `None` means the platform of the mesh's devices.
 
     Raises:

@@ -140,7 +140,6 @@ def stream(
     """Yields the tokens that are added to each prompt, a few at a time, until all texts have ended.
 
     Args:
-      engine: the model.
       prompts: token ids of each prompt.
       sample: how tokens are chosen, and how many texts grow at the same time. Beam search has no tokens to show before
         its end, so `beams` must be 1.

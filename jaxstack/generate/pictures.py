@@ -50,7 +50,6 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
     neither on the other pictures nor on the mesh. Another number of pictures compiles another program.
 
     Args:
-      cfg: the model.
       sample: `steps` and `guidance` are read.
       ctx: the execution context. `None` means one device.
     """
@@ -108,7 +107,6 @@ def make_grid(
       seed: of the noise that pictures begin with.
       longest: tokens of a text at most.
       dataset: what the run learns.
-      ctx: its execution context.
 
     Returns:
       The function, which all processes of a run call, and of which one names the file; `None` if the run draws none.

@@ -23,7 +23,6 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
 
     Args:
       path: placement file.
-      model: the model.
       mesh: sizes of the mesh axes, where `expert` may be open.
 
     Raises:

@@ -93,7 +93,6 @@ class TrainedRun:
         Args:
           path: run directory.
           cfg: its configuration, on the mesh to use.
-          tokenizer: its tokenizer.
           step: step of the checkpoint. `None` means the newest valid one.
 
         Raises:

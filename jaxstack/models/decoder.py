@@ -83,14 +83,12 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers read in addition to the residual stream, once for all of them.
 
     Args:
-      cfg: the model.
       batch: `tokens` [B, S], and optional arrays, each [B, S] unless another shape is given:
         - `positions`: position of each token within its document. By default its position within the row.
         - `segment_ids`: document of each token. By default a row is one document.
         - `distance`: with a cache, for each block of a step, see `layers.attention`.
         - `key`: data of a PRNG key, for dropout.
         - `rows` [B]: for dropout, index of each row in the global batch. By default this batch is the global one.
-      ctx: execution context.
     """
     tokens = batch["tokens"]
     length = tokens.shape[1]
@@ -164,7 +162,6 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     """Returns the sum `loss` of weight * negative log-likelihood of the next tokens, in nats.
 
     Args:
-      params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
       batch: `targets` and `loss_weights` [B, S].
     """
@@ -186,7 +183,6 @@ def sum_over_vocabulary(
     Args:
       measure: returns the sum over this device's tokens, from hidden states, the head [D, V/n] and the arrays; its
         other arguments are as in `kernels.cross_entropy`.
-      params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
       arrays: each [B, S, ...].
     """

@@ -54,7 +54,6 @@ class Reply:
         """Begins the answer to a request.
 
         Args:
-          asked: the request.
           model: name of the model.
           tokenizer: shows single tokens.
         """

@@ -31,7 +31,6 @@ def warn_of_wrong_gradients(tree: PyTree, specs: Mapping[str, PartitionSpec], me
     Args:
       tree: a tree that may contain nnx modules.
       specs: how each array is split, by its path in the tree.
-      mesh: the devices.
     """
     if sum(size > 1 for size in mesh.shape.values()) < 2:
         return  # every case needs an axis that splits the batch, and one that does not

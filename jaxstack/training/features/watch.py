@@ -123,7 +123,6 @@ def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]
     One abstract forward pass on one device gives the names of activations. Nothing is computed.
 
     Args:
-      cfg: the model.
       arrays: of a batch.
       dtype: of activations.
     """

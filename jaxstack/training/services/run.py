@@ -76,7 +76,6 @@ class Run:
 
         Args:
           setup: the run, as it was resolved.
-          loader: reads its batches.
           draw: draws pictures at every evaluation. `None` means none.
         """
         cfg = setup.cfg
