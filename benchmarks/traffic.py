@@ -98,7 +98,7 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     assert cfg.model.vocab_size is not None
     assert cfg.pipeline.microbatches is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
-    ctx = memory.context(cfg, 16 * 8)
+    ctx = memory.context(cfg, None if cfg.mesh.open_axis is None else 16 * 8)
     sent = {"neighbours": 0.0, "head": 0.0, "embedding": 0.0}
     for c in estimate.traffic(Job(cfg, ctx)):
         if "pipe" in c.axes:

@@ -76,7 +76,7 @@ def main(args: Namespace) -> None:
     here = name in ("here", chip_name(device.device_kind))
     if args.measure == "yes" and not here:
         raise ConfigError(f"--measure=yes, but the device of this machine is {device.device_kind}. Use --chip here.")
-    ctx = memory.context(cfg, args.devices)
+    ctx = memory.context(cfg, args.devices if cfg.mesh.open_axis else None)
     chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     limits = roof.ChipLimits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
     job = Job(cfg, ctx)

@@ -108,17 +108,18 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     return Room(f"a device ({kind})", limit, limit, larger=larger)
 
 
-def context(cfg: Config, devices: int = 1, platform: str | None = None) -> Context:
+def context(cfg: Config, devices: int | None = None, platform: str | None = None) -> Context:
     """Builds the context of a resolved configuration on devices that this machine need not have.
 
-    An axis of size -1 takes the devices that the other axes leave. Without a platform, every op has its default.
+    Without a number of devices there are as many as the mesh names. Without a platform, every op has its default.
 
     Raises:
       ConfigError: if the configuration does not fit the devices.
     """
     if cfg.pipeline.partition == "auto":  # it is measured where the run begins
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
-    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    count = devices or math.prod(cfg.mesh.known_sizes.values())
+    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, count), platform)
 
 
 def need(cfg: Config, devices: int, platform: str) -> Need:

@@ -330,7 +330,7 @@ def test_the_device_at_hand_is_measured():
         (("roofline", *TINY, "--chip", "h100", "--devices", "1.5"), "--devices=1.5 is not valid. Use an integer >= 1"),
         (("roofline", *TINY, "--chip", "h100", "--traffic", "much"), "Use one of fused, unfused"),
         (("roofline", *TINY, "--chip", "h100", "--measure", "yes"), "Use --chip here"),
-        (("roofline", *TINY, "--chip", "h100", "--mesh.data=-1", "--devices", "3"), "does not divide among 3 replicas"),
+        (("roofline", *TINY, "--chip", "h100", "--mesh.data=-1", "--devices", "3"), "mesh.data=3 does not divide the"),
     ],
 )
 def test_mistakes_are_named(words, says):
