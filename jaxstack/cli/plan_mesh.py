@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan import resolve_for_target
+from jaxstack.cli.plan import add_chips, resolve_for_target
 from jaxstack.config import SEARCHED_KEYS, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxstack.config.reading.parse import Parser, given_keys
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument(
-        "--target",
-        type=str,
-        help="chip and number or topology of chips, such as a100:8, v5e:4x4 or h100:8x8 (required)",
-        metavar="CHIP:TOPOLOGY",
-    )
+    add_chips(parser)
     parser.add_argument(
         "--memory",
         metavar="GIB",
@@ -45,7 +40,7 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown, no mesh is possible, or none fits.
     """
-    cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or h100:8x8")
+    cfg = resolve_for_target(args)
 
     from jaxstack.planner import aot, mesh_plan
 

@@ -155,8 +155,8 @@ def plan(cfg: Config, target: str) -> str:
     name, topology = aot.parse_target(target)
     chip = CHIPS[name]
     count = math.prod(topology) * CHIPS[name].devices
-    found = need(cfg, count, chip.platform)
-    ctx = context(cfg, count, chip.platform)
+    job = Job(cfg, context(cfg, count, chip.platform))
+    found = need_of(job, abstract_state(Recipe.of(cfg), job.ctx), chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -174,7 +174,7 @@ def plan(cfg: Config, target: str) -> str:
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
         lines += ["", Savings(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
-    if traffic := list(estimate.traffic(Job(cfg, ctx))):
+    if traffic := list(estimate.traffic(job)):
         lines += ["", hlo.format_traffic(None, traffic)]
     return "\n".join(lines)
 
