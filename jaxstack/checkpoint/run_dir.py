@@ -105,7 +105,6 @@ def require_same_tokenizer(saved: Path, earlier: object, tokenizer: dict[str, ob
 
     Args:
       saved: the run's tokenizer.json, for messages.
-      earlier: its content.
       tokenizer: the tokenizer of this data, as JSON.
 
     Raises:

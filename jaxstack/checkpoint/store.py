@@ -143,8 +143,6 @@ class Checkpoints:
         """Starts to write the state. Returns once it is copied, so that the next step may reuse its buffers.
 
         Args:
-          step: number of the checkpoint.
-          state: the arrays.
           metadata: JSON to store beside them.
 
         Raises:

@@ -139,7 +139,6 @@ class History:
         """Adds a line and its answer.
 
         Args:
-          line: that was typed.
           asked: tokens of `ask`.
           answer: tokens of the answer.
           text: of the answer.
@@ -156,8 +155,6 @@ def talk(history: History, conversation: "Conversation", begin: Callable[[], Tex
     """Reads lines, runs commands and prints answers until the input ends.
 
     Args:
-      history: what was said.
-      conversation: writes answers.
       begin: returns the text of an answer, to which tokens are added.
     """
     for line in lines():

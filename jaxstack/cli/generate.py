@@ -167,7 +167,6 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
 
     Args:
       experts: number of experts of the model.
-      sample: how tokens are chosen.
       prompts: number of prompts.
 
     Raises:
@@ -311,7 +310,6 @@ def in_turn(texts: Sequence[TextStream], parts: Iterator[list[list[int]]]) -> It
     """Yields the pieces of several texts that grow at the same time, one text after the other.
 
     Args:
-      texts: the texts, with their prompts.
       parts: tokens of each text. A text without new tokens has ended.
     """
     now = 0

@@ -64,7 +64,6 @@ def resolve_for_target(
     JAX must not be imported before: it will see the CPU alone.
 
     Args:
-      args: values of the command line.
       such: what to name with `--target`.
 
     Raises:

@@ -37,7 +37,6 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
     """Loads tasks with their data.
 
     Args:
-      names: of tasks, groups or tags.
       include: folder of more tasks. `None` means only the tasks of `lm-eval`.
       fewshot: number of examples in a prompt. `None` means as each task says.
 

@@ -124,7 +124,6 @@ def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float
     Args:
       flops_per_s: model FLOPs that all devices together do in a second.
       device_kind: JAX's name of the device.
-      devices: number of devices.
       dtype: dtype of the matmuls. Utilisation is given for bfloat16 only, by which runs are usually compared.
     """
     name = hardware.chip_name(device_kind)

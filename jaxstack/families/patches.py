@@ -28,8 +28,6 @@ def embed_patches(
     """Returns the residual stream before the first layer [B, S/n, D].
 
     Args:
-      spec: from `patches_spec`.
-      params: which it declares.
       patches: of the residual stream [B, S/n, P].
       positions: of these patches [S/n].
     """

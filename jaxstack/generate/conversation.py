@@ -27,7 +27,6 @@ class Conversation:
           sample: how tokens are chosen, and the maximum number of tokens of a reply.
           context: maximum number of tokens of the text.
           stop: tokens that end a reply.
-          seed: of sampling.
         """
         self.tokens: list[int] = []
         self.context = context

@@ -119,7 +119,6 @@ def write(sampler: RowSampler, tokens: jax.Array, marks: jax.Array, seed: jax.Ar
       sampler: has the model and N.
       tokens: the prompts [B, S].
       marks: what seeds each row, from `row_seeds` [B, 2].
-      seed: of sampling.
     """
     count = sampler.sampling.call
     state, first = sampler.read(tokens, sampler.row(sampler.model.first, seed, marks, count))
@@ -144,7 +143,6 @@ def stream(
       sample: how tokens are chosen, and how many texts grow at the same time. Beam search has no tokens to show before
         its end, so `beams` must be 1.
       stop: tokens that end a text.
-      seed: of sampling.
       at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
 
     Raises:

@@ -130,7 +130,6 @@ class RowSampler:
 
         Args:
           first: slot of each row's first token [B].
-          seed: of sampling.
           marks: what seeds each row, from `prompts.row_seeds` [B, 2].
           limit: number of tokens to add to each row.
         """
@@ -433,7 +432,6 @@ class Engine:
 
         Args:
           key: names the program; all that `work` reads beside its arguments is part of it.
-          work: the work of one device.
           where: how each of `arguments` is sharded, see `compile_program`.
           results: how the results are sharded.
           donated: index among `arguments` of one whose memory the state may take.

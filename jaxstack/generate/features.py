@@ -43,7 +43,6 @@ def text_features(
 
     Args:
       texts: of at most `length` tokens with a start and an end.
-      tokenizer: the tokenizer of the run.
       length: `data.target_length` of the run.
 
     Raises:

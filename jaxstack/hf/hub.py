@@ -57,7 +57,6 @@ def model_card(
     Paths of this machine are left out.
 
     Args:
-      repo: name of the repository.
       what: the kind of the model, such as `A llama model`.
       records: lines of `metrics.jsonl`, from which the last loss is taken.
     """

@@ -50,7 +50,6 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
     `step` where the mesh has one device.
 
     Args:
-      ctx: the context of `memory.context`.
       device: the device that does a device's share of the work.
     """
     sizes = shards.mesh_sizes(job.ctx)

@@ -182,9 +182,6 @@ def plan(cfg: Config, target: str) -> str:
 def check(job: Job, state: TrainState) -> str | None:
     """Compares a run's need with the memory of its devices, before anything is compiled.
 
-    Args:
-      state: its abstract state.
-
     Returns:
       A warning if the run may not fit, or None. Families without formulas are not compared.
 

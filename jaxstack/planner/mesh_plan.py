@@ -85,7 +85,6 @@ def search(cfg: Config, devices: Devices, given: Collection[str] = (), count: in
 
     Args:
       cfg: the resolved configuration.
-      devices: to search for.
       given: keys of `config.SEARCHED_KEYS` whose values in `cfg` are kept.
       count: meshes to return at most.
 

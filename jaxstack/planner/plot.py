@@ -110,7 +110,6 @@ def draw_budget(fitted: Fit, flops: float, chosen: tuple[float, float], path: Pa
       fitted: the law, with samples.
       flops: training FLOPs of the chosen point.
       chosen: its parameters and tokens.
-      path: file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure

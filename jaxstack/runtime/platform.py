@@ -26,7 +26,6 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
     split over them, uses all cores.
 
     Args:
-      mesh: sizes of the axes.
       batch: number of sequences in one microbatch; 0 if the devices need not divide it.
       processes: number of processes that share the mesh.
     """
@@ -50,7 +49,6 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     """Sets the variables that JAX reads when it is imported. They do not affect accelerators.
 
     Args:
-      mesh: sizes of the axes.
       batch: number of sequences in one microbatch; 0 if the devices need not divide it.
       processes: number of processes that share the mesh.
 

@@ -55,7 +55,6 @@ class Reply:
 
         Args:
           model: name of the model.
-          tokenizer: shows single tokens.
         """
         self._asked = asked
         self._tokenizer = tokenizer

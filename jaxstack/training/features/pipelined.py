@@ -31,7 +31,6 @@ def pipeline_fns(
 
     Args:
       ctx: execution context of the parameters as they are stored.
-      objective: what the run minimises.
       split: see `PipelineConfig.split`.
       totals: of the global batch.
     """
@@ -119,7 +118,6 @@ def pipelined(cfg: ModelConfig, ctx: Context, objective: Objective, split: Seque
     after it. With `pipeline.gather=layer` each unit does so for one layer at a time, and sums of gradients are shards.
 
     Args:
-      objective: what the run minimises.
       split: see `PipelineConfig.split`. `None` is an error if the schedule has weight units.
     """
     program = ctx.layout.pipeline

@@ -123,7 +123,6 @@ def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]
     One abstract forward pass on one device gives the names of activations. Nothing is computed.
 
     Args:
-      arrays: of a batch.
       dtype: of activations.
     """
     ctx = Context(dtype=jnp.dtype(dtype), observer=Watcher(frozenset(TAPS)))
