@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 import test_meshes
 from families import EXPERTS, FAMILIES
 
