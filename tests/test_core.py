@@ -31,7 +31,7 @@ CORE = (
 )
 """What a newcomer reads to follow a dense decoder."""
 
-PACKED = 62
+PACKED = 61
 """Assignments such as `a, b = f(x), g(y)`. The number may only fall."""
 
 CONFIG = 58
