@@ -72,8 +72,7 @@ def _init_from(config: Path) -> str | None:
 def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> bool:
     """Adds files to an exported folder, and writes the imported `config.json` with the values that have changed.
 
-    A run's own tokenizer, with its special token ids, replaces the original one. The result says whether the tokenizer is
-    the original one.
+    A run's own tokenizer, with its special token ids, replaces the original one.
 
     Args:
       tokenizer: of the run, as JSON of `to_json`, if it has saved one.
