@@ -1,5 +1,6 @@
 """Token ids that are mapped into memory: those of one file, or of several files, one after another."""
 
+import errno
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class FileIds:
         try:
             self.parts = [(FileState.of(place.file), _map(place)) for place in places]
         except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
             raise ConfigError(
                 f"{places[0].file.parent}: {len(places):,} files of ids cannot be mapped into memory "
                 f"({error.strerror}). Allow more open files, for example with `ulimit -n {2 * len(places)}`."
