@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolve
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
@@ -257,7 +259,7 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
         return _encode_labels(name, cfg, tokenizer, examples)
     skipped: list[str] = []
     tokens = encode(documents(cfg, skipped), tokenizer)
-    fingerprint = hashlib.sha256(tokens.ids.data).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).data).hexdigest()
     if cfg.domains:
         tokens = assign_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
@@ -284,7 +286,7 @@ def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     shapes: Counter[str] = Counter()
     tokens, note = chat.encode_conversations(_render(cfg, shapes), tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     parts = [
         f"{tokens.starts.size:,} conversations",
@@ -312,7 +314,7 @@ def _encode_labels(name: str, cfg: DataConfig, tokenizer: Tokenizer, examples: I
     """Returns texts whose labels are the targets of the loss."""
     tokens, note = labelled.encode_examples(examples, tokenizer, cfg.seq_len)
     assert tokens.labels is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.labels.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.labels.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     labels = _format_count(int((tokens.labels >= 0).sum()), "label")
     texts = f"{_format_count(tokens.starts.size, 'text')} with {labels}"
