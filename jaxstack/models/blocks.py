@@ -169,6 +169,7 @@ def run_layers(
     for i, layer in enumerate(params):
         mask = stack.masks[i]
         rope = inputs.rope_local if mask.window and inputs.rope_local is not None else inputs.rope
+        rope = rope if stack.rotates[i % len(stack.rotates)] else None
         earlier = {**cache[i], "distance": inputs.distance[i]} if cache else cache
         before = h
         with layer_scope(i, period):
@@ -192,6 +193,7 @@ class Stack:
       depth: number of layers.
       masks: which tokens attention sees, in each layer of one step of the loop. If their number does not divide the
         depth, the last step has fewer layers.
+      rotates: whether each of these layers rotates queries and keys; the tuple repeats.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
       block: runs one layer.
       feed_forward: what the block does after attention.
@@ -209,6 +211,7 @@ class Stack:
 
     depth: int
     masks: tuple[AttentionMask, ...] = (AttentionMask(),)
+    rotates: tuple[bool, ...] = (True,)
     enter: Enter | None = None
     block: Block = block
     feed_forward: FeedForward = mlp

@@ -24,7 +24,7 @@ mistakes(
 
 mistakes(
     "hf", "hf/tensor_layout.py", HF,
-    ("skipped = self.part * prod(own[d] for d in axes[-1])", "skipped = self.part * own[-1]", HF + " -k 'out_and_in or lies'"),
+    (" + self.start + places % block", " + places % block", HF + " -k 'out_and_in or lies'"),
 )  # fmt: skip
 
 mistakes(
