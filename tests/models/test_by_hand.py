@@ -248,8 +248,6 @@ def shapes_of(cfg):
     G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
     biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
     norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * biased)}  # noqa: E731
-        f"{path}/{n}": width for n in ("scale", *["bias"] * (cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)))
-    }  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
     each = cfg.qk_norm_over == "head"

@@ -8,10 +8,10 @@ mistakes(
     "hf", "hf/weights.py", HF + " -k lies",
     ('"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", TRANSPOSED)',
      '"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", SAME)'),
-    ('"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0]),\n'
-     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1])',
-     '"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1]),\n'
-     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0])'),
+    ('"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", SAME),\n'
+     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", SAME)',
+     '"layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", SAME),\n'
+     '        "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", SAME)'),
     ('w_gate="w1", w_up="w3", w_down="w2"', 'w_gate="w3", w_up="w1", w_down="w2"'),
     ('"layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight"',
      '"layers/mlp/w_gate": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.gate_proj.weight"'),
