@@ -29,7 +29,7 @@ mistakes(
 
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
-    ('family.default_of("query_pre_attn_scalar")) ** -0.5', 'family.default_of("query_pre_attn_scalar")) ** -1'),
+    ('found["attention_scale"] = scalar**-0.5', 'found["attention_scale"] = scalar**-1'),
 )  # fmt: skip
 
 mistakes(
