@@ -258,7 +258,7 @@ def _number(keys: Keys, key: str, *default: Any) -> float:
     return _number_of(keys, key, keys.take(key, *default))
 
 
-def _number_of(keys: Keys, key: str, value: object) -> float:
+def _number_of(keys: Keys, key: str, value: Any) -> float:
     """Returns the value of a key after checking that it is a positive number."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise keys.error(key, value, "Give a positive number")

@@ -193,7 +193,6 @@ class Stack:
       depth: number of layers.
       masks: which tokens attention sees, in each layer of one step of the loop. If their number does not divide the
         depth, the last step has fewer layers.
-      rotates: whether each of these layers rotates queries and keys; the tuple repeats.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
       block: runs one layer.
       feed_forward: what the block does after attention.
@@ -207,11 +206,11 @@ class Stack:
       stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
       prepare: changes gathered parameters before the layer reads them.
       plain: whether features of the model leave the layers as they are.
+      rotates: whether each layer of a step rotates queries and keys; the tuple repeats.
     """
 
     depth: int
     masks: tuple[AttentionMask, ...] = (AttentionMask(),)
-    rotates: tuple[bool, ...] = (True,)
     enter: Enter | None = None
     block: Block = block
     feed_forward: FeedForward = mlp
@@ -224,6 +223,7 @@ class Stack:
     stored: frozenset[str] = frozenset()
     prepare: Callable[[Params], Params] = lambda params: params
     plain: bool = False
+    rotates: tuple[bool, ...] = (True,)
 
     @property
     def period(self) -> int:
