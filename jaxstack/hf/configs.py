@@ -475,7 +475,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     if family.gated_names and model.gated:
         values[family.activation] = gated_name(values[family.activation])
     values |= _switch_keys(family, model)
-    values |= {key: 1 / ours[path] for key, path in family.reciprocals.items()}
+    values |= {key: 1 / getattr(model, path) for key, path in family.reciprocals.items()}
     if family.dropout_keys:
         values |= dict.fromkeys(family.zero_keys, 0.0) | dict.fromkeys(family.dropout_keys, model.dropout)
     if family.sparse:
