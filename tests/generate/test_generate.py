@@ -59,7 +59,7 @@ SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.0
 UNROLLED = Context(ops=Ops(decode="unrolled"))
 QUICK = [("gpt2", "scan"), ("gemma2", "unrolled"), ("deepseek", "scan"), ("capacity", "unrolled")]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
-SLOW += [("cohere2", "unrolled"), ("cohere2", "scan"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
+SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
 """One form for each model. The streams below have the other one."""
 
 
