@@ -15,6 +15,7 @@ from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
+from jaxstack.features.residual import needed, with_residual, with_scales
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
 from jaxstack.models.blocks import Stack
@@ -50,6 +51,10 @@ def register_family(name: str, family: Family, objective: Objective | None = Non
 def of(cfg: ModelConfig) -> Family:
     """Returns the family of a model, with the features of the model."""
     family = FAMILIES[cfg.family]
+    if cfg.family == "decoder" and (cfg.embedding_multiplier != 1 or cfg.head_scale != 1):
+        family = with_scales(family)
+    if needed(cfg):
+        family = with_residual(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.base_width:
