@@ -50,7 +50,7 @@ class HeldOut:
         self.name = source.name
         self.share = share
         self._tokenizer = tokenizer
-        self._reads_text = cfg.model.family == "decoder"
+        self._reads_text = cfg.model.family == "decoder" and cfg.learned_preference is None
         if isinstance(source.eval, Images):
             reader = picture_reader(cfg, source.eval, shuffle=False)
             self.local_batches = [*reader.batches(rows[0], steps)]

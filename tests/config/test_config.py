@@ -58,7 +58,7 @@ def test_every_config_builds_abstractly(path):
     ctx = make_context(cfg, mesh)
     state = abstract_state(Recipe.of(cfg), ctx)
     batch = abstract_batch(
-        families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
+        families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
     )
     new, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)

@@ -21,6 +21,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "data": ("source", "path", "tokenizer", "seq_len", "batch_size"),
     "train": ("steps", "grad_accum", "dtype", "remat", "eval_every"),
     "distill": (),
+    "preference": (),
     "optim": ("name", "lr", "schedule", "warmup_steps", "weight_decay"),
     "kernels": (),
     "mesh": ("data", "fsdp", "tensor"),

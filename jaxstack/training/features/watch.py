@@ -156,7 +156,7 @@ def watched_of(cfg: Config) -> Watched | None:
     """
     if not cfg.debug.patterns:
         return None
-    names = all_names(cfg.model, families.of(cfg.model).batch_spec(cfg.model, cfg.data), cfg.train.dtype)
+    names = all_names(cfg.model, families.batch_spec(cfg.model, cfg.data), cfg.train.dtype)
     found: set[str] = set()
     for pattern in cfg.debug.patterns:
         matches = fnmatch.filter(names, pattern)
