@@ -131,7 +131,7 @@ def _check_preference(cfg: Groups) -> None:
     others = [one.source for one in data.mixture if one.source != "preferences"]
     require(
         not others,
-        f"data.mixture has the source {''.join(others[:1])} beside preferences, whose losses differ. Use preferences "
+        f"data.mixture={list(data.mixture)} has another source beside preferences, whose loss differs. Use preferences "
         f"alone; preference.nll_weight also learns the chosen completions.",
     )
     require(
