@@ -143,7 +143,7 @@ def _common(groups: Sequence[Group]) -> dict[str, list[Key]]:
 def _others(common: dict[str, list[Key]]) -> Iterator[str]:
     """Yields a line that names the groups without a much used key, if there are any."""
     if rest := [name for name, keys in common.items() if not keys]:
-        yield f"other groups: {', '.join(rest)}"
+        yield f"more groups: {', '.join(rest)}"
 
 
 def _described(groups: Sequence[Group], width: int) -> Iterator[str]:
