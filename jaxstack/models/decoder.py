@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack import kernels
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import DataConfig, ModelConfig, RopeScaling
 from jaxstack.models import layers
 from jaxstack.models.batches import BatchArray, BatchSpec
@@ -201,12 +201,17 @@ def sum_over_vocabulary(
             chunk=ctx.ops.loss_chunk,
         )
 
+    arguments = head_part(cfg, params), hidden, *arrays
+    rows = [("batch", "sequence")] * (len(arguments) - 1)
+    total: jax.Array = ctx.sum_region(work, arguments, (head_part(cfg, spec(cfg)), *rows))
+    return total
+
+
+def head_part(cfg: ModelConfig, tree: PyTree) -> PyTree:
+    """Returns what `head` reads, of the parameters or of their declarations."""
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
-    declared = {group: {name: spec(cfg)[group][name]}}
-    arguments = {group: {name: params[group][name]}}, hidden, *arrays
-    total: jax.Array = ctx.sum_region(work, arguments, (declared, *[("batch", "sequence")] * (len(arguments) - 1)))
-    return total
+    return {group: {name: tree[group][name]}}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

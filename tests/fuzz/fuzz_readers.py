@@ -19,6 +19,7 @@ from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import binary, chat, images, tokenizers, tokens
 from jaxstack.data.chat import JinjaTemplate, PlainTemplate
 from jaxstack.data.conversations import read_conversations
+from jaxstack.data.preferences import read_preferences
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxstack.data.translations import read_translations
 from jaxstack.hf import configs, peft
@@ -72,6 +73,11 @@ def flags(content: bytes, folder: Path) -> object:
 @reader()
 def conversations(content: bytes, folder: Path) -> object:
     return [*read_conversations(str(write(folder / "chat.jsonl", content)))]
+
+
+@reader()
+def preferences(content: bytes, folder: Path) -> object:
+    return [*read_preferences(str(write(folder / "pairs.jsonl", content)))]
 
 
 @reader()
