@@ -74,7 +74,7 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         ahead = CompileAhead(
-            cfg.data, families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
+            cfg.data, families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
         ).__enter__()
         step = ahead.wrap(jit_train_step(cfg, ctx, abstract), abstract, cfg.data.lengths)
         steps[name] = (

@@ -76,7 +76,7 @@ def make_steps(setup: "Setup") -> Steps:
     """
     import jax
 
-    from jaxstack.training.assemble import jit_train_step, make_eval_step
+    from jaxstack.training.assemble import jit_train_step, make_eval_step, objective_of
 
     cfg = setup.cfg
     make: Callable[..., Any] = jit_train_step
@@ -86,7 +86,9 @@ def make_steps(setup: "Setup") -> Steps:
         make = make_eager_step
     watching = None if setup.watched is None else make(cfg, setup.ctx, setup.abstract, setup.watched)
     train = make(cfg, setup.ctx, setup.abstract)
-    return Steps(train, watching, jax.jit(make_eval_step(cfg.model, setup.ctx, cfg.train.grad_accum)))
+    objective = objective_of(cfg.model, cfg.learned_preference)
+    evaluate = make_eval_step(cfg.model, setup.ctx, cfg.train.grad_accum, objective)
+    return Steps(train, watching, jax.jit(evaluate))
 
 
 def open_mesh(cfg: Config, searched: Collection[str]) -> Config:

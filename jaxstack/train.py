@@ -14,7 +14,10 @@ from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 if TYPE_CHECKING:
+    from jaxstack.common.tree import Batch
+    from jaxstack.models.params import Params
     from jaxstack.tracking.step_log import LoopState
+    from jaxstack.training.losses import EvalSums
     from jaxstack.training.services.run import Run
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import TrainState
@@ -100,7 +103,7 @@ def train(setup: "Setup", changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
     from jaxstack.data.loader import DataLoader
     from jaxstack.generate import pictures
-    from jaxstack.training.services.init_from import open_teacher
+    from jaxstack.training.services.init_from import open_reference, open_teacher
     from jaxstack.training.services.run import Run
     from jaxstack.training.state import averaged_params
 
@@ -111,6 +114,7 @@ def train(setup: "Setup", changes: list[str]) -> None:
     # A batch is a function of seed and index, so no reader has a state.
     loader = DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch))
     teach = open_teacher(cfg, dataset.tokenizer, setup.mesh)
+    refer = open_reference(cfg, dataset.tokenizer, setup.mesh, ctx)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
     grid = pictures.make_grid(cfg.model, cfg.sample, cfg.run.seed, cfg.data.target_length, dataset, ctx)
@@ -121,14 +125,18 @@ def train(setup: "Setup", changes: list[str]) -> None:
         lengths = loader.lengths(loop.batch, loop.batch + cfg.train.steps - loop.step)
         train_step = run.ahead.wrap(steps.train, setup.abstract, lengths, teach)
         evaluated = averaged_params(cfg.model, setup.abstract)
-        eval_step = run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths)
+        evaluate_batch = run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths)
+
+        def eval_step(params: "Params", batch: "Batch") -> "EvalSums":
+            return evaluate_batch(params, refer(params, batch))
+
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
 
         # ---- training loop
         while loop.step < cfg.train.steps:
-            batch = teach(loader.to_devices(run.next_batch(batches)))
+            batch = refer(state.params, teach(loader.to_devices(run.next_batch(batches))))
             loop = loop.advance()
             step = steps.choose(loop.step, cfg.debug.watch_every, train_step)
             state, metrics = run.profiler.run_step(loop.step, step, state, batch)

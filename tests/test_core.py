@@ -39,6 +39,7 @@ CONFIG = 58
 
 WORDS = re.compile(
     r"moe|expert|lora|adapter|qat|watch|teacher|distill|noise_scale|placement|cross_attention|gate_ids|width_ratio|token_types"
+    r"|preference|\brl\b"
 )
 """Words of features: of models with experts, of adapters, of quantisation-aware training, and so on."""
 

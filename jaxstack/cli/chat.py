@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
@@ -101,7 +102,7 @@ def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | No
       cfg: the data of the run.
     """
     saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
-    trained = any(one.source == "chat" for one in cfg.single_sources())
+    trained = any(one.source in TEMPLATED for one in cfg.single_sources())
     return chat.template_for(tokenizer) if saved or trained else None
 
 

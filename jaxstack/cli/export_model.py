@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
     from jaxstack.models.params import Params
 
 
+OWN_TOKENIZER_CLASS = {"qwen2"}
+"""Families for which `AutoTokenizer` of transformers 5 takes a class of its own, whatever class the folder names."""
+
+
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
@@ -82,8 +86,7 @@ def main(args: Namespace) -> None:
         original = originals.find(run)
         preferred = None if original is None else originals.family(original)
         family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, ids, preferred=preferred)
-        if original is not None:
-            originals.restore(original, tokenizer, made)
+        as_imported = original is not None and originals.restore(original, tokenizer, made)
         if args.push is not None:
             _write_card(made, run, args.push, f"A {family} model", args.dtype)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
@@ -91,6 +94,9 @@ def main(args: Namespace) -> None:
         print(f"The heads of model.sentences.tasks={left_out} are left out: no Hugging Face model has them.")
     if not (folder / "tokenizer.json").is_file():
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
+    elif family in OWN_TOKENIZER_CLASS and not as_imported:
+        how = f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})"
+        print(f"Load its tokenizer with {how}: AutoTokenizer splits texts as {family} does.")
     if args.push is not None:
         print(f"sent it to {hub.push(folder, args.push)}")
 
@@ -130,11 +136,13 @@ def write_tokenizer(saved: "JsonObject", folder: Path, model: ModelConfig, keys:
     tokenizer = data.tokenizer_from_json(saved)
     content = data.to_tokenizer_json(saved)
     if content is not None:
+        # Without this class, transformers takes the one of the model's family, which may split texts in another way.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        names = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+        if tokenizer.eos_id in names:
+            settings["eos_token"] = names[tokenizer.eos_id]
         (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), "utf-8")
-    if content is not None and saved["kind"] != "hf":
-        names = {} if tokenizer.eos_id is None else {"eos_token": content["added_tokens"][0]["content"]}
-        names["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (folder / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False) + "\n", "utf-8")
     if "chat" in saved:
         (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
     special = ids_of(keys, tokenizer) if model.family == "encoder_decoder" else None

@@ -18,9 +18,9 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.errors import Exit
-from jaxstack.config import Config, ConfigError, MeshConfig
+from jaxstack.config import Config, ConfigError, MeshConfig, RunConfig
 from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
-from jaxstack.config.reading.parse import Parser, parse_config
+from jaxstack.config.reading.parse import Parser, parse_config, user_path
 from jaxstack.tracking.jsonl import is_step, read_lines
 
 MAX_WAIT_S = 300
@@ -46,6 +46,13 @@ def add_arguments(parser: Parser) -> None:
         action="store_true",
         help="restart on the remaining devices, with smaller mesh.data and mesh.fsdp, if some are lost",
     )
+    parser.add_argument(
+        "--run_dir",
+        metavar="DIR",
+        type=user_path,
+        default=None,
+        help="the run.dir of a command that is not `jaxstack train`, such as a script of your own",
+    )
     parser.add_argument("command", metavar="COMMAND", type=str, nargs="*", help="training command, after --")
 
 
@@ -60,7 +67,14 @@ def main(args: Namespace) -> None:
     command = args.command
     if not command:
         raise ConfigError("the command is missing. Write it after --, such as -- jaxstack train --run.dir=runs/first.")
-    cfg = training_config(command)
+    if args.run_dir is None:
+        cfg = training_config(command)
+    elif args.shrink:
+        raise ConfigError(
+            "--shrink changes the mesh of `jaxstack train`, but --run_dir is for other commands. Leave it out."
+        )
+    else:
+        cfg = Config(run=RunConfig(dir=args.run_dir))
     saved = run_dir.checkpoints(Path(cfg.run.dir))
     log = Path(cfg.run.dir, "metrics.jsonl")
     supervisor = Supervisor(
@@ -86,7 +100,10 @@ def training_config(command: Sequence[str]) -> Config:
     for i, word in enumerate(command):
         if Path(word).name == "train.py" or (word == "train" and Path(command[i - 1]).name in ("jaxstack", "--")):
             return parse_config(command[i + 1 :])
-    raise ConfigError(f"the command `{' '.join(command)}` does not train. Use `jaxstack train` or `python train.py`.")
+    raise ConfigError(
+        f"the command `{' '.join(command)}` does not train: it is not `jaxstack train` or `python train.py`. If it is "
+        f"your own script, name its run.dir with --run_dir=DIR."
+    )
 
 
 def start(command: Sequence[str], mesh: MeshConfig, batch: int, shrink: bool) -> subprocess.Popen[bytes]:

@@ -56,7 +56,8 @@ class HeldOut:
         self.name = source.name
         self.share = share
         self._tokenizer = tokenizer
-        self._reads_text = model.family == "decoder"
+        of_pairs = any(one.source == "preferences" for one in keys.single_sources())
+        self._reads_text = model.family == "decoder" and not of_pairs
         if isinstance(source.eval, Images):
             reader = picture_reader(model, source.eval, keys.batch_size)
             self.local_batches = [*reader.batches(rows[0], steps)]

@@ -38,6 +38,7 @@ from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL
 from jaxstack.models.params import Param, Params, Spec, flat_spec
 from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.rope import rope_tables
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -158,7 +159,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     inputs = LayerInputs(
         encoder=text,
         positions=ctx.layout.slice_for_sequence_parallel(positions),
-        rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
+        rope=rope_tables(cfg, positions) if cfg.positions == "rope" else None,
         segment_ids=None if text is None else (gate_ids >= 0).astype(jnp.int32),  # all patches see the text, segment 1
     )
     return inputs.adding(

@@ -167,6 +167,7 @@ def run_layers(
     for i, layer in enumerate(params):
         mask = stack.masks[i]
         rope = inputs.rope_local if mask.window and inputs.rope_local is not None else inputs.rope
+        rope = rope if stack.rotates[i % len(stack.rotates)] else None
         earlier = {**cache[i], "distance": inputs.distance[i]} if cache else cache
         before = h
         with layer_scope(i, period):
@@ -203,6 +204,7 @@ class Stack:
       stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
       prepare: changes gathered parameters before the layer reads them.
       plain: whether features of the model leave the layers as they are.
+      rotates: whether each layer of a step rotates queries and keys; the tuple repeats.
     """
 
     depth: int
@@ -219,6 +221,7 @@ class Stack:
     stored: frozenset[str] = frozenset()
     prepare: Callable[[Params], Params] = lambda params: params
     plain: bool = False
+    rotates: tuple[bool, ...] = (True,)
 
     @property
     def period(self) -> int:

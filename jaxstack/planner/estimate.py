@@ -50,7 +50,7 @@ def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
 def abstract_batch(job: Job) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
     return batches.abstract_batch(
-        families.of(job.model).batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch)
+        families.batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch)
     )
 
 

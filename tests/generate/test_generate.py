@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import scipy
 import test_meshes
-from families import EXPERTS, FAMILIES
+from families import EXPERTS, FAMILIES, NEAR
 
 from jaxstack import families
 from jaxstack.checkpoint import run_dir as rundir
@@ -52,13 +52,14 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training.services import init_from
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
-MODELS = FAMILIES | EXPERTS
+MODELS = FAMILIES | NEAR | EXPERTS
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 UNROLLED = Context(ops=Ops(decode="unrolled"))
 QUICK = [("gpt2", "scan"), ("gemma2", "unrolled"), ("deepseek", "scan"), ("capacity", "unrolled")]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
+SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
 """One form for each model. The streams below have the other one."""
 
 

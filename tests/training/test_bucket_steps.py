@@ -151,9 +151,7 @@ def test_in_bfloat16_a_batch_is_near_each_document_alone_in_float32(rng):
 
 def ahead_of(cfg: Config, ctx: Context) -> CompileAhead:
     """Builds what compiles the steps of a run ahead."""
-    return CompileAhead(
-        cfg.data, families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
-    )
+    return CompileAhead(cfg.data, families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
 
 
 def toy(cfg: Config, step, lengths) -> tuple[CompileAhead, Any, list[dict[str, np.ndarray]]]:

@@ -86,7 +86,7 @@ def draw(rng, shape):
 
 def names_of(cfg):
     """Returns the names that the model of a run has."""
-    return watch.all_names(cfg.model, families.of(cfg.model).batch_spec(cfg.model, cfg.data), cfg.train.dtype)
+    return watch.all_names(cfg.model, families.batch_spec(cfg.model, cfg.data), cfg.train.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -160,7 +160,7 @@ def watched_of(model: ModelConfig, patterns: Sequence[str], keys: DataConfig, dt
     """
     if not patterns:
         return None
-    names = all_names(model, families.of(model).batch_spec(model, keys), dtype)
+    names = all_names(model, families.batch_spec(model, keys), dtype)
     found: set[str] = set()
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)

@@ -98,7 +98,7 @@ class Run:
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(
             cfg.data,
-            families.of(cfg.model).batch_spec(cfg.model, cfg.data),
+            families.batch_spec(cfg.model, cfg.data),
             ctx.layout.sharding(ctx.layout.batch),
             active=not cfg.debug.eager,
         )
@@ -369,7 +369,7 @@ class Run:
                 self.console,
             )
         messages.print_samples(self.console, self._directory / "samples.txt", samples)
-        plot_loss(self._log.records, self._directory / "loss.png", baseline, cfg.model.objective.unit)
+        plot_loss(self._log.records, self._directory / "loss.png", baseline, cfg.objective.unit)
         end = {"step": cfg.train.steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()}
         self._log.write(end)
         messages.print_end(self.console, self._directory)
