@@ -4,11 +4,13 @@ Where the target's compiler is installed, the step is compiled, and the formula 
 estimates by formula. It takes the configuration of `jaxstack train`.
 """
 
+import math
 import os
 import time
 
 from jsonargparse import Namespace
 
+from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, resolve
 from jaxstack.config.reading.parse import Parser
 
@@ -44,11 +46,15 @@ def main(args: Namespace) -> None:
     cfg = resolve_for_target(args)
 
     from jaxstack.planner import aot, memory
+    from jaxstack.planner.job import Job
 
     reason = "--formula is set." if args.formula else aot.obstacle(args.target)
     if reason:
         print(f"estimated by formula for {args.target}; nothing was compiled: {reason}")
-        print(memory.plan(cfg, args.target))
+        name, topology = aot.parse_target(args.target)
+        chip = CHIPS[name]
+        ctx = memory.context(cfg, math.prod(topology) * chip.devices, chip.platform)
+        print(memory.plan(Job(cfg, ctx), name))
         return
     begin = time.perf_counter()
     report = aot.compile(cfg, args.target)

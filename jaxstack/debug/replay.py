@@ -143,7 +143,8 @@ def explain_step(again: Replay, step: int, out: Path) -> Iterator[str]:
         return
     finding = again.explain(state, batch)
     if finding is None:
-        lines = [*explain_update(again.cfg, again.context, state, batch)]
+        gradients = make_gradients(again.cfg, again.context)
+        lines = [*explain_update(Recipe.of(again.cfg), gradients, again.context, state, batch)]
         yield from lines or ["result   loss and gradients are finite here, and so is the update"]
         return
     yield from describe(finding, RunGuide(again.cfg.model, again.cfg.train.grad_accum, again.context.layout.pipeline))

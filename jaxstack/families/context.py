@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack import families
-from jaxstack.config import Config, KernelsConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.checks.buckets import require_lengths
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
@@ -37,28 +37,32 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     if platform is None and device is not None:
         platform = implementation.platform_of(device)
-    layout = make_layout(cfg, mesh, platform)
+    pipeline = pipeline_program(cfg.model, cfg.pipeline, cfg.data.batch_size, cfg.train.grad_accum, mesh, platform)
+    require_lengths(cfg, replace(cfg.mesh, **mesh.shape), 1 if pipeline is None else pipeline.schedule.microbatches)
+    layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
     ops = make_ops(cfg.model, cfg.kernels, cfg.train, cfg.has_segments, layout, platform, device)
     return Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
 
 
-def make_layout(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None) -> Layout:
-    """Builds the layout of a run on a mesh. The platform decides whether a pipeline's loops have static trip counts.
+def make_layout(
+    keys: MeshConfig, mesh: Mesh | AbstractMesh, pipeline: Program | None, gather: str, reduce_dtype: jnp.dtype
+) -> Layout:
+    """Builds the layout of a run on a mesh.
 
-    Raises:
-      ConfigError: a pipeline or buckets that do not fit model, batch or mesh.
+    Args:
+      keys: of the mesh: its rules and who inserts collectives.
+      pipeline: the program of the stages, if there are several.
+      gather: when stages gather weights, `pipeline.gather`.
+      reduce_dtype: dtype in which gradients are summed over devices.
     """
-    pipeline = pipeline_program(cfg.model, cfg.pipeline, cfg.data.batch_size, cfg.train.grad_accum, mesh, platform)
-    microbatches = 1 if pipeline is None else pipeline.schedule.microbatches
-    require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
     return Layout(
         mesh=mesh,  # type: ignore[arg-type]
         pipeline=pipeline,
-        rules=transformer(cfg.mesh),
-        partitioner=cfg.mesh.partitioner if mesh.size > 1 else "manual",
-        gather=cfg.pipeline.gather if mesh.shape["pipe"] > 1 else "once",
-        context_method=cfg.mesh.context_method,
-        reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
+        rules=transformer(keys),
+        partitioner=keys.partitioner if mesh.size > 1 else "manual",
+        gather=gather if mesh.shape["pipe"] > 1 else "once",  # type: ignore[arg-type]
+        context_method=keys.context_method,
+        reduce_dtype=reduce_dtype,
     )
 
 

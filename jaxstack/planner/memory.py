@@ -19,7 +19,7 @@ from jaxstack.config import Config, ConfigError, with_values
 from jaxstack.families.context import make_context
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, hlo
+from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh
@@ -142,21 +142,17 @@ def need_of(job: Job, state: TrainState, platform: str) -> Need:
     return Need(parts, platform, not has_formulas(job.model))
 
 
-def plan(cfg: Config, target: str) -> str:
-    """Returns a report for a target without compiling: memory by purpose, whether it fits, and bytes sent.
+def plan(job: Job, name: str) -> str:
+    """Returns a report for chips without compiling: memory by purpose, whether it fits, and bytes sent.
 
     Args:
-      cfg: the resolved configuration.
-      target: chip and topology, see `aot.parse_target`.
-
-    Raises:
-      ConfigError: the target is unknown, or the configuration does not fit it.
+      job: the step, on a mesh of these chips.
+      name: of the chip in `CHIPS`.
     """
-    name, topology = aot.parse_target(target)
+    assert job.ctx.layout.mesh is not None
     chip = CHIPS[name]
-    count = math.prod(topology) * CHIPS[name].devices
-    job = Job(cfg, context(cfg, count, chip.platform))
-    found = need_of(job, abstract_state(Recipe.of(cfg), job.ctx), chip.platform)
+    count = job.ctx.layout.mesh.size
+    found = need_of(job, abstract_state(Recipe.of(job.cfg), job.ctx), chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -170,10 +166,10 @@ def plan(cfg: Config, target: str) -> str:
         size = 0.75 * chip.hbm_bytes / GIB
         more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
         lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
-    if cfg.train.dtype not in chip.flops and cfg.train.dtype == "bfloat16":
+    if job.train.dtype not in chip.flops and job.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
-        lines += ["", Savings(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
+        lines += ["", Savings(job.cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
     if traffic := list(estimate.traffic(job)):
         lines += ["", hlo.format_traffic(None, traffic)]
     return "\n".join(lines)
