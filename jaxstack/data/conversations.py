@@ -16,7 +16,7 @@ and 1 are obeyed, and others are refused.
 
 import codecs
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -136,7 +136,7 @@ def _shape(value: Any) -> str:
     )
 
 
-def refuse_unsupported(value: dict[str, Any]) -> None:
+def refuse_unsupported(value: Mapping[str, object]) -> None:
     """Raises a ConfigError if an object has a key that would change the conversation."""
     if changes := [key for key in _UNSUPPORTED_KEYS if value.get(key)]:
         raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")

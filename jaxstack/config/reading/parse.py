@@ -5,6 +5,7 @@ here. Every mistake raises `ConfigError`.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import functools
@@ -152,9 +153,14 @@ class Parser(ArgumentParser):
           kinds: type of every key.
         """
         if self._has_config:
-            for action in self._actions:  # who asks for help need not give them
-                action.required = action.required and bool(action.option_strings)
-            values, _, words = self._values(argv, kinds)
+            positionals = [action for action in self._actions if action.required and not action.option_strings]
+            for action in positionals:  # who asks for help need not give them
+                action.required = False
+            try:
+                values, _, words = self._values(argv, kinds)
+            finally:
+                for action in positionals:
+                    action.required = True
         else:
             values = self.get_defaults()
             words = []
@@ -169,11 +175,12 @@ class Parser(ArgumentParser):
         flags = ["the flags given"] if any(word.startswith("--") for word in words) else []
         files = _split_config(argv)[0] or [name for name in [self._default_config] if name]
         source = "the values of " + " and ".join([*files, *flags]) if files or flags else "their defaults"
-        self._action_groups = [g for g in self._action_groups if not {*g._group_actions} & {*sections}]
+        brief = copy.copy(self)
+        brief._action_groups = [g for g in self._action_groups if not {*g._group_actions} & {*sections}]
         return "\n\n".join(
             key_help.topic(topic, [*groups.values()], self._names())
             if topic
-            else key_help.short(self.format_help(), [*groups.values()], source, self._command)
+            else key_help.short(brief.format_help(), [*groups.values()], source, self._command)
             for topic in topics
         )
 
