@@ -39,6 +39,7 @@ def kind(why: str) -> str:
     places = re.findall(r"jaxstack/(\S+\.py)\", line (\d+)", why)
     errors = re.findall(r"^(\w[\w.]*(?:Error|Exception|Warning|Interrupt)\b.{0,80})", why, re.MULTILINE)
     error = errors[-1] if errors else why.strip().splitlines()[0][:120]
+    error = re.sub(r"\S*/jaxstack-fuzz-\w+/", "", error)  # the folder of a try has another name each time
     place = ":".join(places[-1]) if places else "?"
     return f"{re.sub(r'[0-9]+|0x[0-9a-f]+', 'N', error)} at {place}"
 

@@ -256,8 +256,8 @@ def read_header(path: str | Path) -> TokenFileHeader:
         raise ConfigError(f"{file} has sha256={str(header.sha256)[:60]}, which are not hashes. Build the file again.")
     if header.version != _VERSION or header.dtype not in ("uint16", "uint32"):
         raise ConfigError(
-            f"{file} has format version {header.version} and dtype {header.dtype}, but version {_VERSION} with uint16 "
-            f"or uint32 is required. Build the file again."
+            f"{file} has format version {str(header.version)[:40]} and dtype {str(header.dtype)[:40]}, but version "
+            f"{_VERSION} with uint16 or uint32 is required. Build the file again."
         )
     numbers = (header.count, header.documents, header.vocab_size)
     if not all(type(n) is int and 0 < n < 1 << 63 for n in numbers):

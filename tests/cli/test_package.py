@@ -123,6 +123,15 @@ def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, capsys):
         assert word in err
 
 
+@pytest.mark.parametrize(
+    ("file", "advice"), [("config.yaml", "use --run.dir="), ("config.json", "make a run of it: `jaxstack import ")]
+)
+def test_a_folder_in_place_of_a_flag(tmp_path, file, advice):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"unknown argument {tmp_path}\. .*{advice}{tmp_path}"):
+        parse.parse_config([str(tmp_path)])
+
+
 @pytest.mark.parametrize("tag", ["!!python/name:os.system", "!mine 3"])
 def test_a_tag_without_a_value_is_named_with_its_file(tmp_path, tag):
     (tmp_path / "a.yaml").write_text(f"model:\n  num_layers: {tag}\n")

@@ -151,6 +151,8 @@ def test_changed_after_it_was_built(file, monkeypatch):
     ("values", "message"),
     [
         ({"version": 9}, "has format version 9"),
+        ({"dtype": [0] * 5000}, r"dtype \[0, 0, [0, ]{20,34}, but version 1"),
+        ({"version": [0] * 5000}, r"version \[0, 0, [0, ]{20,34} and dtype"),
         ({"dtype": "float64"}, "dtype float64"),
         ({"count": -1}, r"declares count, documents, vocab_size = \(-1,"),
         ({"documents": 4}, "does not hold 4 ascending document starts"),

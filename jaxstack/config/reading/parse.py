@@ -195,6 +195,11 @@ class Parser(ArgumentParser):
                 continue
             value = value if equals else following
             if os.path.isfile(value):
+                if key == "data" and Path(value).suffix not in (".yaml", ".yml"):
+                    raise ConfigError(
+                        f"--data={value} is not a YAML file of the group data. For a text, use --data.source=path "
+                        f"--data.path={value}."
+                    )
                 yaml_check.check_file(Path(value), kinds, key)
             elif value.lstrip().startswith("{"):
                 yaml_check.check_text(value, f"--{key}", kinds, key)
