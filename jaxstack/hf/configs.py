@@ -376,6 +376,7 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
         keys.take("max_window_layers", None)
         if types is None:
             keys.expect("use_sliding_window", False)
+            size = None
         elif not keys.take("use_sliding_window", False):
             size = None
     if size is not None and (type(size) is not int or size < 1):

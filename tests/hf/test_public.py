@@ -144,7 +144,7 @@ SIZES = {
     "vocab_size", "hidden_size", "n_embd", "d_model", "d_kv", "d_ff", "intermediate_size", "moe_intermediate_size",
     "num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head", "num_heads",
     "max_position_embeddings", "n_positions", "num_experts", "num_local_experts", "num_sparse_encoder_layers",
-    "num_sparse_decoder_layers", "tie_word_embeddings", "rope_theta", "model_type",
+    "num_sparse_decoder_layers", "shared_expert_intermediate_size", "tie_word_embeddings", "rope_theta", "model_type",
 }  # fmt: skip
 """Keys without which a file may be refused, because it is damaged rather than old."""
 

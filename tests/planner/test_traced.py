@@ -250,7 +250,6 @@ def test_the_trace_of_today_is_within_the_bounds_of_committed_programs(case):
         ("dit", {"tensor": 2, "fsdp": 2, "accum": 2}),
         ("coca", {"fsdp": 4, "remat": "full"}),
         ("olmo2", {"fsdp": 2, "tensor": 2, "remat": "selective"}),
-        ("cohere2", {"data": 2, "tensor": 2, "remat": "selective"}),
         ("branches", {"pipe": 2, "fsdp": 2, "micro": 4, "remat": "full"}),
     ],
 )
