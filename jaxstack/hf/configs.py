@@ -107,7 +107,7 @@ def from_json(where: str, values: object) -> Description:
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
     ours |= _switches(keys, family, ours)
     if family.rope:
-        ours |= _rope(keys, family)
+        ours |= _rope(keys, family, ours.get("max_positions"))
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
     ours |= _layers(keys, family, ours)
@@ -265,10 +265,11 @@ def _number_of(keys: Keys, key: str, value: Any) -> float:
     return float(value)
 
 
-def _rope(keys: Keys, family: Family) -> dict[str, Any]:
+def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, Any]:
     """Returns the fields of rotary position embeddings.
 
-    Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`.
+    Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`. A file
+    without the original context has `max_positions`, as in `transformers`.
     """
     both = {key: keys.take(key, None) for key in ("rope_parameters", "rope_scaling")}
     written = {key: value for key, value in both.items() if value is not None}
@@ -301,7 +302,7 @@ def _rope(keys: Keys, family: Family) -> dict[str, Any]:
     elif kind != "default":
         raise rope.error("rope_type", kind, "Use default, linear, llama3 or yarn")
     if kind in ("llama3", "yarn"):
-        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings"))
+        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings", max_positions))
     rope.require_empty()
     return ours | {"rope_scaling": scaling and scaling | {"kind": kind}}
 
