@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import record
+from picture_distances import frechet_distance, nearest_distances, to_unit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from jaxstack import families
@@ -87,16 +88,16 @@ def loss_by_time(run: Any, pictures: Any, parts: int = 20) -> list[float]:
 def bootstrap(drawn: np.ndarray, held_out: np.ndarray, samples: int = 50) -> np.ndarray:
     """Returns the Frechet distance of bootstrap samples of the drawn pictures [N, D], the same ones for equal N."""
     rng, count = np.random.default_rng(0), len(drawn)
-    found = [images.frechet_distance(drawn[rng.integers(count, size=count)], held_out) for _ in range(samples)]
+    found = [frechet_distance(drawn[rng.integers(count, size=count)], held_out) for _ in range(samples)]
     return np.array(found)
 
 
 def judge(drawn: np.ndarray, train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
     """Returns the distances of pictures [N, D] from the training pictures and from the held-out ones."""
-    near = images.nearest_distances(drawn, train)
+    near = nearest_distances(drawn, train)
     return {
-        "frechet_held_out": round(images.frechet_distance(drawn, held_out), 4),
-        "frechet_train": round(images.frechet_distance(drawn, train), 4),
+        "frechet_held_out": round(frechet_distance(drawn, held_out), 4),
+        "frechet_train": round(frechet_distance(drawn, train), 4),
         "nearest_median": round(float(np.median(near)), 3),
         "nearest_least": round(float(near.min()), 3),
     }
@@ -111,9 +112,9 @@ def baselines(train: np.ndarray, classes: np.ndarray, held_out: np.ndarray, coun
         own = train[classes == label]
         draws = rng.multivariate_normal(own.mean(0), np.cov(own, rowvar=False), int((chosen == label).sum()))
         each[chosen == label] = draws
-    near = images.nearest_distances(held_out, train)
+    near = nearest_distances(held_out, train)
     return {
-        "train": {"frechet_held_out": round(images.frechet_distance(train, held_out), 4)},
+        "train": {"frechet_held_out": round(frechet_distance(train, held_out), 4)},
         "one_normal": judge(one.clip(0, 1), train, held_out),
         "normal_per_class": judge(each.clip(0, 1), train, held_out),
         "held_out": {"nearest_median": round(float(np.median(near)), 3), "nearest_least": round(float(near.min()), 3)},
@@ -144,7 +145,7 @@ def main() -> None:
     from jaxstack.data import load
 
     dataset = load(DataConfig(source="digits", eval_fraction=0.2))
-    known, held_out = (images.to_unit(part.pixels) for part in (dataset.train, dataset.eval))
+    known, held_out = (to_unit(part.pixels) for part in (dataset.train, dataset.eval))
     result: dict[str, Any] = {
         "steps": given.steps,
         "pictures": given.pictures,
@@ -173,7 +174,7 @@ def main() -> None:
                     flags += [f"--run.init_from={first}", f"--run.seed={seed + 100}"]  # other batches
                 spent = {} if folder.exists() else train(folder, *flags, *lasting(steps))
                 run = jaxstack.load(folder)
-                drawn = images.to_unit(run.draw([str(i) for i in ids], seed=0))
+                drawn = to_unit(run.draw([str(i) for i in ids], seed=0))
                 by_time = loss_by_time(run, dataset.eval)
             distances[kind] = bootstrap(drawn, held_out)
             case = {"seed": seed, "kind": kind, **spent, **judge(drawn, known, held_out)}

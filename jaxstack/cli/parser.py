@@ -5,6 +5,7 @@ their values. Only the module of the command in use is imported, and neither it 
 """
 
 import difflib
+import functools
 import importlib
 import os
 import sys
@@ -200,6 +201,7 @@ def read_arguments(words: Sequence[str]) -> "Namespace":
     return parser_of(name).read(list(words[len(name.split()) :]))
 
 
+@functools.cache  # reading the docstring of every key takes half a second
 def parser_of(name: str, program: str | None = None) -> "Parser":
     """Returns the parser of a command's arguments.
 

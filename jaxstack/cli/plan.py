@@ -16,14 +16,19 @@ BYTES = 256
 """Size of the vocabulary of `data.tokenizer=bytes`."""
 
 
-def add_arguments(parser: Parser) -> None:
-    """Declares the arguments."""
+def add_chips(parser: Parser) -> None:
+    """Declares the chips that a command plans for."""
     parser.add_argument(
         "--target",
         type=str,
-        help="chip and number or topology of chips, such as a100:8, v5e:4x4 or h100:1x8x8 (required)",
+        help="chip and number or topology of chips, such as a100:8, v5e:4x4, or h100:8x8 for 8 hosts of 8 (required)",
         metavar="CHIP:TOPOLOGY",
     )
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    add_chips(parser)
     parser.add_argument(
         "--formula", action="store_true", help="estimate by formula, even where the step could be compiled"
     )
@@ -36,7 +41,7 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown, or the configuration does not fit it.
     """
-    cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or v5e:4x4")
+    cfg = resolve_for_target(args)
 
     from jaxstack.planner import aot, memory
 
@@ -51,13 +56,14 @@ def main(args: Namespace) -> None:
     print(report)
 
 
-def resolve_for_target(args: Namespace, such: str) -> Config:
+def resolve_for_target(
+    args: Namespace, such: str = "a chip and a topology, such as --target a100:8 or h100:8x8"
+) -> Config:
     """Returns the resolved configuration of a command that plans for chips which are not here.
 
     JAX must not be imported before: it will see the CPU alone.
 
     Args:
-      args: values of the command line.
       such: what to name with `--target`.
 
     Raises:

@@ -9,7 +9,7 @@ class Term(NamedTuple):
     Attributes:
       name: of the sum among those that the family's `loss` returns.
       weights: name of the array of a batch that has the weight of each token [B, S].
-      scale: factor of the mean in the objective, above 0.
+      scale: factor of the mean in the objective. With 0 the mean is only logged, under its own name.
     """
 
     name: str = "loss"

@@ -165,7 +165,6 @@ def route(cfg: ModelConfig, params: Params, x: jax.Array, gate_ids: jax.Array | 
     """Chooses the experts of tokens [T, D].
 
     Args:
-      cfg: the model.
       params: the group `moe` of a layer.
       x: [T, D].
       gate_ids: domain or timestep of each token [T], for hard gates.

@@ -41,7 +41,6 @@ class Enter(Protocol):
           params: all parameters of the model; the stack's layers are not read.
           x: residual stream after the last layer of the stack before.
           side: the side inputs of that stack.
-          inputs: from `make_layer_inputs`.
         """
 
 
@@ -66,7 +65,6 @@ class StackStep(Protocol):
           params: parameters of each layer of the step, as they are stored.
           x: residual stream [B, S/n, D].
           index: index of the step.
-          inputs: from `make_layer_inputs`.
           cache: for each layer of the step, keys and values of earlier tokens, see `layers.attention`. `None` means
             no cache; an empty one means that rows begin here.
         """
@@ -355,7 +353,6 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
     """Returns `f` with the recomputation that `ctx.remat` asks for.
 
     Args:
-      ctx: execution context.
       f: a layer, or several.
       in_loop: whether the result is called in a loop. The loop keeps XLA from merging the recomputation with the first
         pass; otherwise barriers must.
@@ -410,7 +407,6 @@ def scan_stack(
     Args:
       steps: parameters of the stack in the compute dtype, from `split_steps`.
       x: residual stream [B, S/n, D].
-      inputs: from `make_layer_inputs`.
       cache: for each layer of a step, arrays [L/period, ...], see `StackStep`. The period then divides the depth.
     """
 

@@ -43,7 +43,6 @@ def divide_outputs(cfg: ModelConfig, layer: Params, producer: str, factors: jax.
     """Returns a layer in which the outputs of a norm or a matrix are divided by factors.
 
     Args:
-      cfg: the model.
       layer: parameters of one layer.
       producer: key of `shared_inputs`.
       factors: of each output; for a matrix with several output dimensions, of all of them in their order.

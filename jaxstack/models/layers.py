@@ -72,11 +72,9 @@ def linear(
     """Computes the projection `w_<name>`, with its bias `b_<name>` where it is declared.
 
     Args:
-      cfg: the model.
       params: a group of parameters.
       name: of the projection.
       x: input, [..., in].
-      ctx: execution context.
       over: logical axis of the tensor-parallel region. By default the projection leads into the region: each device has
         some of the columns.
       back: the projection leads out of the region: each device has some of the rows, and the result is its share of a
@@ -304,11 +302,9 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
     gathered; tied embeddings are split over the stages by vocabulary as well.
 
     Args:
-      cfg: the model.
       params: the group `embedding`.
       tokens: ids [B, S]. With `jax_debug_nans`, the embedding of an id beyond the vocabulary is NaN.
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
-      ctx: execution context.
     """
     rows, width = table_axes(cfg)
     table, axes = params["tokens"], ctx.layout.axes(rows)

@@ -50,7 +50,6 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
     `step` where the mesh has one device.
 
     Args:
-      ctx: the context of `roofline.context`.
       device: the device that does a device's share of the work.
     """
     sizes = shards.mesh_sizes(job.ctx)
@@ -240,7 +239,7 @@ def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
-    batch = random_batch(families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
+    batch = random_batch(families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
     train_step, optimizer = assemble.jit_train_step(cfg, ctx, abstract), make_optimizer(Recipe.of(cfg))
 
     def run_steps(count: int) -> TrainState:

@@ -108,15 +108,18 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     return Room(f"a device ({kind})", limit, limit, larger=larger)
 
 
-def context(cfg: Config, devices: int, platform: str) -> Context:
+def context(cfg: Config, devices: int | None = None, platform: str | None = None) -> Context:
     """Builds the context of a resolved configuration on devices that this machine need not have.
+
+    Without a number of devices there are as many as the mesh names. Without a platform, every op has its default.
 
     Raises:
       ConfigError: if the configuration does not fit the devices.
     """
     if cfg.pipeline.partition == "auto":  # it is measured where the run begins
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
-    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    count = devices or math.prod(cfg.mesh.known_sizes.values())
+    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, count), platform)
 
 
 def need(cfg: Config, devices: int, platform: str) -> Need:
@@ -152,8 +155,8 @@ def plan(cfg: Config, target: str) -> str:
     name, topology = aot.parse_target(target)
     chip = CHIPS[name]
     count = math.prod(topology) * CHIPS[name].devices
-    found = need(cfg, count, chip.platform)
-    ctx = context(cfg, count, chip.platform)
+    job = Job(cfg, context(cfg, count, chip.platform))
+    found = need_of(job, abstract_state(Recipe.of(cfg), job.ctx), chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -171,16 +174,13 @@ def plan(cfg: Config, target: str) -> str:
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
         lines += ["", Savings(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
-    if traffic := list(estimate.traffic(Job(cfg, ctx))):
+    if traffic := list(estimate.traffic(job)):
         lines += ["", hlo.format_traffic(None, traffic)]
     return "\n".join(lines)
 
 
 def check(job: Job, state: TrainState) -> str | None:
     """Compares a run's need with the memory of its devices, before anything is compiled.
-
-    Args:
-      state: its abstract state.
 
     Returns:
       A warning if the run may not fit, or None. Families without formulas are not compared.

@@ -57,9 +57,7 @@ def test_every_config_builds_abstractly(path):
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
     ctx = make_context(cfg, mesh)
     state = abstract_state(Recipe.of(cfg), ctx)
-    batch = abstract_batch(
-        families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
-    )
+    batch = abstract_batch(families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
     new, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == ()

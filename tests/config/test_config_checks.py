@@ -94,6 +94,7 @@ def mixed(*sources, **changes):
     return {"data.mixture": sources} | ({"data.mixture_changes": new} if new else {})
 
 
+COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
     ({"run.dir": ""}, {"run.dir": "r"}),
     ({"kernels.decode_group": 64}, {"kernels.decode_group": 64, "kernels.decode_weights": "int4"}),
@@ -327,6 +328,22 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"distill.temperature": 0.0}, {"distill.temperature": 0.1}),
     ({"distill.top_tokens": 0}, {"distill.top_tokens": 1}),
     (ENCODER | {"distill.teacher": "RUN"}, ENCODER),
+    ({"preference.beta": 0.2}, COMPLETIONS | {"preference.beta": 0.2}),
+    (COMPLETIONS | {"preference.beta": 0.0}, COMPLETIONS | {"preference.beta": 0.1}),
+    (COMPLETIONS | {"preference.nll_weight": -0.1}, COMPLETIONS | {"preference.nll_weight": 0.0}),
+    (COMPLETIONS | {"preference.label_smoothing": 0.5}, COMPLETIONS | {"preference.label_smoothing": 0.49}),
+    (COMPLETIONS | {"preference.label_smoothing": 0.1, "preference.loss": "ipo"},
+     COMPLETIONS | {"preference.label_smoothing": 0.1, "preference.loss": "robust"}),
+    (COMPLETIONS | {"preference.gamma": 0.1}, COMPLETIONS | {"preference.gamma": 0.1, "preference.loss": "simpo"}),
+    (COMPLETIONS | {"preference.reference": "y", "preference.loss": "orpo"},
+     COMPLETIONS | {"preference.reference": "y"}),
+    (COMPLETIONS | {"run.init_from": None, "preference.loss": "dpo"},
+     COMPLETIONS | {"run.init_from": None, "preference.loss": "orpo"}),
+    (COMPLETIONS | {"distill.teacher": "x"}, COMPLETIONS),
+    (COMPLETIONS | {"data.buckets": "auto"}, COMPLETIONS | {"data.packing": True}),
+    (COMPLETIONS | MOE | {"model.moe.router": "timestep"}, COMPLETIONS | MOE),
+    ({"run.init_from": "x", "data.mixture": (SourceConfig("preferences", "a"), SourceConfig("chat", "b"))},
+     {"run.init_from": "x", "data.mixture": (SourceConfig("preferences", "a"), SourceConfig("preferences", "b"))}),
     (ENCODER | {"train.qat": "int4"}, {"train.qat": "int4"}),
     ({"train.qat": "fp8"}, {"train.qat": "fp8", "train.qat_group": None}),
     ({"train.qat": "nf4", "train.qat_group": 32}, {"train.qat": "nf4"}),

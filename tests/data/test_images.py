@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import picture_distances
 import pytest
 from PIL import Image
 
@@ -135,20 +136,20 @@ def test_the_frechet_distance_of_normal_distributions_is_their_closed_form(rng):
     a, b, shift = np.array([1.0, 2.0, 0.5, 0.0]), np.array([3.0, 1.0, 0.5, 0.0]), np.array([0.3, 0, 0, -1])
     draws = rng.normal(size=(500, 4))
     draws = (draws - draws.mean(0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(draws, rowvar=False))).T
-    found = images.frechet_distance(draws * a @ turn, (draws * b + shift) @ turn)
+    found = picture_distances.frechet_distance(draws * a @ turn, (draws * b + shift) @ turn)
     assert found == pytest.approx(0.09 + 1 + 4 + 1, rel=1e-7)  # roots of rounding errors
-    assert images.frechet_distance(draws, draws) == pytest.approx(0, abs=1e-6)
+    assert picture_distances.frechet_distance(draws, draws) == pytest.approx(0, abs=1e-6)
 
 
 def test_nearest_distances(rng):
     points, others = rng.normal(size=(9, 3)), rng.normal(size=(5, 3))
     wanted = [min(np.linalg.norm(p - o) for o in others) for p in points]
-    np.testing.assert_allclose(images.nearest_distances(points, others), wanted, rtol=1e-7)
+    np.testing.assert_allclose(picture_distances.nearest_distances(points, others), wanted, rtol=1e-7)
 
 
 def test_the_digits_of_scikit_learn():
     pytest.importorskip("sklearn")
     dataset = data.load(DataConfig(source="digits", eval_fraction=0.2))
-    train, held_out = (images.to_unit(part.pixels) for part in (dataset.train, dataset.eval))
+    train, held_out = (picture_distances.to_unit(part.pixels) for part in (dataset.train, dataset.eval))
     assert (len(train), len(held_out)) == (1437, 360)
-    assert images.frechet_distance(train, held_out) == pytest.approx(0.0918, abs=1e-4)
+    assert picture_distances.frechet_distance(train, held_out) == pytest.approx(0.0918, abs=1e-4)

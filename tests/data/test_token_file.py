@@ -47,9 +47,9 @@ def test_round_trip(file, suffix):
 
 def test_is_memory_mapped_and_a_split_copies_nothing(file):
     tokens, _ = data.read_token_file(file)
-    base = tokens.ids.base
-    assert isinstance(getattr(base, "obj", base), mmap.mmap)
-    assert not tokens.ids.flags.writeable
+    ((_, ids),) = tokens.ids.parts
+    assert isinstance(getattr(ids.base, "obj", ids.base), mmap.mmap)
+    assert not ids.flags.writeable
     for part in data.split(tokens, 0.5):
         assert part.ids is tokens.ids
     many = [Document(str(i), "x" * 9) for i in range(20)]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 import test_meshes
 from families import EXPERTS, FAMILIES, NEAR
 
@@ -414,13 +414,15 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
     short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
     nothing = Tokens(np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64), 256)
     dataset = Dataset(ByteTokenizer(), (Source("text", nothing, nothing, "", ""),))
-    assert decode.sample_texts(cfg, values_of(shape), dataset, Context()) == [
+
+    def samples(sample):
+        return decode.sample_texts(shape, sample, 0, cfg.data.seq_len, values_of(shape), dataset, Context())
+
+    assert samples(cfg.sample) == [
         (prompt, decode.decode_text(ByteTokenizer(), row)) for prompt, row in zip(("ab", "c"), short, strict=True)
     ]
     longer = replace(cfg, sample=replace(cfg.sample, tokens=80))
-    for (_, text), beginning in zip(
-        decode.sample_texts(longer, values_of(shape), dataset, Context()), short, strict=True
-    ):
+    for (_, text), beginning in zip(samples(longer.sample), short, strict=True):
         assert text.startswith(decode.decode_text(ByteTokenizer(), beginning)[:20])
     with pytest.raises(ConfigError, match="the limit of beam search"):
         replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))

@@ -874,7 +874,8 @@ def test_what_came_with_an_import_goes_back(tokenizer, folder, tmp_path):
         (run / "tokenizer.json").write_text(json.dumps(saved))
         execute(["export", str(run), str(out)])
         assert json.loads((out / "tokenizer.json").read_text()) == saved["tokenizer"]
-        assert not (out / "tokenizer_config.json").exists()
+        settings = json.loads((out / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "and not the settings of the original one"
         assert json.loads((out / "config.json").read_text()) == config | {"eos_token_id": 3, "torch_dtype": "float32"}
 
 

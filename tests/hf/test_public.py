@@ -7,9 +7,8 @@ A slow test scales each model down, lets `transformers` draw its weights, and co
 """
 
 import json
-from collections.abc import Callable
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -233,18 +232,8 @@ def logits(model, values, batch):
     return family.logits(model, values, hidden)
 
 
-@pytest.fixture
-def run_command(monkeypatch) -> Callable[[list[str]], None]:
-    """Returns a function that runs a command line, whose parser is built once for all checkpoints."""
-    monkeypatch.setattr(parser, "parser_of", cached_parser)
-    return parser.execute
-
-
-cached_parser = cache(parser.parser_of)
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_command_line_returns_every_family_bit_for_bit(kind, run_command, tmp_path, rng):
+def test_the_command_line_returns_every_family_bit_for_bit(kind, tmp_path, rng):
     """Import and export change no tensor and no key; the same with `transformers`, for all checkpoints, is below."""
     safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [hf]")
     config, saved = scaled_down(CHECKPOINTS[FIRST[kind]]), tmp_path / "saved"
@@ -254,8 +243,8 @@ def test_the_command_line_returns_every_family_bit_for_bit(kind, run_command, tm
     shapes = {name: tensor.shape for name, tensor in weights.hf_tensors(kind, spec).items()}
     tensors = {name: rng.normal(0, 1, shape).astype(np.float32) for name, shape in shapes.items()}
     safetensors.save_file(tensors, saved / "model.safetensors")
-    run_command(["import", str(saved), str(tmp_path / "run")])
-    run_command(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    parser.execute(["import", str(saved), str(tmp_path / "run")])
+    parser.execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     after = safetensors.load_file(tmp_path / "out/model.safetensors")
     assert after.keys() == tensors.keys()
     assert [name for name in tensors if after[name].tobytes() != tensors[name].tobytes()] == []
@@ -267,7 +256,7 @@ def test_the_command_line_returns_every_family_bit_for_bit(kind, run_command, tm
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in FIRST.values() else [pytest.mark.matrix]) for name in READ
 ])  # fmt: skip
-def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, run_command, tmp_path, rng):
+def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, tmp_path, rng):
     torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.numpy")
     config, saved = scaled_down(CHECKPOINTS[name]), tmp_path / "saved"
     kind = their_class(transformers, config)
@@ -300,8 +289,8 @@ def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, run_c
     # Twenty times the rounding of float32, which sums in another order add up to.
     assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
 
-    run_command(["import", str(saved), str(tmp_path / "run")])
-    run_command(["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    parser.execute(["import", str(saved), str(tmp_path / "run")])
+    parser.execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     before, after = (safetensors.load_file(tmp_path / at / "model.safetensors") for at in ("saved", "out"))
     assert before.keys() - after.keys() <= {key for key in before if "pooler" in key}
     assert [key for key in after if before[key].tobytes() != after[key].tobytes()] == []

@@ -47,7 +47,7 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
-from jaxstack.training import assemble, losses
+from jaxstack.training import assemble
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -307,7 +307,7 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
 
         def full(values: Any) -> Any:
             hidden, aux = families.of(cfg.model).hidden_states(cfg.model, values, batch, ctx)
-            total = losses.add_up(objective.shares(objective.loss(cfg.model, values, hidden, batch, ctx), totals))
+            total = objective.total(objective.shares(objective.loss(cfg.model, values, hidden, batch, ctx), totals))
             return total + objective.extras.loss(aux, totals.counts, None), (total, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(full, has_aux=True)(values)

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from jaxstack.config.bounds import require
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.groups import Groups
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.pictures import PICTURES
@@ -174,8 +175,8 @@ def _check_sources(cfg: Groups) -> None:
     family = model.family
     names = [one.source for one in data.single_sources()]
     require(
-        "chat" not in names or family not in _NO_DECODER,
-        f"data.source=chat does not suit model.family={family}. Use data.source=path.",
+        not {*TEMPLATED} & {*names} or family not in _NO_DECODER,
+        f"data.source={names[0]} does not suit model.family={family}. Use data.source=path.",
     )
     require(
         "labels" not in names or bool(model.labels),

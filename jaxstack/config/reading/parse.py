@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,7 +121,7 @@ class Parser(ArgumentParser):
         if self._default_config is not None:
             groups = self.instantiate(values)
             result.cfg = Config(**{name: groups[name] for name in GROUPS})
-            _check_secrets(result.cfg)
+            _check_secrets(flat(result.cfg))
             if values.print_config:
                 _check_vocabulary(result.cfg)
                 print(to_yaml(result.cfg), end="")
@@ -414,8 +414,8 @@ _SECRET = re.compile(
 )
 
 
-def _check_secrets(cfg: Config) -> None:
-    for key, value in flat(cfg).items():
+def _check_secrets(values: Mapping[str, object]) -> None:
+    for key, value in values.items():
         if _SECRET.search(str(value)):
             raise ConfigError(
                 f"{key} contains a password or an access token, which would be written to config.yaml, the screen and "
