@@ -97,8 +97,8 @@ def from_json(where: str, values: object) -> Description:
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
-    if ours["num_layers"] > _MOST_LAYERS:
-        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
+    if not 1 <= ours["num_layers"] <= _MOST_LAYERS:
+        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use 1 to {_MOST_LAYERS}")
     ours |= read_activation(keys, family)
     if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
         ours["head_scale"] = ours["d_model"] ** -0.5
@@ -167,10 +167,10 @@ def _flag(keys: Keys, family: Family, key: str) -> bool:
     return value
 
 
-def _shared_experts(keys: Keys, key: str, width: int) -> int:
+def _shared_experts(keys: Keys, key: str, width: int | None) -> int:
     """Returns the number of shared experts, which together have the width that a key gives."""
     together = keys.take(key)
-    if type(together) is not int or together < 1 or width < 1 or together % width:
+    if type(together) is not int or together < 1 or not width or width < 1 or together % width:
         raise keys.error(key, together, f"Give a multiple of {width}, the width of one expert")
     return together // width
 

@@ -468,6 +468,8 @@ def test_what_acts_on_training_alone_is_named():
         ("qwen3_0.6b", {"layer_types": ["full_attention"] * 27}, "for each of 28 layers"),
         ("qwen3_0.6b", {"layer_types": ["linear_attention"] * 28}, "layer_types="),
         ("gemma2_2b", {"sliding_window": None}, "sliding_window=null"),
+        ("gemma2_2b", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not supported. Use 1 to 10000"),
+        ("gemma2_2b", {"num_hidden_layers": -1}, "num_hidden_layers=-1 is not supported"),
         ("gemma2_2b", {"sliding_window": 4096.0}, "sliding_window=4096.0"),
         ("gemma2_2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not supported. Give a positive"),
         ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
