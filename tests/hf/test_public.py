@@ -19,6 +19,7 @@ import pytest
 from jaxstack import families, hf
 from jaxstack.cli import parser
 from jaxstack.config import ConfigError
+from jaxstack.config.reading import parse
 from jaxstack.hf import weights
 from jaxstack.hf.configs import from_json
 from jaxstack.hf.families import FAMILIES
@@ -131,6 +132,19 @@ def test_a_model_of_another_family_is_refused_in_one_line(name):
     with pytest.raises(ConfigError, match=rf"model_type=\"{kind}\" is not supported\. Use a model of one of") as caught:
         from_json("config.json", CHECKPOINTS[name])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("olmo2_7b", "allenai/OLMo-2-1124-7B"),
+        ("pythia_160m", "EleutherAI/pythia-160m"),
+        ("smollm3_3b", "HuggingFaceTB/SmolLM3-3B"),
+    ],
+)
+def test_a_shipped_config_is_the_public_model(config, name):
+    ours = parse.parse_config([f"--config={config}"]).model
+    assert hf.model_differences(from_json("config.json", CHECKPOINTS[name]).model, ours) == []
 
 
 @pytest.mark.parametrize("name", sorted(LONGROPE))
