@@ -219,6 +219,8 @@ def scaled_down(config: dict) -> dict:
         small["num_key_value_heads"] = max(g for g in range(1, few + 1) if few % g == 0 and few // g <= groups)
     if "layer_types" in small:
         small["layer_types"] = small["layer_types"][:layers]
+    if config["model_type"] == "helium":
+        small["head_dim"] = 8  # its output matrix is square
     if "no_rope_layers" in small:
         small["no_rope_layers"] = small["no_rope_layers"][:layers]
     if "original_max_position_embeddings" in (small.get("rope_scaling") or {}):
