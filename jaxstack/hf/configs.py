@@ -97,8 +97,8 @@ def from_json(where: str, values: object) -> Description:
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
-    if ours["num_layers"] > _MOST_LAYERS:
-        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
+    if not 1 <= ours["num_layers"] <= _MOST_LAYERS:
+        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use 1 to {_MOST_LAYERS}")
     ours |= read_activation(keys, family)
     if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
         ours["head_scale"] = ours["d_model"] ** -0.5
@@ -107,7 +107,7 @@ def from_json(where: str, values: object) -> Description:
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
     ours |= _switches(keys, family, ours)
     if family.rope:
-        ours |= _rope(keys, family)
+        ours |= _rope(keys, family, ours.get("max_positions"))
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
     ours |= _layers(keys, family, ours)
@@ -167,10 +167,10 @@ def _flag(keys: Keys, family: Family, key: str) -> bool:
     return value
 
 
-def _shared_experts(keys: Keys, key: str, width: int) -> int:
+def _shared_experts(keys: Keys, key: str, width: int | None) -> int:
     """Returns the number of shared experts, which together have the width that a key gives."""
     together = keys.take(key)
-    if type(together) is not int or together < 1 or width < 1 or together % width:
+    if type(together) is not int or together < 1 or not width or width < 1 or together % width:
         raise keys.error(key, together, f"Give a multiple of {width}, the width of one expert")
     return together // width
 
@@ -265,10 +265,11 @@ def _number_of(keys: Keys, key: str, value: Any) -> float:
     return float(value)
 
 
-def _rope(keys: Keys, family: Family) -> dict[str, Any]:
+def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, Any]:
     """Returns the fields of rotary position embeddings.
 
-    Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`.
+    Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`. A file
+    without the original context has `max_positions`, as in `transformers`.
     """
     both = {key: keys.take(key, None) for key in ("rope_parameters", "rope_scaling")}
     written = {key: value for key, value in both.items() if value is not None}
@@ -301,7 +302,7 @@ def _rope(keys: Keys, family: Family) -> dict[str, Any]:
     elif kind != "default":
         raise rope.error("rope_type", kind, "Use default, linear, llama3 or yarn")
     if kind in ("llama3", "yarn"):
-        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings"))
+        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings", max_positions))
     rope.require_empty()
     return ours | {"rope_scaling": scaling and scaling | {"kind": kind}}
 
@@ -376,6 +377,7 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
         keys.take("max_window_layers", None)
         if types is None:
             keys.expect("use_sliding_window", False)
+            size = None
         elif not keys.take("use_sliding_window", False):
             size = None
     if size is not None and (type(size) is not int or size < 1):

@@ -5,6 +5,7 @@ Most tests need only safetensors. The slow tests compare imports and exports wit
 
 import dataclasses
 import json
+import math
 import shutil
 import struct
 import subprocess
@@ -440,8 +441,21 @@ def test_what_acts_on_training_alone_is_named():
         ("llama3_8b", {"hidden_act": "tanh"}, 'hidden_act="tanh" is not supported. Use one of silu'),
         ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),
         ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
-        ("llama3_8b", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_type="yarn" is not supported'),
-        ("llama3_8b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear"'),
+        (
+            "llama3_8b",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            'rope_type="dynamic" is not supported',
+        ),
+        ("llama3_8b", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, 'rope_type="longrope"'),
+        ("llama3_8b", {"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "x"}}, 'beta_fast="x"'),
+        (
+            "llama3_8b",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0.5}},
+            "rope_scaling.beta_slow=1.0",
+        ),
+        ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate=1"),
+        ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1]}}, "short_factor=[1]"),
         ("llama3_8b", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
         ("llama3_8b", {"rope_scaling": LLAMA3["rope_scaling"] | {"beta_fast": 32}}, "beta_fast=32"),
         ("llama3_8b", {"rope_scaling": LLAMA3["rope_scaling"] | {"factor": 0.5}}, "model.rope_scaling.factor=0.5"),
@@ -454,6 +468,8 @@ def test_what_acts_on_training_alone_is_named():
         ("qwen3_0.6b", {"layer_types": ["full_attention"] * 27}, "for each of 28 layers"),
         ("qwen3_0.6b", {"layer_types": ["linear_attention"] * 28}, "layer_types="),
         ("gemma2_2b", {"sliding_window": None}, "sliding_window=null"),
+        ("gemma2_2b", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not supported. Use 1 to 10000"),
+        ("gemma2_2b", {"num_hidden_layers": -1}, "num_hidden_layers=-1 is not supported"),
         ("gemma2_2b", {"sliding_window": 4096.0}, "sliding_window=4096.0"),
         ("gemma2_2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not supported. Give a positive"),
         ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
@@ -500,6 +516,18 @@ def test_an_import_names_code_that_is_not_run_and_an_export_does_not(folder, tmp
     assert [line in each for each in printed.splitlines()].count(True) == 1
     execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
+def test_yarn_is_read_as_transformers_does():
+    """Without an original context it is `max_position_embeddings`; DeepSeek's two scales give one factor."""
+    read = hf.from_json("x", LLAMA3 | {"rope_scaling": {"type": "yarn", "factor": 4.0}})[1].rope_scaling
+    assert read == RopeScaling("yarn", factor=4.0, original_max_position=LLAMA3["max_position_embeddings"])
+    both = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 99, "mscale": 2.0, "mscale_all_dim": 0.5}
+    read = hf.from_json("x", LLAMA3 | {"rope_scaling": both})[1].rope_scaling
+    expected = (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert read.attention_factor == pytest.approx(expected, rel=1e-12)
+    again = hf.from_json("x", hf.to_json("llama", hf.from_json("x", LLAMA3 | {"rope_scaling": both})[1], 1))[1]
+    assert again.rope_scaling == read
 
 
 def test_both_ways_to_write_rope_and_windows_say_the_same():

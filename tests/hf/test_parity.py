@@ -126,7 +126,7 @@ LIKE = {
     "biased": "llama3",
     "qwen3_moe": "qwen3",
 }
-LIKE |= dict.fromkeys(CHANGES.keys() - FAMILIES.keys() - EXPERTS.keys() - LIKE.keys(), "llama3")
+LIKE |= dict.fromkeys(CHANGES.keys() - FAMILIES.keys() - {"mixtral"} - LIKE.keys(), "llama3")
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}

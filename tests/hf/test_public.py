@@ -19,6 +19,7 @@ import pytest
 from jaxstack import families, hf
 from jaxstack.cli import parser
 from jaxstack.config import ConfigError
+from jaxstack.config.reading import parse
 from jaxstack.hf import weights
 from jaxstack.hf.configs import from_json
 from jaxstack.hf.families import FAMILIES
@@ -133,6 +134,19 @@ def test_a_model_of_another_family_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("olmo2_7b", "allenai/OLMo-2-1124-7B"),
+        ("pythia_160m", "EleutherAI/pythia-160m"),
+        ("smollm3_3b", "HuggingFaceTB/SmolLM3-3B"),
+    ],
+)
+def test_a_shipped_config_is_the_public_model(config, name):
+    ours = parse.parse_config([f"--config={config}"]).model
+    assert hf.model_differences(from_json("config.json", CHECKPOINTS[name]).model, ours) == []
+
+
 @pytest.mark.parametrize("name", sorted(LONGROPE))
 def test_longrope_is_refused_in_one_line(name):
     with pytest.raises(ConfigError, match=r'rope_type="longrope" is not supported\. Use default, linear, llama3'):
@@ -143,7 +157,7 @@ SIZES = {
     "vocab_size", "hidden_size", "n_embd", "d_model", "d_kv", "d_ff", "intermediate_size", "moe_intermediate_size",
     "num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head", "num_heads",
     "max_position_embeddings", "n_positions", "num_experts", "num_local_experts", "num_sparse_encoder_layers",
-    "num_sparse_decoder_layers", "tie_word_embeddings", "rope_theta", "model_type",
+    "num_sparse_decoder_layers", "shared_expert_intermediate_size", "tie_word_embeddings", "rope_theta", "model_type",
 }  # fmt: skip
 """Keys without which a file may be refused, because it is damaged rather than old."""
 
@@ -205,6 +219,8 @@ def scaled_down(config: dict) -> dict:
         small["num_key_value_heads"] = max(g for g in range(1, few + 1) if few % g == 0 and few // g <= groups)
     if "layer_types" in small:
         small["layer_types"] = small["layer_types"][:layers]
+    if config["model_type"] == "helium":
+        small["head_dim"] = 8  # its output matrix is square
     if "no_rope_layers" in small:
         small["no_rope_layers"] = small["no_rope_layers"][:layers]
     if "original_max_position_embeddings" in (small.get("rope_scaling") or {}):
