@@ -32,6 +32,12 @@ class Objective(NamedTuple):
     accuracy: str | None = None
     terms: tuple[Term, ...] = (Term(),)
 
+    @property
+    def logged_terms(self) -> list[Term]:
+        """The terms whose means are logged: all but the only part of a loss, which is the loss itself."""
+        several = sum(term.scale > 0 for term in self.terms) > 1
+        return [term for term in self.terms if several or not term.scale]
+
 
 OBJECTIVES = {
     "decoder": Objective("held-out loss", "nats per token"),

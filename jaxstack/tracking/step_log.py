@@ -225,7 +225,7 @@ class StepLogger:
         if objective.accuracy:
             record["eval_accuracy"] = self._loader.mean_loss({name: mean.accuracy for name, mean in means.items()})
         terms = {}
-        for term in objective.terms if len(objective.terms) > 1 else ():
+        for term in objective.logged_terms:
             each = {name: mean.terms[term.name] for name, mean in means.items()}
             name = f"eval_loss_{term.name}" if term.scale else f"eval_{term.name}"
             terms[term.name] = record[name] = self._loader.mean_loss(each)
