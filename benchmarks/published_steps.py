@@ -324,10 +324,20 @@ def main() -> None:
             "from_memory": len(TABLE["rows"]) - len(rows),
             "predicted": len(cases),
         },
-        "today": {"all": errors(c["ratio"] for c in cases), "by_project": by(cases, "project"), "by_chip": by(cases, "chip")},
+        "today": {
+            "all": errors(c["ratio"] for c in cases),
+            "by_project": by(cases, "project"),
+            "by_chip": by(cases, "chip"),
+        },
         "korthikanti": errors(c["ratio"] for c in cases if c["source"] == "korthikanti"),
         "left_one_project_out": left_out(cases, chips),
-        "fitted_to_all": dict(zip([*(f"gpu {p}" for p in PARTS), *(f"tpu {p}" for p in PARTS), *chips], fit(cases, chips).tolist(), strict=True)),
+        "fitted_to_all": dict(
+            zip(
+                [*(f"gpu {p}" for p in PARTS), *(f"tpu {p}" for p in PARTS), *chips],
+                fit(cases, chips).tolist(),
+                strict=True,
+            )
+        ),
         "disagreements": disagreements(cases),
         "rows": found,
     }
