@@ -46,7 +46,8 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
         pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
         ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))
     warnings = () if warning is None else (warning,)
-    return Setup(cfg, dataset, mesh, ctx, abstract, watched_of(cfg), warnings, split)
+    watched = watched_of(cfg.model, cfg.debug.patterns, cfg.data, cfg.train.dtype)
+    return Setup(cfg, dataset, mesh, ctx, abstract, watched, warnings, split)
 
 
 class Steps(NamedTuple):
@@ -133,7 +134,8 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
     from jaxstack.training.state import Recipe, abstract_state
 
     if searched is not None:
-        cfg = auto_mesh.choose(cfg, searched, kept=None)
+        cfg, line = auto_mesh.choose(cfg, searched, kept=None)
+        print(line)
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
     state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
     declared = params.flat_spec(families.spec(cfg.model))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack import data, start
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import Config, resolve, with_buckets
+from jaxstack.config import Config, resolve
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from jaxstack.training.features.preference import Refer
     from jaxstack.training.services.run import EvalStep, Run
     from jaxstack.training.setup import Setup
+    from jaxstack.training.state import TrainState
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
     """Trains with a configuration that was just read. Nothing is written before everything is checked.
 
     Args:
-      cfg: the configuration.
       searched: for `--mesh=auto`, the keys that flags set, which the search for a mesh keeps. None means no search.
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load_for(cfg)
-    cfg = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
+    dataset = data.load_for(cfg.model, cfg.data)
+    cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
     earlier = None
     if searched is not None:
         earlier = start.earlier_mesh(cfg, searched)
@@ -52,9 +52,13 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
             if preflight:
                 return
         if searched is not None:
+            import jax
+
             from jaxstack.planner import auto_mesh
 
-            cfg = auto_mesh.choose(cfg, searched, earlier)
+            cfg, line = auto_mesh.choose(cfg, searched, earlier)
+            if jax.process_index() == 0:
+                print(line, flush=True)
             changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
 
         from jaxstack.planner import memory
@@ -88,11 +92,20 @@ def completed(evaluate: "EvalStep", refer: "Refer") -> "EvalStep":
     return lambda params, batch: evaluate(params, refer(params, batch))
 
 
+def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
+    """Returns the texts that show what a run has learned, with their prompts."""
+    from jaxstack.generate import decode
+    from jaxstack.training.features.qat import evaluated_params
+
+    cfg = setup.cfg
+    params = evaluated_params(setup.recipe, state)
+    return decode.sample_texts(cfg.model, cfg.sample, cfg.run.seed, cfg.data.seq_len, params, setup.dataset, setup.ctx)
+
+
 def train(setup: "Setup", changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
     from jaxstack.data.loader import DataLoader
-    from jaxstack.generate import decode, pictures
-    from jaxstack.training.features.qat import evaluated_params
+    from jaxstack.generate import pictures
     from jaxstack.training.services.init_from import open_reference, open_teacher
     from jaxstack.training.services.run import Run
     from jaxstack.training.state import averaged_params
@@ -107,7 +120,8 @@ def train(setup: "Setup", changes: list[str]) -> None:
     refer = open_reference(cfg, dataset.tokenizer, setup.mesh, ctx)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
-    with Run(setup, loader, pictures.make_grid(cfg, dataset, ctx)) as run:
+    grid = pictures.make_grid(cfg.model, cfg.sample, cfg.run.seed, cfg.data.target_length, dataset, ctx)
+    with Run(setup, loader, grid) as run:
         run.print_header(changes)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
@@ -147,4 +161,4 @@ def train(setup: "Setup", changes: list[str]) -> None:
         # ---- end
         run.end_loop()
         run.evaluate(loop, eval_step, state)  # does nothing if the loop has just evaluated
-        run.finish(decode.sample_texts(cfg, evaluated_params(setup.recipe, state), dataset, ctx))
+        run.finish(samples_of(setup, state))

@@ -1,6 +1,7 @@
 """Configures the tests: eight simulated CPU devices, random inputs from `--seed`, and time limits."""
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -45,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes",
         type=float,
-        help="run tests of `matrix` last, in an order that depends on the commit, and begin none after this time",
+        help="run slow tests in an order of the commit, those of `matrix` last, and begin none after this time",
     )
     parser.addoption("--record-failed", type=Path, help="write the name of each failed test to this file, a line each")
     parser.addoption("--record-skipped", type=Path, help="write the names of skipped tests, and files, to this file")
@@ -62,6 +63,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.only:
+        names = config.option.only.read_text().splitlines()
+        config.args = sorted({str(config.rootpath / name.partition("::")[0]) for name in names})
     # Workers of pytest-xdist report to this process, which also reports a test whose worker died.
     for outcome in ("failed", "skipped"):
         path = config.getoption(f"--record-{outcome}")
@@ -118,13 +122,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=one_of_many)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests live as long as this process: the collector need not visit them again
+
+
 BEGAN = time.monotonic()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.option.minutes
-    if minutes and one_of_many(item) and time.monotonic() - BEGAN > 60 * minutes:
-        pytest.skip("the time of --minutes is over; the order depends on the commit")
+    if minutes and (one_of_many(item) or item.get_closest_marker("slow")):
+        if not one_of_many(item):
+            minutes *= 2 / 3  # the rest belongs to the matrices
+        if time.monotonic() - BEGAN > 60 * minutes:
+            pytest.skip("the time of --minutes is over; the order depends on the commit")
 
 
 @pytest.fixture(autouse=True)

@@ -47,12 +47,16 @@ def test_goes_on(): pass
 
 
 MATRIX = """
-import pytest, time
+import os, pytest, time
 
+NAP = float(os.environ.get("NAP", 0))
 @pytest.mark.matrix
 @pytest.mark.parametrize("n", range(20))
-def test_one_of_many(n): print("ran", n); time.sleep(0.2)
+def test_one_of_many(n): print("ran", n); time.sleep(NAP)
 def test_of_no_matrix(): print("ran first")
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(20))
+def test_slow(n): print("slow", n); time.sleep(NAP)
 @pytest.mark.matrix(quick=["one"])
 @pytest.mark.parametrize("name", ["one", "other"])
 def test_quick_at_once(name): print("quick", name)
@@ -77,11 +81,17 @@ def draws(folder: Path, *flags: str, **env: str) -> dict[str, str]:
     return dict(re.findall(r"drew (\w+(?: \d)?) (\d+)$", done.stdout, re.M))
 
 
-def test_of_a_matrix_other_tests_run_for_each_commit(tmp_path):
-    done = outcome(tmp_path, MATRIX, "-n", "0", "-s", "-rs", "-m", "", "--minutes", "0.03")
+def test_of_slow_tests_others_run_for_each_commit(tmp_path):
+    done = outcome(tmp_path, MATRIX, "-n", "0", "-s", "-rs", "-m", "", "--minutes", "0.06", NAP="0.2")
     ran = re.findall(r"ran (\w+)", done.stdout)
-    assert ran[0] == "first", done.stdout
-    assert 2 <= len(ran) <= 12, done.stdout
+    assert "first" in ran, done.stdout
+    # At most 2.4 s for slow tests of 0.2 s, and then 1.2 s for the matrix: less by what starting takes.
+    assert len(re.findall(r"slow (\w+)", done.stdout)) <= 13, done.stdout
+    assert len(ran) <= 20, done.stdout
+    done_all = outcome(tmp_path, MATRIX, "-n", "0", "-s", "-m", "", "--minutes", "60").stdout
+    assert len(re.findall(r"slow \d+", done_all)) == 20
+    assert len(re.findall(r"ran (\w+)", done_all)) == 21
+    assert done_all.rindex("slow ") < done_all.index("ran ", done_all.index("first")), "those of the matrix come last"
     assert "the time of --minutes is over" in done.stdout
     assert done.returncode == 0
     assert len(re.findall(r"ran (\w+)", outcome(tmp_path, MATRIX, "-n", "0", "-s", "-m", "").stdout)) == 21

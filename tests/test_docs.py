@@ -4,6 +4,7 @@ A new command is found without a change here. It fails until it parses, and unti
 """
 
 import ast
+import functools
 import json
 import os
 import re
@@ -32,6 +33,14 @@ PROGRAMS = ("$", "curl", "docker", "gcloud", "jaxstack", "kubectl", "mkdocs", "p
 OUTPUT = ("device ", "health ", "pipeline ", "{", "<|user|>")  # how blocks begin that are not commands
 
 
+@functools.cache  # each pattern of a table asks for them
+def _words(line: str) -> tuple[str, ...]:
+    words = shlex.split(line, comments=True)
+    if words[:2] == ["python", "train.py"]:
+        return ("train", *words[2:])
+    return tuple(words[1:] if words[0] == "jaxstack" else words)
+
+
 class Command(NamedTuple):
     """A command of a page; `output` holds the lines that the page shows below it."""
 
@@ -47,10 +56,7 @@ class Command(NamedTuple):
     @property
     def words(self) -> list[str]:
         """Returns the words after `jaxstack` for a command of ours, else all words."""
-        words = shlex.split(self.line, comments=True)
-        if words[:2] == ["python", "train.py"]:
-            return ["train", *words[2:]]
-        return words[1:] if words[0] == "jaxstack" else words
+        return list(_words(self.line))
 
     @property
     def text(self) -> str:

@@ -100,7 +100,6 @@ def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | No
 
     Args:
       cfg: the data of the run.
-      tokenizer: its tokenizer.
     """
     saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
     trained = any(one.source in TEMPLATED for one in cfg.single_sources())
@@ -141,7 +140,6 @@ class History:
         """Adds a line and its answer.
 
         Args:
-          line: that was typed.
           asked: tokens of `ask`.
           answer: tokens of the answer.
           text: of the answer.
@@ -158,8 +156,6 @@ def talk(history: History, conversation: "Conversation", begin: Callable[[], Tex
     """Reads lines, runs commands and prints answers until the input ends.
 
     Args:
-      history: what was said.
-      conversation: writes answers.
       begin: returns the text of an answer, to which tokens are added.
     """
     for line in lines():

@@ -85,9 +85,9 @@ class DataConfig:
     skip: bool = False
     """Skip files of folders that are not UTF-8 text, such as pictures, and say how many. Otherwise they are errors."""
     format: FormatName = "jaxstack"
-    """Format of a token file. `jaxstack`: files of `jaxstack data build`. The others contain no tokenizer. `nanogpt`: a
-    file of ids, an array of NumPy, or a folder with train.bin and val.bin. `megatron`: a pair of .bin and .idx. `llmc`:
-    a file of llm.c."""
+    """Format of a token file. `jaxstack`: files of `jaxstack data build`. The others contain no tokenizer, and you may
+    name a folder of shards. `nanogpt`: ids with or without a header, or an array of NumPy. `megatron`: a pair of .bin
+    and .idx. `llmc`: a file of llm.c."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of `data.source` and `data.path`:
     `[{source: path, path: a.txt, weight: 3}, {source: tokens, path: b.bin, weight: 1}]`. All of them

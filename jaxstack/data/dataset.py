@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError, DataConfig, resolve, with_buckets
+import numpy as np
+
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolve
 from jaxstack.config.data import TEMPLATED
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
@@ -152,9 +154,9 @@ def source_names(cfg: DataConfig) -> list[str]:
     return [one.label for one in cfg.mixture] or [sources.describe(cfg)]
 
 
-def load_for(cfg: Config) -> Dataset:
+def load_for(model: ModelConfig, keys: DataConfig) -> Dataset:
     """Returns the data of a run, as its model reads them; see `load`."""
-    return load(cfg.data, labels_of(cfg.model), cfg.model.reads_captions)
+    return load(keys, labels_of(model), model.reads_captions)
 
 
 def resolve_from_data(cfg: Config) -> Config:
@@ -165,8 +167,8 @@ def resolve_from_data(cfg: Config) -> Config:
     """
     if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
-    dataset = load_for(cfg)
-    return resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
+    dataset = load_for(cfg.model, cfg.data)
+    return resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
 
 
 def _load_images(cfg: DataConfig) -> Dataset:
@@ -265,7 +267,7 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
         return _encode_labels(name, cfg, tokenizer, examples)
     skipped: list[str] = []
     tokens = encode(documents(cfg, skipped), tokenizer)
-    fingerprint = hashlib.sha256(tokens.ids.data).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).data).hexdigest()
     if cfg.domains:
         tokens = assign_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
@@ -303,7 +305,7 @@ def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Sou
     found = read_preferences(str(cfg.path))
     tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
-    content = (tokens.ids, tokens.middles, tokens.loss_mask)
+    content = (np.asarray(tokens.ids), tokens.middles, tokens.loss_mask)
     fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
     held_out_D = pairs.hold_out(prompts, cfg.eval_fraction, "prompt")
     train = tokens.documents(~held_out_D)
@@ -321,7 +323,7 @@ def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     shapes: Counter[str] = Counter()
     tokens, note = chat.encode_conversations(_render(cfg, shapes), tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     parts = [
         f"{tokens.starts.size:,} conversations",
@@ -349,7 +351,7 @@ def _encode_labels(name: str, cfg: DataConfig, tokenizer: Tokenizer, examples: I
     """Returns texts whose labels are the targets of the loss."""
     tokens, note = labelled.encode_examples(examples, tokenizer, cfg.seq_len)
     assert tokens.labels is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.labels.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.labels.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     labels = _format_count(int((tokens.labels >= 0).sum()), "label")
     texts = f"{_format_count(tokens.starts.size, 'text')} with {labels}"

@@ -348,8 +348,6 @@ class SequenceReader:
         Raises:
           ConfigError: an id is past the vocabulary, or the file has changed.
         """
-        if self._tokens.file_state:
-            self._tokens.file_state.require_unchanged()
         parts = []
         seeds_B = sequences if rows is None else rows
         for windows, here, window_B in self._by_epoch(sequences):
@@ -453,8 +451,6 @@ def eval_batches(
     spread_W = np.arange(count) * windows // count
 
     def read(samples: Sequence[int]) -> Batch:
-        if tokens.file_state:
-            tokens.file_state.require_unchanged()
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)

@@ -16,6 +16,7 @@ from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
+from jaxstack.features.residual import needed, with_residual, with_scales
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
 from jaxstack.models.batches import BatchSpec
@@ -52,6 +53,10 @@ def register_family(name: str, family: Family, objective: Objective | None = Non
 def of(cfg: ModelConfig) -> Family:
     """Returns the family of a model, with the features of the model."""
     family = FAMILIES[cfg.family]
+    if cfg.family == "decoder" and (cfg.embedding_multiplier != 1 or cfg.head_scale != 1):
+        family = with_scales(family)
+    if needed(cfg):
+        family = with_residual(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.base_width:
@@ -129,7 +134,6 @@ def forward(
     """Returns logits [B, S, V/n] of a decoder in float32 (see `decoder.logits`), and the named values of its layers.
 
     Args:
-      cfg: the model.
       params: as `spec` declares them, float32.
       tokens: ids [B, S], from 0 to `cfg.vocab` - 1. Within `jax.jit` their values are not checked: a token beyond the
         vocabulary gets the embedding of another one, or zeros. With `jax_debug_nans` it gets NaN, and JAX runs the

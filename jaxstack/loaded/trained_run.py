@@ -94,7 +94,6 @@ class TrainedRun:
         Args:
           path: run directory.
           cfg: its configuration, on the mesh to use.
-          tokenizer: its tokenizer.
           step: step of the checkpoint. `None` means the newest valid one.
 
         Raises:
@@ -143,7 +142,7 @@ class TrainedRun:
         if self.model.family != "diffusion":
             raise ConfigError(f"model.family={self.model.family} does not make pictures. Use generate for text.")
         options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
-        given = pictures.Given.named(self.config, classes, self.tokenizer)
+        given = pictures.Given.named(self.model, classes, self.tokenizer, self.config.data.target_length)
         made = pictures.make_draw(self.model, options, self.context)
         return made(self.params, given, self._seed(seed))
 
@@ -405,11 +404,11 @@ class TrainedRun:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
         cfg = replace(self.config, data=source or self.config.data)
-        dataset = data.load_for(cfg)
+        dataset = data.load_for(cfg.model, cfg.data)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
             metadata = store.metadata(saved, max(steps) if self.step is None else self.step)
-            run_dir.require_same_data(metadata, cfg, dataset.fingerprint)
+            run_dir.require_same_data(metadata, cfg.data, dataset.fingerprint, cfg.run.dir)
         if not data.same_vocabulary(dataset.tokenizer.to_json(), self.tokenizer.to_json()):
             raise ConfigError(
                 f"the data was read with the tokenizer {dataset.tokenizer.name}, which has other ids than that of the "

@@ -116,10 +116,8 @@ def loss_sums(
     They are sums, because only the caller has the totals of all microbatches, which means are divided by.
 
     Args:
-      cfg: the model.
       params: float32.
       batch: the arrays that the family reads, such as `tokens` and `targets` [B, S]; and the weights of each term.
-      ctx: execution context.
       dropout_key: `None` disables dropout.
     """
     model = families.of(cfg)
@@ -171,11 +169,8 @@ def evaluate(
     A family that does not choose among classes has a function `count_right` of its own.
 
     Args:
-      objective: its loss and terms are evaluated.
-      cfg: the model.
       params: float32.
       batch: see `loss_sums`.
-      ctx: execution context.
       microbatches: parts of the batch that run one after the other, since all of it at once may need more memory than
         the training step.
     """
@@ -206,11 +201,9 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
     The logits of one row of the batch are in memory at a time. Of equal logits, the first one counts as the largest.
 
     Args:
-      cfg: the model.
       params: float32.
       hidden: hidden states [B, S, D].
       batch: `targets` and `loss_weights` [B, S].
-      ctx: execution context.
     """
 
     def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:

@@ -5,7 +5,6 @@ run in this process, up to the point where a command would start JAX.
 """
 
 import contextlib
-import functools
 import io
 import os
 import pty
@@ -103,7 +102,6 @@ def say(folder, monkeypatch):
     monkeypatch.setattr(platform, "configure", start)
     monkeypatch.setattr(mesh, "find_devices", start)
     monkeypatch.setattr(supervise.Supervisor, "run", start)
-    monkeypatch.setattr(parser, "parser_of", functools.cache(parser.parser_of))  # reading every docstring takes long
 
     def said(*words, named=()):
         out, err = io.StringIO(), io.StringIO()
@@ -192,6 +190,7 @@ def test_no_value_of_a_key_prints_a_traceback(group, say, monkeypatch):
     assert not wrong
 
 
+@pytest.mark.matrix(quick=["[train]", "[generate]", "[chat]", "[export]", "[data build]"])
 @pytest.mark.parametrize("command", parser.COMMANDS)
 def test_no_argument_of_a_command_prints_a_traceback(command, say, folder):
     wrong = {}

@@ -34,6 +34,9 @@ PARAMETERS = {  # published counts, embeddings counted once
     "gemma2_2b": 2_614_341_888,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
+    "olmo2_7b": 7_298_617_344,
+    "pythia_160m": 162_322_944,
+    "smollm3_3b": 3_075_098_624,
 }
 
 

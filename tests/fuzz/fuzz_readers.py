@@ -98,7 +98,7 @@ def token_file(folder: Path) -> Path:
 def token_header(content: bytes, folder: Path) -> object:
     path = token_file(folder)
     write(folder / "tokens.json", content)
-    return tokens.read_token_file(path)[0].ids.sum()
+    return np.asarray(tokens.read_token_file(path)[0].ids).sum()
 
 
 @reader()
@@ -239,7 +239,7 @@ def nanogpt(content: bytes, folder: Path) -> object:
     write(folder / "train.bin", np.arange(2, dtype="<u2").tobytes())
     write(folder / "meta.pkl", content)
     cfg = DataConfig(source="tokens", path=str(folder / "train.bin"), format="nanogpt", tokenizer="chars")
-    return binary.open_binary(cfg).train.ids.sum()
+    return np.asarray(binary.open_binary(cfg).train.ids).sum()
 
 
 @reader()
@@ -249,7 +249,7 @@ def nanogpt_shard(content: bytes, folder: Path) -> object:
 
 def opened(path: Path, kind: str) -> object:
     cfg = DataConfig(source="tokens", path=str(path), format=kind, tokenizer="ids", vocab_size=1000)
-    return binary.open_binary(cfg).train.ids.sum()
+    return np.asarray(binary.open_binary(cfg).train.ids).sum()
 
 
 @reader()

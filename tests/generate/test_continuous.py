@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
+import scipy
 from test_generate import GREEDY, MODELS, SAMPLED, gate_of, joined, on_mesh, slow, values_of
 
 from jaxstack import families

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
+import scipy
 from test_generate import MODELS, on_mesh
 
 from jaxstack import families, kernels

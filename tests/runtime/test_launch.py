@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import io
 import itertools
 import json
@@ -50,15 +49,6 @@ ON = {  # flags of each target, and a run.dir
     "ssh": (["--hosts=me@node1,node2", "--setup=source env/bin/activate"], "first"),
     "local": (["--nodes=4"], "first"),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cached_parsers(monkeypatch):
-    """Makes each parser once, since reading every docstring takes long."""
-    monkeypatch.setattr(parser, "parser_of", CACHED)
-
-
-CACHED = functools.cache(parser.parser_of)
 
 
 def run(on, *flags, command=None):

@@ -60,7 +60,7 @@ def make_batch(cfg: Config, length: int, rng: np.random.Generator) -> dict[str, 
     if pairs:
         fields = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
         tokens = PairTokens(**fields, middles=starts + inputs_D, lengths=(32, 16))
-    reader = BucketReader([tokens], ["text"], [(0, (1.0,))], bucket_sizes(cfg), seed=1)
+    reader = BucketReader([tokens], ["text"], [(0, (1.0,))], bucket_sizes(cfg.data), seed=1)
     index = next(k for k in range(100) if reader.row_figures(k)["bucket"] == reader.lengths[number])
     return reader.batches()[index]
 

@@ -114,9 +114,7 @@ def short(options: str, groups: Sequence[Group], source: str, program: str) -> s
 
     Args:
       options: help of the arguments that are not keys.
-      groups: all groups of keys.
       source: where the values are from, such as `the values of quickstart`.
-      program: the command.
     """
     head = [options.rstrip("\n"), "", f"most used keys, with {source}:"]
     foot = [

@@ -77,8 +77,6 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     optimizer are not read.
 
     Args:
-      run: the run.
-      ctx: execution context.
       number: step of the checkpoint. `None` means the newest valid one.
       merge_adapters: whether the result has the parameters of `run.model.base` in place of `run.model`.
 
@@ -116,8 +114,6 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
     Args:
       source: the run or folder of the model.
       name: what names it, for errors: `run.init_from=DIR`.
-      cfg: the data.
-      tokenizer: of the data.
 
     Raises:
       ConfigError: the source has another tokenizer.
@@ -153,9 +149,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
 
     Args:
       cfg: the resolved configuration of this run.
-      ctx: its execution context.
       abstract: shapes, dtypes and shardings of its state.
-      tokenizer: of its data.
 
     Raises:
       ConfigError: a source that does not exist, has no checkpoint, or has another model or tokenizer, or no zeros
@@ -256,8 +250,6 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
 
     Args:
       cfg: the resolved configuration of the run that learns.
-      tokenizer: of its data.
-      mesh: its mesh.
 
     Raises:
       ConfigError: the teacher cannot be read, or it does not suit the run.

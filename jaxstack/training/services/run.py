@@ -76,7 +76,6 @@ class Run:
 
         Args:
           setup: the run, as it was resolved.
-          loader: reads its batches.
           draw: draws pictures at every evaluation. `None` means none.
         """
         cfg = setup.cfg
@@ -200,7 +199,7 @@ class Run:
             moved = manifest.quarantine(self._saved / name, quarantine)
             self.console.print(f"moved the checkpoint of step {name} to {moved}/")
         dropped = log.rewind(start)
-        self._sinks.open(self._cfg, start)
+        self._sinks.open(self._cfg.run.sinks, self._directory, asdict(self._cfg), start)
         if record := goodput.resumed_record(start, log.records, dropped):
             log.write(record)
         return log
