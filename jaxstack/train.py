@@ -14,11 +14,9 @@ from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 if TYPE_CHECKING:
-    from jaxstack.common.tree import Batch
-    from jaxstack.models.params import Params
     from jaxstack.tracking.step_log import LoopState
-    from jaxstack.training.losses import EvalSums
-    from jaxstack.training.services.run import Run
+    from jaxstack.training.features.preference import Refer
+    from jaxstack.training.services.run import EvalStep, Run
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import TrainState
 
@@ -89,6 +87,11 @@ def log_step(run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | No
     return spike
 
 
+def completed(evaluate: "EvalStep", refer: "Refer") -> "EvalStep":
+    """Returns an evaluation of batches to which a reference adds its log-probabilities first."""
+    return lambda params, batch: evaluate(params, refer(params, batch))
+
+
 def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
     """Returns the texts that show what a run has learned, with their prompts."""
     from jaxstack.generate import decode
@@ -125,11 +128,7 @@ def train(setup: "Setup", changes: list[str]) -> None:
         lengths = loader.lengths(loop.batch, loop.batch + cfg.train.steps - loop.step)
         train_step = run.ahead.wrap(steps.train, setup.abstract, lengths, teach)
         evaluated = averaged_params(cfg.model, setup.abstract)
-        evaluate_batch = run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths)
-
-        def eval_step(params: "Params", batch: "Batch") -> "EvalSums":
-            return evaluate_batch(params, refer(params, batch))
-
+        eval_step = completed(run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths), refer)
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)

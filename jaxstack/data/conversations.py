@@ -16,7 +16,7 @@ and 1 are obeyed, and others are refused.
 
 import codecs
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -142,11 +142,11 @@ def refuse_unsupported(value: Mapping[str, object]) -> None:
         raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")
 
 
-def check_messages(messages: list[Any]) -> list[Message]:
+def check_messages(messages: Sequence[object]) -> list[Message]:
     """Returns messages without keys that are null, after checking that each has a role and text, and nothing else."""
     checked = []
     for number, message in enumerate(messages, start=1):
-        own = message
+        own: Any = message
         if isinstance(message, dict):
             own = {key: value for key, value in message.items() if value is not None}
         _check_message(number, own)

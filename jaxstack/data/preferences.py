@@ -164,13 +164,11 @@ def encode_preferences(
     Raises:
       ConfigError: no pair is left, or a completion has no token.
     """
-    both: list[Preference] = []
-    equal = 0
-    for one in preferences:
-        if one.chosen == one.rejected:
-            equal += 1
-        else:
-            both.append(one)
+    found = [*preferences]
+    both = [one for one in found if one.chosen != one.rejected]
+    equal = len(found) - len(both)
+    if not both:
+        raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
     sides = chat.render_conversations((side for one in both for side in one.conversations()), template)
     encoded = [(ids, answers) for _, ids, answers in chat.encode_answers(sides, tokenizer)]
     pieces = []
@@ -200,8 +198,6 @@ def encode_preferences(
             )
         notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
     if equal:
-        if not pieces:
-            raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
         notes.append(f"{equal:,} left out, with equal completions")
     bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
     tokens = PreferenceTokens(

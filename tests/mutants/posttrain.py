@@ -75,7 +75,7 @@ mistakes(
         'batch["positions"][where] = np.arange(at, at + last - first - 1)',
     ),
     ("positions = chosen[0].size + rejected[0].size - 2", "positions = chosen[0].size + rejected[0].size"),
-    ("if one.chosen == one.rejected:", "if False:"),
+    ("both = [one for one in found if one.chosen != one.rejected]", "both = found"),
     ("earlier = frozenset(range(", "earlier = frozenset(range(0 * "),
     ("return replace(found, middles=self.middles[which])", "return found"),
     ("if messages[: len(before)] == before:", "if False:"),
