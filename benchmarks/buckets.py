@@ -74,7 +74,7 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size))
         abstract = abstract_state(Recipe.of(cfg), ctx)
         ahead = CompileAhead(
-            cfg.data, families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
+            cfg.data, families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
         ).__enter__()
         step = ahead.wrap(jit_train_step(cfg, ctx, abstract), abstract, cfg.data.lengths)
         steps[name] = (
@@ -83,7 +83,7 @@ def measure(dataset: data.Dataset, seq_len: int, rows: int, limit: float, rounds
             DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch)),
         )
     text = whole_documents(next(dataset.training_texts), seq_len)
-    reader = BucketReader([text], ["stdlib"], [(0, (1.0,))], bucket_sizes(cfgs["buckets"]), 0)
+    reader = BucketReader([text], ["stdlib"], [(0, (1.0,))], bucket_sizes(cfgs["buckets"].data), 0)
     places = {length: [k for k in range(40_000) if reader.row_figures(k)["bucket"] == length][:4] for length in lengths}
     turns = [("windows", 0, range(4)), *(("buckets", length, places[length]) for length in lengths)]
     seconds: dict[tuple[str, int], list[float]] = {(name, length): [] for name, length, _ in turns}

@@ -74,7 +74,7 @@ def main() -> None:
     from jaxstack.data import load_for
 
     cfg = parse_config([f"--config={CONFIG}"])
-    data = load_for(cfg)
+    data = load_for(cfg.model, cfg.data)
     result: dict[str, Any] = {
         "held_out": len(data.eval),
         "load_average": os.getloadavg()[0],

@@ -184,7 +184,7 @@ def compare(common: list[str], scratch: Path, rows: int) -> dict[str, Any]:
 
     dataset = data.load(encoder.data)
     few = replace(encoder, data=replace(encoder.data, mask_share=EVALUATED_SHARE))
-    held_out = data.eval_batches(dataset.eval, steps=rows // 8, **window_sizes(few))
+    held_out = data.eval_batches(dataset.eval, steps=rows // 8, **window_sizes(few.model, few.data))
     batches = [held_out[i] for i in range(len(held_out))]
     chosen = np.concatenate([batch["loss_weights"] for batch in batches]) > 0
     for batch in batches:  # of the chosen bytes only those with a mask: others show a byte, which may be the right one

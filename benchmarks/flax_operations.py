@@ -270,7 +270,7 @@ def _scan(x: Any, w: Any) -> Any:
 
 
 def _scan_mlp(x: Any, up: Any, down: Any) -> Any:
-    return lax.scan(lambda x, w: (x + jnp.sin(x @ w[0]) @ w[1], None), x, (up, down))[0]
+    return lax.scan(lambda x, w: (x + jnp.sin(x @ w[0] / 16) @ w[1] / 16, None), x, (up, down))[0]
 
 
 def _layers(x: Any, w: Any) -> Any:

@@ -4,7 +4,7 @@
 
 A failure is another exception than a reader promises, or a try beyond the limits of memory and time, which
 `tests/fuzz/fuzz_child.py` has. The run continues after a failure, and lists each kind once, with an input.
-It takes half an hour of one core: start it with `nice`. With `--minutes`, it stops earlier; the result has its tries.
+It takes more than an hour of one core: start it with `nice`. With `--minutes`, it stops earlier.
 """
 
 import argparse
@@ -27,6 +27,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 SHARES = {"yaml": 0.3, "flags": 0.3, "report_config": 0.3, "chat_template": 0.3, "npz": 0.5}
 """Tries of slow readers, as a part of those of a quick one."""
 
+WALL_SECONDS = 3600
+"""A child of low priority may wait this long for a core; what it may compute is limited by `SECONDS`."""
+
 BLOCK = 500
 """Tries of a reader before the next reader has its turn, so that a run that stops early has tried all of them."""
 
@@ -36,6 +39,7 @@ def kind(why: str) -> str:
     places = re.findall(r"jaxstack/(\S+\.py)\", line (\d+)", why)
     errors = re.findall(r"^(\w[\w.]*(?:Error|Exception|Warning|Interrupt)\b.{0,80})", why, re.MULTILINE)
     error = errors[-1] if errors else why.strip().splitlines()[0][:120]
+    error = re.sub(r"\S*/jaxstack-fuzz-\w+/", "", error)  # the folder of a try has another name each time
     place = ":".join(places[-1]) if places else "?"
     return f"{re.sub(r'[0-9]+|0x[0-9a-f]+', 'N', error)} at {place}"
 
@@ -73,7 +77,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     weights = {name: SHARES.get(name, 1.0) for name in args.readers}
     goals = {name: round(args.tries * weight / sum(weights.values())) for name, weight in weights.items()}
-    room = Room()
+    room = Room(WALL_SECONDS)
     failures: dict[str, dict[str, str]] = {name: {} for name in goals}
     began = time.monotonic()
     turn = 0

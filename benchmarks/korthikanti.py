@@ -24,8 +24,9 @@ from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.families.flops import flops_per_token
 from jaxstack.pipeline.resolve import SCHEDULES
-from jaxstack.planner import megatron, roofline
+from jaxstack.planner import megatron
 from jaxstack.planner.job import Job
+from jaxstack.planner.memory import context
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op, OpBuilder
 from jaxstack.planner.roofline_step import local_operations
@@ -104,7 +105,7 @@ def operations(name: str, column: int) -> tuple[list[Op], float, float]:
     """
     row = ROWS[name]
     cfg = config(row, "none", column == 1, whole=False)
-    ctx = roofline.context(cfg)
+    ctx = context(cfg)
     found: list[Op] = []
     sums = 0
     for op in local_operations(Job(cfg, ctx), "unfused"):
@@ -212,9 +213,9 @@ def memory(name: str) -> dict[str, float]:
     """Returns the GiB of a device by `planner.megatron`, in the order of `Row.gib`."""
     row, gib = ROWS[name], 2**30
     plain, selective = config(row, "none", False), config(row, "selective", True)
-    ctx = roofline.context(plain)
+    ctx = context(plain)
     state = sum(f.value for f in megatron.memory(Job(plain, ctx))[:-1])
-    saved = [megatron.activations(Job(c, roofline.context(c))).value for c in (plain, selective)]
+    saved = [megatron.activations(Job(c, context(c))).value for c in (plain, selective)]
     return dict(zip(("state", "nothing recomputed", "selective"), (x / gib for x in (state, *saved)), strict=True))
 
 

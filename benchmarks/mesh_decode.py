@@ -116,7 +116,7 @@ def measured_loads(steps: int) -> list[Any]:
         command = [sys.executable, str(ROOT / "train.py"), *flags]
         subprocess.run(command, check=True, capture_output=True, env=environment)
         opened = js.load(run)
-        held_out = next(load_for(opened.config).held_out_texts)
+        held_out = next(load_for(opened.config.model, opened.config.data).held_out_texts)
         found = []
         for half in (0, 1):
             starts = np.random.default_rng(half).integers(0, held_out.ids.size - 64, 32)

@@ -5,7 +5,7 @@ has 16 sequences of 2,048 tokens on eight devices. Each layout is compiled witho
 gives XLA for several GPUs, half a minute to a minute each; one that XLA partitions also with the options of its
 collective matmul. Results go to `results/overlap.json` case by case.
 
-Times are arithmetic, by the rates of the data sheet (`jaxstack/planner/overlap.py`): no device is involved.
+Times are arithmetic, by the rates of the data sheet (`collective_windows.py`): no device is involved.
 """
 
 import argparse
@@ -22,10 +22,11 @@ os.environ.pop("XLA_FLAGS", None)
 
 import record
 import train_gpu
+from collective_windows import by_kind, format_overlap, read_overlap
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import MeshConfig
-from jaxstack.planner import aot, overlap
+from jaxstack.planner import aot
 from jaxstack.runtime import xla_options
 
 TARGET, BATCH = "h100:1x1x8", 16
@@ -49,8 +50,8 @@ def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
     with mock.patch.dict(xla_options.GPU_OPTIONS, options, clear=True):
         compiled = aot.compile(cfg, TARGET)
     seconds = time.perf_counter() - begin
-    found = overlap.read_overlap(compiled.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
-    print(f"{layout}, {len(options)} options\n{overlap.format_overlap(found)}", flush=True)
+    found = read_overlap(compiled.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
+    print(f"{layout}, {len(options)} options\n{format_overlap(found)}", flush=True)
     return {
         "gib": compiled.total / 2**30,
         "compile_seconds": seconds,
@@ -68,7 +69,7 @@ def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
                 "beside_tflop": row["tflop"],
                 "exposed_ms": row["exposed"],
             }
-            for (axes, kind, next_turn), row in overlap.by_kind(found).items()
+            for (axes, kind, next_turn), row in by_kind(found).items()
         ],
     }
 

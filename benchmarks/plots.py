@@ -148,14 +148,14 @@ def roofline() -> None:
     from jaxstack.common.hardware import CHIPS
     from jaxstack.config import resolve
     from jaxstack.config.reading import parse
-    from jaxstack.planner import plot
+    from jaxstack.planner import memory, plot
     from jaxstack.planner import roofline as roof
     from jaxstack.planner.job import Job
 
     name, chip, *flags = ROOFLINE
     cfg = parse.parse_config([f"--config={name}", *flags])
     cfg = resolve(cfg, cfg.model.vocab)
-    job = Job(cfg, roof.context(cfg))
+    job = Job(cfg, memory.context(cfg))
     plot.draw(roof.make_roofline(job, chip, roof.ChipLimits(CHIPS[chip])), DOCS / "roofline.png")
     print("docs/roofline.png")
 

@@ -73,7 +73,7 @@ def main() -> None:
         target = jaxstack.load(quantize(target_path))
         plain = [target, *plain]
     sizes = [params.count(families.spec(run.model)) for run in (target, draft)]
-    dataset = data.load_for(target.config)
+    dataset = data.load_for(target.config.model, target.config.data)
     ids = next(iter(dataset.held_out_texts)).ids
     step = (len(ids) - PROMPT) // args.prompts
     prompts = [ids[i * step : i * step + PROMPT].tolist() for i in range(args.prompts)]

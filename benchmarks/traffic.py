@@ -91,14 +91,14 @@ def deep(length: int, tied: bool) -> tuple[Any, dict[str, float]]:
     """Returns the operations of a model on 16 stages, and the bytes that a device sends over `pipe` per microbatch."""
     from jaxstack.config import resolve
     from jaxstack.config.reading import parse
-    from jaxstack.planner import estimate, roofline, roofline_step
+    from jaxstack.planner import estimate, memory, roofline_step
 
     flags = [f"--config={DENSE}", *DEEP, "--mesh.data=1", "--data.packing=false", f"--data.seq_len={length}"]
     cfg = parse.parse_config([*flags, f"--model.tied_embeddings={str(tied).lower()}"])
     assert cfg.model.vocab_size is not None
     assert cfg.pipeline.microbatches is not None
     cfg = resolve(cfg, cfg.model.vocab_size)
-    ctx = roofline.context(cfg, 16 * 8)
+    ctx = memory.context(cfg, None if cfg.mesh.open_axis is None else 16 * 8)
     sent = {"neighbours": 0.0, "head": 0.0, "embedding": 0.0}
     for c in estimate.traffic(Job(cfg, ctx)):
         if "pipe" in c.axes:

@@ -93,7 +93,7 @@ def by_costs(cfg: Config) -> float:
     from jaxstack.planner import pipeline_costs
 
     costs = pipeline_costs.measure(cfg, cfg.mesh.resolved_sizes(2), jax.devices())
-    schedule = pipeline.resolve(cfg, 2, cfg.data.batch_size).schedule
+    schedule = pipeline.resolve(cfg.pipeline, cfg.model, 2, cfg.data.batch_size).schedule
     return Partition(costs, schedule, even(costs.layers, schedule.model_chunks)).lockstep_seconds
 
 

@@ -46,7 +46,8 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
         pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
         ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))
     warnings = () if warning is None else (warning,)
-    return Setup(cfg, dataset, mesh, ctx, abstract, watched_of(cfg), warnings, split)
+    watched = watched_of(cfg.model, cfg.debug.patterns, cfg.data, cfg.train.dtype)
+    return Setup(cfg, dataset, mesh, ctx, abstract, watched, warnings, split)
 
 
 class Steps(NamedTuple):
@@ -75,7 +76,7 @@ def make_steps(setup: "Setup") -> Steps:
     """
     import jax
 
-    from jaxstack.training.assemble import jit_train_step, make_eval_step
+    from jaxstack.training.assemble import jit_train_step, make_eval_step, objective_of
 
     cfg = setup.cfg
     make: Callable[..., Any] = jit_train_step
@@ -85,7 +86,9 @@ def make_steps(setup: "Setup") -> Steps:
         make = make_eager_step
     watching = None if setup.watched is None else make(cfg, setup.ctx, setup.abstract, setup.watched)
     train = make(cfg, setup.ctx, setup.abstract)
-    return Steps(train, watching, jax.jit(make_eval_step(cfg.model, setup.ctx, cfg.train.grad_accum)))
+    objective = objective_of(cfg.model, cfg.learned_preference)
+    evaluate = make_eval_step(cfg.model, setup.ctx, cfg.train.grad_accum, objective)
+    return Steps(train, watching, jax.jit(evaluate))
 
 
 def open_mesh(cfg: Config, searched: Collection[str]) -> Config:
@@ -131,7 +134,8 @@ def show(cfg: Config, searched: Collection[str] | None = None) -> None:
     from jaxstack.training.state import Recipe, abstract_state
 
     if searched is not None:
-        cfg = auto_mesh.choose(cfg, searched, kept=None)
+        cfg, line = auto_mesh.choose(cfg, searched, kept=None)
+        print(line)
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
     state = abstract_state(Recipe.of(cfg), make_context(cfg, mesh))
     declared = params.flat_spec(families.spec(cfg.model))

@@ -9,27 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack import data, start
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import Config, resolve, with_buckets
+from jaxstack.config import Config, resolve
 from jaxstack.runtime import compile_cache, distributed, launchers, platform
 from jaxstack.tracking import sinks
 
 if TYPE_CHECKING:
+    from jaxstack.common.tree import Batch
+    from jaxstack.models.params import Params
     from jaxstack.tracking.step_log import LoopState
+    from jaxstack.training.losses import EvalSums
     from jaxstack.training.services.run import Run
     from jaxstack.training.setup import Setup
+    from jaxstack.training.state import TrainState
 
 
 def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool = False) -> None:
     """Trains with a configuration that was just read. Nothing is written before everything is checked.
 
     Args:
-      cfg: the configuration.
       searched: for `--mesh=auto`, the keys that flags set, which the search for a mesh keeps. None means no search.
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load_for(cfg)
-    cfg = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
+    dataset = data.load_for(cfg.model, cfg.data)
+    cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
     earlier = None
     if searched is not None:
         earlier = start.earlier_mesh(cfg, searched)
@@ -51,9 +54,13 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
             if preflight:
                 return
         if searched is not None:
+            import jax
+
             from jaxstack.planner import auto_mesh
 
-            cfg = auto_mesh.choose(cfg, searched, earlier)
+            cfg, line = auto_mesh.choose(cfg, searched, earlier)
+            if jax.process_index() == 0:
+                print(line, flush=True)
             changes = run_dir.prepare(cfg, dataset.tokenizer.to_json())
 
         from jaxstack.planner import memory
@@ -82,12 +89,21 @@ def log_step(run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | No
     return spike
 
 
+def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
+    """Returns the texts that show what a run has learned, with their prompts."""
+    from jaxstack.generate import decode
+    from jaxstack.training.features.qat import evaluated_params
+
+    cfg = setup.cfg
+    params = evaluated_params(setup.recipe, state)
+    return decode.sample_texts(cfg.model, cfg.sample, cfg.run.seed, cfg.data.seq_len, params, setup.dataset, setup.ctx)
+
+
 def train(setup: "Setup", changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
     from jaxstack.data.loader import DataLoader
-    from jaxstack.generate import decode, pictures
-    from jaxstack.training.features.qat import evaluated_params
-    from jaxstack.training.services.init_from import open_teacher
+    from jaxstack.generate import pictures
+    from jaxstack.training.services.init_from import open_reference, open_teacher
     from jaxstack.training.services.run import Run
     from jaxstack.training.state import averaged_params
 
@@ -98,23 +114,29 @@ def train(setup: "Setup", changes: list[str]) -> None:
     # A batch is a function of seed and index, so no reader has a state.
     loader = DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch))
     teach = open_teacher(cfg, dataset.tokenizer, setup.mesh)
+    refer = open_reference(cfg, dataset.tokenizer, setup.mesh, ctx)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
-    with Run(setup, loader, pictures.make_grid(cfg, dataset, ctx)) as run:
+    grid = pictures.make_grid(cfg.model, cfg.sample, cfg.run.seed, cfg.data.target_length, dataset, ctx)
+    with Run(setup, loader, grid) as run:
         run.print_header(changes)
         state, loop = run.restore_or_init()
         run.begin(loop)  # first write: a state that does not fit has raised an error above
         lengths = loader.lengths(loop.batch, loop.batch + cfg.train.steps - loop.step)
         train_step = run.ahead.wrap(steps.train, setup.abstract, lengths, teach)
         evaluated = averaged_params(cfg.model, setup.abstract)
-        eval_step = run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths)
+        evaluate_batch = run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths)
+
+        def eval_step(params: "Params", batch: "Batch") -> "EvalSums":
+            return evaluate_batch(params, refer(params, batch))
+
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
 
         # ---- training loop
         while loop.step < cfg.train.steps:
-            batch = teach(loader.to_devices(run.next_batch(batches)))
+            batch = refer(state.params, teach(loader.to_devices(run.next_batch(batches))))
             loop = loop.advance()
             step = steps.choose(loop.step, cfg.debug.watch_every, train_step)
             state, metrics = run.profiler.run_step(loop.step, step, state, batch)
@@ -140,4 +162,4 @@ def train(setup: "Setup", changes: list[str]) -> None:
         # ---- end
         run.end_loop()
         run.evaluate(loop, eval_step, state)  # does nothing if the loop has just evaluated
-        run.finish(decode.sample_texts(cfg, evaluated_params(setup.recipe, state), dataset, ctx))
+        run.finish(samples_of(setup, state))

@@ -48,6 +48,46 @@ FAMILIES = {
     ),
 }
 
+NEAR = {
+    "olmo2": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        d_ff=96,
+        pre_norm=False,
+        post_norm=True,
+        qk_norm=True,
+        qk_norm_over="all",
+        rope_theta=100.0,
+        rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position=8),
+    ),
+    "cohere2": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        d_ff=96,
+        norm="layer",
+        parallel="one_norm",
+        windows=(6, 0),
+        rope_layers=(True, False),
+        rotary_interleaved=True,
+        head_scale=0.25,
+        tied_embeddings=True,
+    ),
+    "granite": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        d_ff=96,
+        parallel="two_norms",
+        norm="layer",
+        norm_bias=True,
+        rotary_fraction=0.5,
+        attention_scale=0.2,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        head_scale=0.125,
+    ),
+}
+"""Decoders with the switches of `features.residual`, other rotations and norms."""
+
 ENCODERS = {
     "bert": ModelConfig(
         **SMALL,
@@ -168,6 +208,9 @@ EXPERTS = {
             routed_scale=2.5,
             shared_experts=1,
         ),
+    ),
+    "qwen2_moe": ModelConfig(
+        **_LLAMA, moe=MoEConfig(num_experts=4, d_ff=32, normalize=False, shared_experts=2, shared_gate=True)
     ),
     "domain": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=3, router="domain")),
     "timestep": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100)),

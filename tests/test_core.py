@@ -31,11 +31,15 @@ CORE = (
 )
 """What a newcomer reads to follow a dense decoder."""
 
-PACKED = 62
+PACKED = 61
 """Assignments such as `a, b = f(x), g(y)`. The number may only fall."""
+
+CONFIG = 57
+"""Functions that take the whole `Config`. The number may only fall: behind a door, functions take what they read."""
 
 WORDS = re.compile(
     r"moe|expert|lora|adapter|qat|watch|teacher|distill|noise_scale|placement|cross_attention|gate_ids|width_ratio|token_types"
+    r"|preference|\brl\b"
 )
 """Words of features: of models with experts, of adapters, of quantisation-aware training, and so on."""
 
@@ -78,6 +82,11 @@ def test_no_file_imports_itself_through_others():
 def test_values_that_have_nothing_in_common_are_assigned_apart():
     packed = [*figures.places(ROOT, figures.packed_assignments)]
     assert len(packed) <= PACKED, "\n".join(packed)
+
+
+def test_fewer_functions_take_the_whole_configuration_than_before():
+    functions = [*figures.places(ROOT, figures.functions_of_config)]
+    assert len(functions) <= CONFIG, "\n".join(functions)
 
 
 def test_the_core_names_fewer_features_than_before():

@@ -14,6 +14,7 @@ FLOORS = {
     "runtime": 2,
     "checkpoint": 3,
     "kernels": 3,
+    "posttrain": 3,
     "tracking": 8,
     "data": 4,
     "moe": 4,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, PAIRS
+from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, NEAR, PAIRS
 
 from jaxstack import families as models
 from jaxstack.common.tree import flatten
@@ -42,7 +42,7 @@ from jaxstack.training.state import Recipe, abstract_state, make_state
 
 BATCH, SEQ = 8, 32
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 96, "vocab_size": 64}
-ALL = FAMILIES | ENCODERS | PAIRS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE | BRANCHES
+ALL = FAMILIES | NEAR | ENCODERS | PAIRS | CLASSIFIERS | ENCODER_DECODERS | DIFFUSION | CONTRASTIVE | BRANCHES
 MODELS: dict[str, ModelConfig] = {
     **{name: dataclasses.replace(cfg, **WIDE) for name, cfg in ALL.items()},
     "grouped": dataclasses.replace(FAMILIES["qwen3"], **{**WIDE, "num_kv_heads": 2}, attention_bias="qkv"),
@@ -54,6 +54,7 @@ EXPERTS = {
         num_experts=8, top_k=3, d_ff=32, router="sigmoid", num_groups=4, top_k_groups=2, shared_experts=1
     ),
     "domain": MoEConfig(num_experts=8, d_ff=32, router="domain"),
+    "shared_gate": MoEConfig(num_experts=8, d_ff=32, normalize=False, shared_experts=2, shared_gate=True),
 }
 MODELS["t5_gates"] = dataclasses.replace(MODELS["t5_1_1"], moe=EXPERTS["domain"])
 MODELS |= {f"t5_{name}": dataclasses.replace(MODELS["t5"], moe=EXPERTS[name]) for name in ("softmax", "sigmoid")}
@@ -132,6 +133,24 @@ CASES: list[Case] = [
     ("domain", {"expert": 4, "data": 2, **AUTO}, {}),
     ("lora", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "packing": True, "remat": "selective"}),
 ]
+
+NEAR_CASES: list[Case] = [
+    ("olmo2", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
+    ("cohere2", {"fsdp": 2, "tensor": 2}, {"remat": "selective", "dropout": 0.3}),
+    ("granite", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True}),
+    ("shared_gate", {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
+    ("olmo2", {"tensor": 8}, {"remat": "full"}),
+    ("olmo2", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
+    ("olmo2", {"fsdp": 2, "context": 4}, {"packing": True}),
+    ("olmo2", {"fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("cohere2", {"data": 2, "context": 2, "tensor": 2}, {"packing": True, "accum": 2}),
+    ("cohere2", {"fsdp": 2, "tensor": 2, **AUTO}, {"remat": "full"}),
+    ("granite", {"fsdp": 8}, {"remat": "full"}),
+    ("granite", {"data": 2, "tensor": 4, **PLAIN}, {"accum": 2, "dropout": 0.3}),
+    ("shared_gate", {"expert": 2, "context": 2, "tensor": 2}, {"accum": 2}),
+    ("shared_gate", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+]
+"""Meshes of decoders with other norms, rotations and sums, in docs/huggingface.md. All commits run the first four."""
 
 GATHER = {"context_method": "all_gather"}
 ENCODER_CASES: list[Case] = [
@@ -227,12 +246,12 @@ BRANCH_CASES: list[Case] = [
     ("branches", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "remat": "selective"}),
 ]
 """Meshes of a trunk with two branches, in docs/branches.md. All commits run the first one."""
-EVERY_CASE = [*CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
+EVERY_CASE = [*CASES, *NEAR_CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
 VARIED = {"accum", "dropout", "packing", "remat"}
 UNUSED = {"encoder_decoder": {"packing"}, "diffusion": {"packing", "dropout"}, "contrastive": {"packing"}}
 """What a family does not have; rows of encoder-decoders always have several pairs."""
 QUICK_CASES = (QUICK[0], QUICK[3], QUICK[4], ENCODER_CASES[0])
-ALWAYS = (*QUICK, PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
+ALWAYS = (*QUICK, *NEAR_CASES[:4], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
 
 
 def name_of(case: Case) -> str:

@@ -24,12 +24,7 @@ def folder(run: Path) -> Path:
 
 
 def write(run: Path, record: Record) -> Path:
-    """Writes an evaluation, and returns its file.
-
-    Args:
-      run: run directory.
-      record: the evaluation.
-    """
+    """Writes an evaluation, and returns its file."""
     where = folder(run)
     where.mkdir(exist_ok=True)
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
@@ -50,11 +45,7 @@ def write(run: Path, record: Record) -> Path:
 
 
 def read(run: Path) -> tuple[list[Record], list[str]]:
-    """Returns the evaluations of a run, the oldest first, and sentences about files that are none.
-
-    Args:
-      run: run directory.
-    """
+    """Returns the evaluations of a run, the oldest first, and sentences about files that are none."""
     found = []
     gaps = []
     for path in sorted(folder(run).glob("step_*.json")):

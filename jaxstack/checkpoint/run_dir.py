@@ -105,7 +105,6 @@ def require_same_tokenizer(saved: Path, earlier: object, tokenizer: dict[str, ob
 
     Args:
       saved: the run's tokenizer.json, for messages.
-      earlier: its content.
       tokenizer: the tokenizer of this data, as JSON.
 
     Raises:
@@ -145,26 +144,25 @@ def write(cfg: Config, tokenizer: dict[str, object]) -> None:
     files.write_atomic(run / "tokenizer.json", json.dumps(tokenizer))
 
 
-def require_same_data(metadata: Metadata, cfg: Config, fingerprint: str) -> None:
+def require_same_data(metadata: Metadata, data: DataConfig, fingerprint: str, folder: str) -> None:
     """Makes sure that the data has not changed since a checkpoint, unless the configuration names other data.
 
     Args:
-      metadata: of the checkpoint.
-      cfg: the resolved configuration.
-      fingerprint: of the data that it names now.
+      data: the data that the configuration names now.
+      fingerprint: of this data.
+      folder: the run directory, for the message.
 
     Raises:
       ConfigError: the files have changed, but not their names.
     """
-    data = cfg.data
     before = metadata["config"]["data"]
     before = asdict(DataConfig()) | before  # an older version has saved fewer keys
     if metadata["data"] != fingerprint and json.loads(json.dumps(before)) == json.loads(json.dumps(asdict(data))):
         what = "data.mixture" if data.mixture else f"data.source={data.source}, data.path={data.path}"
         raise ConfigError(
-            f"the text of {what} has changed since the checkpoints in {cfg.run.dir} were saved, so the batches would "
+            f"the text of {what} has changed since the checkpoints in {folder} were saved, so the batches would "
             f"differ. Restore the old files, or train this model on the new ones in another run.dir with "
-            f"--run.init_from={cfg.run.dir}."
+            f"--run.init_from={folder}."
         )
 
 

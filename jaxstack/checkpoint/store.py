@@ -58,7 +58,6 @@ def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
     is what was just read, and the compressed form of it.
 
     Args:
-      directory: of the checkpoints.
       step: to read.
       abstract_state: shapes, dtypes and shardings. A leaf that is `...` is not read.
 
@@ -144,8 +143,6 @@ class Checkpoints:
         """Starts to write the state. Returns once it is copied, so that the next step may reuse its buffers.
 
         Args:
-          step: number of the checkpoint.
-          state: the arrays.
           metadata: JSON to store beside them.
 
         Raises:

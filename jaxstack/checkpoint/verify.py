@@ -57,7 +57,6 @@ def scan(directory: Path, abstract_state: PyTree = None) -> CheckpointScan:
     it selects. If a file has changed, the next older step is tried.
 
     Args:
-      directory: of the checkpoints.
       abstract_state: what will be loaded, as for `store.restore`. `None` means everything.
 
     Returns:
@@ -109,7 +108,6 @@ def corruption(directory: Path, step: int, abstract_state: PyTree = None) -> str
     All processes of a run call this with the same arguments, and each hashes its share of the files.
 
     Args:
-      directory: of the checkpoints.
       step: to verify.
       abstract_state: what will be loaded, as for `store.restore`. `None` means everything. Files whose arrays are not
         loaded are not hashed.

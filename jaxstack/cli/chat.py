@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
@@ -99,10 +100,9 @@ def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | No
 
     Args:
       cfg: the data of the run.
-      tokenizer: its tokenizer.
     """
     saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
-    trained = any(one.source == "chat" for one in cfg.single_sources())
+    trained = any(one.source in TEMPLATED for one in cfg.single_sources())
     return chat.template_for(tokenizer) if saved or trained else None
 
 
@@ -140,7 +140,6 @@ class History:
         """Adds a line and its answer.
 
         Args:
-          line: that was typed.
           asked: tokens of `ask`.
           answer: tokens of the answer.
           text: of the answer.
@@ -157,8 +156,6 @@ def talk(history: History, conversation: "Conversation", begin: Callable[[], Tex
     """Reads lines, runs commands and prints answers until the input ends.
 
     Args:
-      history: what was said.
-      conversation: writes answers.
       begin: returns the text of an answer, to which tokens are added.
     """
     for line in lines():

@@ -235,7 +235,7 @@ def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None
     with safetensors.new_folder(out) as made:
         folder = made / "model"
         folder.mkdir()
-        ids = write_tokenizer(saved, folder, cfg)
+        ids = write_tokenizer(saved, folder, cfg.model, cfg.data)
         plain = replace(run.model, pad_vocab_to=None)
         quantized = how.scheme, codes
         hf.save_pretrained(folder, plain, jax.device_get(run.params), how.dtype, cfg.data.seq_len, ids, quantized)

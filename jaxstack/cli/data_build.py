@@ -33,7 +33,12 @@ def main(args: Namespace) -> None:
     out = args.out
     if cfg.source == "tokens":
         raise ConfigError("data.source=tokens is already a token file. Build from stdlib, path or hf.")
-    if what := {"chat": "answers", "labels": "labels", "pairs": "translations"}.get(cfg.source):
+    if what := {
+        "chat": "answers",
+        "labels": "labels",
+        "pairs": "translations",
+        "preferences": "pairs of completions",
+    }.get(cfg.source):
         raise ConfigError(
             f"data.source={cfg.source} cannot become a token file, which does not mark {what}. Train from it directly."
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.config import Config, ConfigError, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # the package imports JAX, for which help must not wait
     from jaxstack.data.tokenizers import JsonObject
     from jaxstack.hf.configs import SpecialIds
     from jaxstack.models.params import Params
+
+
+OWN_TOKENIZER_CLASS = {"qwen2"}
+"""Families for which `AutoTokenizer` of transformers 5 takes a class of its own, whatever class the folder names."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -76,14 +80,13 @@ def main(args: Namespace) -> None:
     with safetensors.new_folder(folder) as made:
         cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
         tokenizer = read_saved_tokenizer(run).to_json() if (run / "tokenizer.json").is_file() else None
-        ids = hf.SpecialIds() if tokenizer is None else write_tokenizer(tokenizer, made, cfg)
+        ids = hf.SpecialIds() if tokenizer is None else write_tokenizer(tokenizer, made, cfg.model, cfg.data)
         model = replace(cfg.model.base, pad_vocab_to=None)
         model, values, left_out = _without_other_heads(model, _read_params(run))
         original = originals.find(run)
         preferred = None if original is None else originals.family(original)
         family = hf.save_pretrained(made, model, values, args.dtype, cfg.data.seq_len, ids, preferred=preferred)
-        if original is not None:
-            originals.restore(original, tokenizer, made)
+        as_imported = original is not None and originals.restore(original, tokenizer, made)
         if args.push is not None:
             _write_card(made, run, args.push, f"A {family} model", args.dtype)
     print(f"wrote {folder}: a {family} model in {args.dtype}")
@@ -91,6 +94,9 @@ def main(args: Namespace) -> None:
         print(f"The heads of model.sentences.tasks={left_out} are left out: no Hugging Face model has them.")
     if not (folder / "tokenizer.json").is_file():
         print("The folder has no tokenizer.json, because the tokenizer of this run is not of that kind.")
+    elif family in OWN_TOKENIZER_CLASS and not as_imported:
+        how = f"PreTrainedTokenizerFast.from_pretrained({str(folder)!r})"
+        print(f"Load its tokenizer with {how}: AutoTokenizer splits texts as {family} does.")
     if args.push is not None:
         print(f"sent it to {hub.push(folder, args.push)}")
 
@@ -102,7 +108,8 @@ def _write_card(folder: Path, run: Path, repo: str, what: str, dtype: str, adapt
 
     cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
     log = run / "metrics.jsonl"
-    card = hub.model_card(repo, what, dtype, cfg, jsonl.read_lines(log) if log.is_file() else [], adapters)
+    records = jsonl.read_lines(log) if log.is_file() else []
+    card = hub.model_card(repo, what, dtype, cfg.model, cfg.optim, cfg.data.seq_len, records, adapters)
     (folder / "README.md").write_text(card, "utf-8")
 
 
@@ -121,7 +128,7 @@ def _without_other_heads(model: ModelConfig, values: "Params") -> tuple[ModelCon
     return model, values, []
 
 
-def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialIds":
+def write_tokenizer(saved: "JsonObject", folder: Path, model: ModelConfig, keys: DataConfig) -> "SpecialIds":
     """Writes a run's tokenizer and chat template to the folder if there are any, and returns its special ids."""
     from jaxstack import data, hf
     from jaxstack.data.seq2seq import ids_of
@@ -129,14 +136,16 @@ def write_tokenizer(saved: "JsonObject", folder: Path, cfg: Config) -> "SpecialI
     tokenizer = data.tokenizer_from_json(saved)
     content = data.to_tokenizer_json(saved)
     if content is not None:
+        # Without this class, transformers takes the one of the model's family, which may split texts in another way.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        names = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+        if tokenizer.eos_id in names:
+            settings["eos_token"] = names[tokenizer.eos_id]
         (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), "utf-8")
-    if content is not None and saved["kind"] != "hf":
-        names = {} if tokenizer.eos_id is None else {"eos_token": content["added_tokens"][0]["content"]}
-        names["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (folder / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False) + "\n", "utf-8")
     if "chat" in saved:
         (folder / "chat_template.jinja").write_text(saved["chat"]["source"], "utf-8")
-    special = ids_of(cfg.data, tokenizer) if cfg.model.family == "encoder_decoder" else None
+    special = ids_of(keys, tokenizer) if model.family == "encoder_decoder" else None
     return hf.SpecialIds(tokenizer.eos_id) if special is None else hf.SpecialIds(special.eos, special.start)
 
 

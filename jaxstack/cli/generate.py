@@ -122,7 +122,7 @@ def main(args: Namespace) -> None:
     )
     if longest > cfg.data.seq_len:
         print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
-    draft = open_draft(args, cfg, longest) if args.draft is not None else None
+    draft = open_draft(args, cfg.sample, cfg.train, longest) if args.draft is not None else None
     live = args.stream or sys.stdout.isatty()
 
     from jaxstack.planner import generation_memory, memory
@@ -166,9 +166,7 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
     """Returns the file for the load of the experts, if one is asked for.
 
     Args:
-      args: of the command.
       experts: number of experts of the model.
-      sample: how tokens are chosen.
       prompts: number of prompts.
 
     Raises:
@@ -190,12 +188,12 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
     return files.writable("--expert_load", args.expert_load, (".json",))
 
 
-def open_draft(args: Namespace, cfg: Config, longest: int) -> "Draft":
+def open_draft(args: Namespace, sample: SampleConfig, train: TrainConfig, longest: int) -> "Draft":
     """Opens the small model of `--draft`, with the dtype and on the mesh of the other one.
 
     Args:
-      args: of the command.
-      cfg: the run that it drafts for.
+      sample: how the other model continues texts.
+      train: has the dtype of the other model.
       longest: tokens of the longest prompt with its continuation.
 
     Raises:
@@ -204,9 +202,9 @@ def open_draft(args: Namespace, cfg: Config, longest: int) -> "Draft":
     from jaxstack.generate import speculative
     from jaxstack.loaded.trained_run import Draft
 
-    speculative.check(cfg.sample)
+    speculative.check(sample)
     small, tokenizer = load_run.read_run(Path(args.draft))
-    small = replace(small, sample=cfg.sample, train=replace(small.train, dtype=cfg.train.dtype))
+    small = replace(small, sample=sample, train=replace(small.train, dtype=train.dtype))
     check = partial(check_memory, longest)
     run = load_run.open_run(Path(args.draft), small, tokenizer, args.mesh, None, rows=1, check=check)
     return Draft(run, args.draft_tokens)
@@ -253,7 +251,7 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
-    Given.named(cfg, names, tokenizer)  # errors are shown before JAX starts
+    Given.named(cfg.model, names, tokenizer, cfg.data.target_length)  # errors are shown before JAX starts
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(names) * count)
@@ -312,7 +310,6 @@ def in_turn(texts: Sequence[TextStream], parts: Iterator[list[list[int]]]) -> It
     """Yields the pieces of several texts that grow at the same time, one text after the other.
 
     Args:
-      texts: the texts, with their prompts.
       parts: tokens of each text. A text without new tokens has ended.
     """
     now = 0

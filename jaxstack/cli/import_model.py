@@ -84,7 +84,7 @@ def main(args: Namespace) -> None:
             cfg = resolve(cfg, tokenizer.vocab_size)
             (made / "tokenizer.json").write_text(json.dumps(tokenizer.to_json()))
         (made / "config.yaml").write_text(parse.to_yaml(cfg))
-    _print_model(found, cfg)
+    _print_model(found, cfg.model, cfg.train.quant, cfg.run.init_adapter)
     if name in ("bytes", "chars"):
         print(f"data.tokenizer={name}, because {folder} has no tokenizer.json. {vocabulary_files.advice(folder)}")
     if name == str(own):
@@ -92,21 +92,19 @@ def main(args: Namespace) -> None:
     print(f"wrote {run}; train it with `jaxstack train --config={run / 'config.yaml'}` and flags for the data")
 
 
-def _print_model(found: "hf.PretrainedFolder", cfg: Config) -> None:
+def _print_model(found: "hf.PretrainedFolder", model: ModelConfig, quant: str, adapter: str | None) -> None:
     """Prints what the folder contains, and which of its keys are not read."""
     from jaxstack import families
     from jaxstack.models import params
 
-    size = params.count(families.spec(cfg.model.base))
+    size = params.count(families.spec(model.base))
     print(f"{found.folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
     if found.formats:
         print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")
     if found.inputs != "none":
-        print(f"the run has train.quant={cfg.train.quant}, which rounds their inputs")
+        print(f"the run has train.quant={quant}, which rounds their inputs")
     if found.adapters is not None:
-        print(
-            f"{cfg.run.init_adapter} has adapters of rank {cfg.model.lora.rank} for {', '.join(cfg.model.lora.targets)}"
-        )
+        print(f"{adapter} has adapters of rank {model.lora.rank} for {', '.join(model.lora.targets)}")
     if (capacity := found.ignored_values.pop("expert_capacity", None)) is not None:
         print(f"ignored: expert_capacity={capacity}, because jaxstack drops no token; see model.moe.capacity_factor")
     if found.ignored_values:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 
 from jaxstack.common.errors import ConfigError
-from jaxstack.config import Config
+from jaxstack.config import Config, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
 from jaxstack.config.reading.parse import Parser
 from jaxstack.runtime.targets import TARGETS, Job, Target
@@ -67,8 +67,8 @@ def main(args: Namespace) -> None:
     """
     target = TARGETS[args.on]
     cfg = _training_config(args)
-    job = _job(args, target, cfg)
-    _check_machines(args, target, job, cfg)
+    job = _job(args, target, Path(cfg.run.dir))
+    _check_machines(args, target, job, cfg.mesh, Path(cfg.run.dir))
     path = Path(args.out or f"{job.name}.{target.suffix}")
     file = f"./{path}" if str(path).startswith("-") else str(path)  # the tool would take it for an option
     submit = target.submit.format(file=shlex.quote(file))
@@ -98,7 +98,7 @@ def _training_config(args: Namespace) -> Config:
     return values.cfg
 
 
-def _job(args: Namespace, target: Target, cfg: Config) -> Job:
+def _job(args: Namespace, target: Target, folder: Path) -> Job:
     """Returns the job, after checking that the target uses every argument that was given."""
     names = [*_FIELDS, "gpus", "hosts", "hours", "spot"]
     arguments = {name: vars(args)[name] for name in names}
@@ -118,7 +118,7 @@ def _job(args: Namespace, target: Target, cfg: Config) -> Job:
                 f"--{name}={value} has a space or begins with a hyphen, so {target.tool} could take it for an option. "
                 f"Write one word."
             )
-    name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(cfg.run.dir).name.lower()).strip("-")[:30].strip("-")
+    name = args.name or re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")[:30].strip("-")
     if not args.name and not _NAME.fullmatch(name):
         name = f"run-{name}".strip("-")
     if not _NAME.fullmatch(name):
@@ -136,7 +136,7 @@ def _flags(names: list[str] | tuple[str, ...]) -> str:
     return ", ".join(f"--{name}" for name in names)
 
 
-def _check_machines(args: Namespace, target: Target, job: Job, cfg: Config) -> None:
+def _check_machines(args: Namespace, target: Target, job: Job, mesh: MeshConfig, folder: Path) -> None:
     """Checks that the mesh fits the machines, and that `run.dir` is on a file system that they share.
 
     Raises:
@@ -147,20 +147,20 @@ def _check_machines(args: Namespace, target: Target, job: Job, cfg: Config) -> N
             f"--nodes={job.nodes} is not the number of --hosts, which are {len(job.hosts)}. Leave it out."
         )
     devices = job.nodes * (job.gpus or 0)
-    needed = math.prod(cfg.mesh.known_sizes.values())
-    wrong = devices % needed if cfg.mesh.open_axis else devices - needed
+    needed = math.prod(mesh.known_sizes.values())
+    wrong = devices % needed if mesh.open_axis else devices - needed
     if devices and wrong and not args.auto_mesh:
         raise ConfigError(
-            f"the mesh needs {'a multiple of ' * bool(cfg.mesh.open_axis)}{needed} devices, but {job.nodes} machines "
+            f"the mesh needs {'a multiple of ' * bool(mesh.open_axis)}{needed} devices, but {job.nodes} machines "
             f"of {job.gpus} GPUs have {devices}. Change --mesh.*, --nodes or --gpus."
         )
     if args.on == "sagemaker":
         _check_sagemaker(job)
     mount = target.mount(job)
-    if mount and not Path(cfg.run.dir).is_relative_to(mount):
+    if mount and not folder.is_relative_to(mount):
         raise ConfigError(
-            f"run.dir={cfg.run.dir} would be lost with its machine. Use a folder of the storage, such as "
-            f"--run.dir={mount}/{Path(cfg.run.dir).name}."
+            f"run.dir={folder} would be lost with its machine. Use a folder of the storage, such as "
+            f"--run.dir={mount}/{folder.name}."
         )
 
 

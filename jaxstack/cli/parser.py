@@ -225,6 +225,12 @@ def _command_of(words: Sequence[str]) -> str | None:
 
 
 _HELP = "`jaxstack --help` lists all commands."
+_OTHER_NAMES = {
+    "score": "eval", "test": "eval", "sample": "generate", "infer": "generate", "finetune": "train", "fit": "train",
+    "sft": "train", "prepare": "data build", "tokenize": "data build", "convert": "import or export",
+    "quantize": "compress quantize", "prune": "compress prune",
+}  # fmt: skip
+"""Commands by the names that other programs have for them."""
 
 
 def help_words(words: Sequence[str]) -> list[str]:
@@ -248,7 +254,8 @@ def overview(words: Sequence[str]) -> str:
     """
     words = [word for word in words if word not in ("-h", "--help")]
     if words and not any(name.startswith(f"{words[0]} ") for name in COMMANDS):
-        close = difflib.get_close_matches(words[0], [*COMMANDS, "help"], n=1)
+        close = [_OTHER_NAMES[words[0]]] if words[0] in _OTHER_NAMES else []
+        close = close or difflib.get_close_matches(words[0], [*COMMANDS, "help"], n=1)
         raise ConfigError(f"unknown command {words[0]}. " + (f"Did you mean {close[0]}?" if close else _HELP))
     family = {name: command for name, command in COMMANDS.items() if not words or name.startswith(f"{words[0]} ")}
     if words[1:]:

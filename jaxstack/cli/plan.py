@@ -4,11 +4,13 @@ Where the target's compiler is installed, the step is compiled, and the formula 
 estimates by formula. It takes the configuration of `jaxstack train`.
 """
 
+import math
 import os
 import time
 
 from jsonargparse import Namespace
 
+from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, resolve
 from jaxstack.config.reading.parse import Parser
 
@@ -16,14 +18,19 @@ BYTES = 256
 """Size of the vocabulary of `data.tokenizer=bytes`."""
 
 
-def add_arguments(parser: Parser) -> None:
-    """Declares the arguments."""
+def add_chips(parser: Parser) -> None:
+    """Declares the chips that a command plans for."""
     parser.add_argument(
         "--target",
         type=str,
-        help="chip and number or topology of chips, such as a100:8, v5e:4x4 or h100:1x8x8 (required)",
+        help="chip and number or topology of chips, such as a100:8, v5e:4x4, or h100:8x8 for 8 hosts of 8 (required)",
         metavar="CHIP:TOPOLOGY",
     )
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the arguments."""
+    add_chips(parser)
     parser.add_argument(
         "--formula", action="store_true", help="estimate by formula, even where the step could be compiled"
     )
@@ -36,14 +43,18 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown, or the configuration does not fit it.
     """
-    cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or v5e:4x4")
+    cfg = resolve_for_target(args)
 
     from jaxstack.planner import aot, memory
+    from jaxstack.planner.job import Job
 
     reason = "--formula is set." if args.formula else aot.obstacle(args.target)
     if reason:
         print(f"estimated by formula for {args.target}; nothing was compiled: {reason}")
-        print(memory.plan(cfg, args.target))
+        name, topology = aot.parse_target(args.target)
+        chip = CHIPS[name]
+        ctx = memory.context(cfg, math.prod(topology) * chip.devices, chip.platform)
+        print(memory.plan(Job(cfg, ctx), name))
         return
     begin = time.perf_counter()
     report = aot.compile(cfg, args.target)
@@ -51,13 +62,14 @@ def main(args: Namespace) -> None:
     print(report)
 
 
-def resolve_for_target(args: Namespace, such: str) -> Config:
+def resolve_for_target(
+    args: Namespace, such: str = "a chip and a topology, such as --target a100:8 or h100:8x8"
+) -> Config:
     """Returns the resolved configuration of a command that plans for chips which are not here.
 
     JAX must not be imported before: it will see the CPU alone.
 
     Args:
-      args: values of the command line.
       such: what to name with `--target`.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan_target import STYLES, Plan, add_network, add_target, add_tokens, budget_of
+from jaxstack.cli.plan_target import STYLES, Plan, add_network, add_target, add_tokens
 from jaxstack.config.reading.parse import Parser
 
 
@@ -35,7 +35,7 @@ def main(args: Namespace) -> None:
     from jaxstack.planner.step_time import step_time
 
     time = step_time(plan.job, plan.limits)
-    budget = budget_of(plan.job.cfg, args.tokens)
+    budget = plan.budget(args.tokens)
     *found, days = flops_figures(plan.job, time, budget, args.style == "megatron-fp16")
     plan.table(f"FLOPs of a step of {time.tokens:,} tokens", found, "TFLOP", 1e12)
     print(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan import resolve_for_target
-from jaxstack.config import SEARCHED_KEYS, ConfigError
+from jaxstack.cli.plan import add_chips, resolve_for_target
+from jaxstack.config import SEARCHED_KEYS, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxstack.config.reading.parse import Parser, given_keys
 
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument(
-        "--target",
-        type=str,
-        help="chip and number or topology of chips, such as a100:8, v5e:4x4 or h100:8x8 (required)",
-        metavar="CHIP:TOPOLOGY",
-    )
+    add_chips(parser)
     parser.add_argument(
         "--memory",
         metavar="GIB",
@@ -45,7 +40,7 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the target is unknown, no mesh is possible, or none fits.
     """
-    cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or h100:8x8")
+    cfg = resolve_for_target(args)
 
     from jaxstack.planner import aot, mesh_plan
 
@@ -58,7 +53,7 @@ def main(args: Namespace) -> None:
         f"{found.meshes:,} meshes, {found.examined:,} candidates examined, {found.too_large:,} do not fit; "
         f"{time.perf_counter() - begin:.1f} s"
     )
-    print(mesh_plan.table(found, cfg))
+    print(mesh_plan.table(found, flat(cfg), cfg.data.batch_size * cfg.data.seq_len))
     if note := mesh_plan.padding_note(cfg, devices, given, found.meshes):
         print(note)
     reason = "--compile is 0." if not args.compile else aot.obstacle(args.target)
@@ -67,7 +62,7 @@ def main(args: Namespace) -> None:
         print(f"\nby formula for {args.target}; nothing was compiled: {reason}")
     else:
         best = compile_best(found, devices, args.compile)
-    print(f"\nflags of the best\n{' '.join(mesh_plan.flags(best.cfg, cfg))}")
+    print(f"\nflags of the best\n{' '.join(mesh_plan.flags(flat(best.cfg), flat(cfg)))}")
 
 
 def compile_best(found: "Found", devices: "Devices", count: int) -> "Candidate":

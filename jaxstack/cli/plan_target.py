@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan import resolve_for_target
+from jaxstack.cli.plan import add_chips, resolve_for_target
 from jaxstack.common import files
-from jaxstack.config import Config
 from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser, user_path
 
@@ -23,10 +22,7 @@ STYLES = ("jaxstack", "megatron-fp16")
 
 def add_target(parser: Parser, plot: bool = True) -> None:
     """Declares the arguments that all three commands have."""
-    parser.add_argument(
-        "--target", type=str, metavar="CHIP:TOPOLOGY",
-        help="chip and number or topology of chips, such as a100:8, v5e:4x4, or h100:8x8 for 8 hosts of 8 (required)",
-    )  # fmt: skip
+    add_chips(parser)
     parser.add_argument("--explain", action="store_true", help="print the formula of every figure with its numbers")
     parser.add_argument("--json", metavar="FILE", type=user_path, help="file to write all figures to")
     if plot:
@@ -48,13 +44,8 @@ def add_network(parser: Parser) -> None:
 
 
 def add_tokens(parser: Parser) -> None:
-    """Declares the token budget, see `budget_of`."""
+    """Declares the token budget, see `Plan.budget`."""
     parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
-
-
-def budget_of(cfg: Config, tokens: float | None) -> float:
-    """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
-    return tokens or float(cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)
 
 
 class Plan:
@@ -79,7 +70,7 @@ class Plan:
         self.json = files.writable("--json", args.json, (".json",)) if args.json is not None else None
         plot = getattr(args, "plot", None)
         self.plot = files.writable("--plot", plot, files.PICTURES) if plot is not None else None
-        cfg = resolve_for_target(args, "a chip and a topology, such as --target a100:8 or h100:8x8")
+        cfg = resolve_for_target(args)
 
         from jaxstack.planner import estimate, figures, memory
         from jaxstack.planner.job import Job
@@ -98,6 +89,10 @@ class Plan:
         self.explain = args.explain
         self.figures: dict[str, dict[str, float]] = {}
         self.where: dict[str, str] = {}  # formulas that were printed
+
+    def budget(self, tokens: float | None) -> float:
+        """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
+        return tokens or float(self.job.train.steps * self.job.data.batch_size * self.job.data.seq_len)
 
     def table(self, title: str, figures: "Sequence[Figure]", unit: str, scale: float, total: bool = False) -> None:
         """Prints figures with their sum on request, and the formula of each with `--explain`."""

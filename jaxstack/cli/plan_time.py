@@ -6,7 +6,7 @@ configuration of `jaxstack train`.
 
 from jsonargparse import Namespace
 
-from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens, budget_of
+from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens
 from jaxstack.config.bounds import PositiveFraction
 from jaxstack.config.reading.parse import Parser
 
@@ -41,7 +41,7 @@ def main(args: Namespace) -> None:
     reached = [value or default for value, default in zip(given, CALIBRATED, strict=True)]
     plan = Plan(args, reached)
     time = step_time(plan.job, plan.limits)
-    budget = budget_of(plan.job.cfg, args.tokens)
+    budget = plan.budget(args.tokens)
     parts = time_figures(plan.job, plan.limits, time)
     sent = traffic_figures(plan.job, plan.limits)
     plan.table(f"time of a step on {plan.devices} {plan.chip}", parts, "ms", 1e-3, total=True)

@@ -67,7 +67,7 @@ def main(args: Namespace) -> None:
     if args.measure == "no":  # JAX takes most of a GPU's memory when it starts, and only measuring needs any
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jaxstack import sharding
-    from jaxstack.planner import measure
+    from jaxstack.planner import measure, memory
     from jaxstack.planner import roofline as roof
     from jaxstack.planner.job import Job
 
@@ -76,7 +76,7 @@ def main(args: Namespace) -> None:
     here = name in ("here", chip_name(device.device_kind))
     if args.measure == "yes" and not here:
         raise ConfigError(f"--measure=yes, but the device of this machine is {device.device_kind}. Use --chip here.")
-    ctx = roof.context(cfg, args.devices)
+    ctx = memory.context(cfg, args.devices if cfg.mesh.open_axis else None)
     chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     limits = roof.ChipLimits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
     job = Job(cfg, ctx)

@@ -160,8 +160,6 @@ def make_batch(run: "TrainedRun", args: Namespace, context: int, stop: tuple[int
     """Returns an empty batch after it has written a first text, so that the programs of short texts are compiled.
 
     Args:
-      run: the model.
-      args: of the command.
       context: largest number of tokens of a text with its prompt.
       stop: tokens that end a text.
 

@@ -18,9 +18,9 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.errors import Exit
-from jaxstack.config import Config, ConfigError, MeshConfig
+from jaxstack.config import Config, ConfigError, MeshConfig, RunConfig
 from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
-from jaxstack.config.reading.parse import Parser, parse_config
+from jaxstack.config.reading.parse import Parser, parse_config, user_path
 from jaxstack.tracking.jsonl import is_step, read_lines
 
 MAX_WAIT_S = 300
@@ -46,6 +46,13 @@ def add_arguments(parser: Parser) -> None:
         action="store_true",
         help="restart on the remaining devices, with smaller mesh.data and mesh.fsdp, if some are lost",
     )
+    parser.add_argument(
+        "--run_dir",
+        metavar="DIR",
+        type=user_path,
+        default=None,
+        help="the run.dir of a command that is not `jaxstack train`, such as a script of your own",
+    )
     parser.add_argument("command", metavar="COMMAND", type=str, nargs="*", help="training command, after --")
 
 
@@ -60,13 +67,20 @@ def main(args: Namespace) -> None:
     command = args.command
     if not command:
         raise ConfigError("the command is missing. Write it after --, such as -- jaxstack train --run.dir=runs/first.")
-    cfg = training_config(command)
+    if args.run_dir is None:
+        cfg = training_config(command)
+    elif args.shrink:
+        raise ConfigError(
+            "--shrink changes the mesh of `jaxstack train`, but --run_dir is for other commands. Leave it out."
+        )
+    else:
+        cfg = Config(run=RunConfig(dir=args.run_dir))
     saved = run_dir.checkpoints(Path(cfg.run.dir))
     log = Path(cfg.run.dir, "metrics.jsonl")
     supervisor = Supervisor(
         lambda: next(iter(manifest.complete_steps(saved)), 0), lambda: last_step(log), args.tries, args.wait_s
     )
-    sys.exit(supervisor.run(lambda: start(command, cfg, args.shrink)))
+    sys.exit(supervisor.run(lambda: start(command, cfg.mesh, cfg.microbatch_size, args.shrink)))
 
 
 def last_step(log: Path) -> int:
@@ -86,31 +100,36 @@ def training_config(command: Sequence[str]) -> Config:
     for i, word in enumerate(command):
         if Path(word).name == "train.py" or (word == "train" and Path(command[i - 1]).name in ("jaxstack", "--")):
             return parse_config(command[i + 1 :])
-    raise ConfigError(f"the command `{' '.join(command)}` does not train. Use `jaxstack train` or `python train.py`.")
+    raise ConfigError(
+        f"the command `{' '.join(command)}` does not train: it is not `jaxstack train` or `python train.py`. If it is "
+        f"your own script, name its run.dir with --run_dir=DIR."
+    )
 
 
-def start(command: Sequence[str], cfg: Config, shrink: bool) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], mesh: MeshConfig, batch: int, shrink: bool) -> subprocess.Popen[bytes]:
     """Starts a run.
 
     Args:
+      mesh: the mesh of its configuration.
+      batch: sequences of a microbatch, which the mesh divides.
       shrink: make the mesh smaller if there are fewer devices than it needs.
     """
-    if not shrink or cfg.mesh.open_axis:  # an open axis takes the devices that there are
+    if not shrink or mesh.open_axis:  # an open axis takes the devices that there are
         return subprocess.Popen(command)
     platform, devices = _devices(command)
     if platform == "cpu" and "JAX_NUM_CPU_DEVICES" not in os.environ:
         return subprocess.Popen(command)  # the run makes as many as its mesh needs
-    mesh = fit_mesh(cfg.mesh, cfg.microbatch_size, devices)
-    if mesh == cfg.mesh:
+    smaller = fit_mesh(mesh, batch, devices)
+    if smaller == mesh:
         return subprocess.Popen(command)
-    used = math.prod(mesh.sizes.values())
+    used = math.prod(smaller.sizes.values())
     print(
-        f"{_PROGRAM}: {devices} devices remain; the run uses {used}, with mesh.data={mesh.data} and "
-        f"mesh.fsdp={mesh.fsdp}",
+        f"{_PROGRAM}: {devices} devices remain; the run uses {used}, with mesh.data={smaller.data} and "
+        f"mesh.fsdp={smaller.fsdp}",
         file=sys.stderr,
         flush=True,
     )
-    flags = [f"--mesh.data={mesh.data}", f"--mesh.fsdp={mesh.fsdp}"]
+    flags = [f"--mesh.data={smaller.data}", f"--mesh.fsdp={smaller.fsdp}"]
     return subprocess.Popen([*command, *flags], env=os.environ | _hide_devices(platform, devices, used))
 
 

@@ -205,7 +205,7 @@ def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
         path, layout, at = held.sources[0]
         stack, _, own = path.partition("/")
         if stack == group and own in layers[at[0]].codes:
-            if not layout.transposed or layout.parts > 1:
+            if not layout.transposed or layout.joined is not None:
                 raise ConfigError(f"the family {name} cannot be quantised: {tensor} is not the weight of one linear "
                                   f"layer. Use a model of the families llama, mistral, qwen3 or gemma2.")  # fmt: skip
             codes, scales = layers[at[0]].codes[own]

@@ -12,7 +12,7 @@ from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.model import LoraConfig, ModelConfig, RopeScaling
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
-from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_buckets, with_values
+from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (
     CheckpointConfig,
     DebugConfig,
@@ -50,6 +50,5 @@ __all__ = [
     "WeightChange",
     "flat",
     "resolve",
-    "with_buckets",
     "with_values",
 ]

@@ -12,7 +12,12 @@ from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.pictures import PICTURES
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
-SourceName: TypeAlias = Literal["stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "digits", "images"]
+SourceName: TypeAlias = Literal[
+    "stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "preferences", "digits", "images"
+]
+
+TEMPLATED = ("chat", "preferences")
+"""Sources of conversations, which a chat template renders."""
 
 _WITHOUT_PATH = ("stdlib", "digits")
 """Sources that read no file of the user."""
@@ -68,20 +73,21 @@ class DataConfig:
     """Where text comes from. `stdlib`: the source code of Python's standard library. `path`: a text file or a folder of
     text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
-    classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `digits`: scikit-learn's
+    classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `preferences`: prompts with a
+    better and a worse completion; see docs/preferences.md. `digits`: scikit-learn's
     pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md and contrastive.md."""
     path: str | None = None
-    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`) or
-    of texts with labels (`labels`), translations (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz
-    file of pictures (`images`)."""
+    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`), of
+    texts with labels (`labels`) or of pairs of completions (`preferences`), translations (`pairs`): a file, a folder,
+    or `package:NAME`; or a folder or .npz file of pictures (`images`)."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
     """Skip files of folders that are not UTF-8 text, such as pictures, and say how many. Otherwise they are errors."""
     format: FormatName = "jaxstack"
-    """Format of a token file. `jaxstack`: files of `jaxstack data build`. The others contain no tokenizer. `nanogpt`: a
-    file of ids, an array of NumPy, or a folder with train.bin and val.bin. `megatron`: a pair of .bin and .idx. `llmc`:
-    a file of llm.c."""
+    """Format of a token file. `jaxstack`: files of `jaxstack data build`. The others contain no tokenizer, and you may
+    name a folder of shards. `nanogpt`: ids with or without a header, or an array of NumPy. `megatron`: a pair of .bin
+    and .idx. `llmc`: a file of llm.c."""
     mixture: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of `data.source` and `data.path`:
     `[{source: path, path: a.txt, weight: 3}, {source: tokens, path: b.bin, weight: 1}]`. All of them
@@ -102,8 +108,9 @@ class DataConfig:
     """Sequences per optimizer step, over all devices and accumulation steps."""
     packing: bool | Literal["best_fit"] = False
     """Restrict attention to one document: batches carry segment ids, and positions restart at each document. `best_fit`
-    puts whole documents into each row, and cuts only those that are longer than a row. With source `chat`, `labels` or
-    `pairs`, `true` does so, too: several whole conversations, texts or pairs in a row instead of one."""
+    puts whole documents into each row, and cuts only those that are longer than a row. With source `chat`, `labels`,
+    `pairs` or `preferences`, `true` does so, too: several whole conversations, texts or pairs in a row instead of
+    one."""
     buckets: Literal["auto"] | tuple[int, ...] = ()
     """Lengths of rows in ascending order, such as `[128, 256, 512]`; the last one is `data.seq_len`. Each row has one
     document, conversation, text or pair, and each batch has the smallest length that holds its rows. Shorter rows are
@@ -320,7 +327,7 @@ def _check_denoisers(data: DataConfig) -> None:
     )
     if not data.denoisers:
         return
-    whole = [name for name in names if name in ("chat", "labels")]
+    whole = [name for name in names if name in (*TEMPLATED, "labels")]
     require(
         not whole,
         f"data.denoisers={shown} hides spans of texts, which data.source={''.join(whole[:1])} does not have. Use "

@@ -41,6 +41,8 @@ class MoEConfig:
     Switch Transformers use 2. 1 means that all layers have experts."""
     shared_experts: NonNegativeInt = 0
     """Experts that process every token, in addition to the chosen ones."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by a learned gate, the sigmoid of a product with the token (Qwen 2)."""
     capacity_factor: PositiveFloat | None = None
     """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
     weight first. Null means dropless, which the routers `domain` and `timestep` require."""
@@ -72,6 +74,11 @@ class MoEConfig:
             f"model.moe.capacity_factor={self.capacity_factor} limits the tokens of each sequence, but "
             f"model.moe.router={self.router} may send a whole sequence to one expert, which would drop most of them. "
             f"Use capacity_factor=null (dropless).",
+        )
+
+        require(
+            not self.shared_gate or self.shared_experts > 0,
+            "model.moe.shared_gate=true needs experts that it acts on. Set model.moe.shared_experts.",
         )
 
     def _check_groups(self) -> None:

@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 
 from jaxstack.config.data import DataConfig
 from jaxstack.config.model import ModelConfig
+from jaxstack.config.objective import Objective
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.training import (
     CheckpointConfig,
     DebugConfig,
     DistillConfig,
     OptimConfig,
+    PreferenceConfig,
     ProfileConfig,
     RunConfig,
     SampleConfig,
@@ -26,6 +28,7 @@ class Groups:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -39,7 +42,19 @@ class Groups:
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment ids, which attention stays within: documents, or padding apart from texts."""
-        return bool(self.data.packing or self.model.labels) or self.model.family == "encoder_decoder"
+        of_rows = self.data.packing or self.model.labels or self.learned_preference
+        return bool(of_rows) or self.model.family == "encoder_decoder"
+
+    @property
+    def learned_preference(self) -> PreferenceConfig | None:
+        """How the run learns from pairs of completions, or `None` if its data have none."""
+        sources = {one.source for one in self.data.mixture or (self.data,)}
+        return self.preference if "preferences" in sources else None
+
+    @property
+    def objective(self) -> Objective:
+        """What the run learns, and what an evaluation measures."""
+        return self.learned_preference.objective if self.learned_preference else self.model.objective
 
     @property
     def text_length(self) -> int:

@@ -25,14 +25,25 @@ from jaxstack.config.sentences import SentencesConfig
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of RoPE's low frequencies (`rope_type: llama3` in Hugging Face configurations)."""
+    """Scaling of RoPE's frequencies for longer contexts, named as `rope_type` in Hugging Face configurations."""
 
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    """Which frequencies are reduced. `llama3`: low ones, by wavelengths. `linear`: all of them. `yarn`: low ones, by
+    turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071)."""
     factor: Annotated[float, Interval(1)] = 1.0
-    """Factor by which low frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
+    """Factor by which frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
     low_freq_factor: float = 1.0
-    """Wavelengths above `original_max_position / low_freq_factor` are scaled by the full factor."""
+    """With `kind=llama3`: wavelengths above `original_max_position / low_freq_factor` are scaled by the full factor."""
     high_freq_factor: float = 4.0
-    """Wavelengths below `original_max_position / high_freq_factor` are not scaled."""
+    """With `kind=llama3`: wavelengths below `original_max_position / high_freq_factor` are not scaled."""
+    beta_fast: PositiveFloat = 32.0
+    """With `kind=yarn`: frequencies with more turns in the original context are not scaled."""
+    beta_slow: PositiveFloat = 1.0
+    """With `kind=yarn`: frequencies with fewer turns in the original context are scaled by the full factor."""
+    attention_factor: PositiveFloat | None = None
+    """With `kind=yarn`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1."""
+    truncate: bool = True
+    """With `kind=yarn`: round the bounds between scaled and other frequencies to whole elements."""
     original_max_position: PositiveInt = 8192
     """Context length, in tokens, that the model was trained with before scaling."""
 
@@ -42,6 +53,10 @@ class RopeScaling:
             0 < self.low_freq_factor < self.high_freq_factor,
             f"model.rope_scaling.low_freq_factor={self.low_freq_factor} is not between 0 and "
             f"high_freq_factor={self.high_freq_factor}. Use a positive number below high_freq_factor.",
+        )
+        require(
+            self.beta_slow < self.beta_fast,
+            f"model.rope_scaling.beta_slow={self.beta_slow} is not below beta_fast={self.beta_fast}. Lower beta_slow.",
         )
 
 
@@ -104,8 +119,15 @@ class ModelConfig:
     """Number added to the variance in every normalization."""
     norm_unit_offset: bool = False
     """Multiply by 1 + weight in every normalization, with weights that start at zero (Gemma)."""
+    norm_bias: bool = False
+    """Add a bias to every LayerNorm, also without `bias` (StableLM, Nemotron)."""
     post_norm: bool = False
     """Also normalize the outputs of attention and MLP, before they are added to the residual stream (Gemma 2)."""
+    pre_norm: bool = True
+    """Normalize what attention and MLP read. False needs `post_norm` (OLMo 2)."""
+    parallel: Literal["no", "one_norm", "two_norms"] = "no"
+    """Let the MLP read the residual stream before attention, so that both are added at once. `one_norm`: both read the
+    same norm (Cohere). `two_norms`: each has a norm of its own (GPT-NeoX)."""
     norm_after: bool = False
     """With family `encoder`: normalize the residual stream after attention and MLP are added to it, instead of what
     they read (BERT)."""
@@ -124,6 +146,8 @@ class ModelConfig:
     of all its tokens (ModernBERT has both)."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head (Qwen3)."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """With `qk_norm`: what is normalized together. `head`: each head. `all`: all heads of a token (OLMo 2)."""
     positions: Literal["rope", "learned", "relative", "none"] = "rope"
     """Position encoding: rotary, a learned table (GPT-2), or none. With family `encoder_decoder` also `relative`: a
     learned bias on attention scores for each range of distances (T5)."""
@@ -139,9 +163,17 @@ class ModelConfig:
     first_position: NonNegativeInt = 0
     """With family `encoder`: row of the position table for the first token of a document (RoBERTa has 2)."""
     rope_theta_local: Annotated[float, Interval(1, low_open=True)] | None = None
-    """Base of RoPE's frequencies in layers with a window (ModernBERT). Null means `rope_theta`."""
+    """Base of RoPE's frequencies in layers with a window, where `rope_scaling` does not apply (ModernBERT, Gemma 3,
+    OLMo 3). Null means that all layers have the same frequencies."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    """Llama 3's scaling of RoPE's frequencies."""
+    """Scaling of RoPE's frequencies."""
+    rope_layers: tuple[bool, ...] = (True,)
+    """Which layers rotate queries and keys; the list repeats over the layers and is as long as `windows`, or has one
+    entry. SmolLM3 does not rotate in every fourth layer."""
+    rotary_fraction: Annotated[float, Interval(0, 1, low_open=True)] = 1.0
+    """Share of each head that RoPE rotates: its first elements (GPT-NeoX, Phi-4)."""
+    rotary_interleaved: bool = False
+    """Let RoPE rotate neighbouring elements, instead of one of each half (Cohere, GLM-4)."""
     windows: tuple[int, ...] = (0,)
     """Sliding attention window of each layer in tokens; the list repeats over the layers. 0 means full attention.
     Gemma 2 uses [4096, 0]. With family `encoder`, the last repetition may be a part of the list (ModernBERT)."""
@@ -175,8 +207,13 @@ class ModelConfig:
     """Use the transposed embedding as the output head."""
     embedding_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor on embeddings (Granite)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor on the outputs of attention and MLP, before they are added to the residual stream (Granite)."""
     head_scale: PositiveFloat = 1.0
-    """With family `encoder_decoder`: factor of what the output head reads (tied T5: d_model ** -0.5)."""
+    """With family `decoder` or `encoder_decoder`: factor of what the output head reads (tied T5: d_model ** -0.5;
+    Cohere: its `logit_scale`)."""
     logit_softcap: PositiveFloat | None = None
     """Cap on the output logits (Gemma 2). Null means no cap."""
     dropout: BelowOne = 0.0
@@ -192,6 +229,7 @@ class ModelConfig:
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
         self._check_windows()
+        self._check_norms()
         require(
             None in (self.pad_vocab_to, self.vocab_size) or self.padded_vocab >= self.vocab,
             f"model.pad_vocab_to={self.pad_vocab_to} is less than the vocabulary of {self.vocab_size}. Raise it, or "
@@ -229,6 +267,31 @@ class ModelConfig:
             f"needs embeddings of one size at every width. Use model.embedding_scale=false, or leave base_width null.",
         )
 
+    def _check_norms(self) -> None:
+        require(
+            self.pre_norm or self.post_norm,
+            "model.pre_norm=false leaves attention and MLP without a norm. Use model.post_norm=true with it.",
+        )
+        require(
+            self.pre_norm or self.parallel == "no",
+            f"model.pre_norm=false has no norm that model.parallel={self.parallel} could share. Use model.parallel=no, "
+            f"or model.pre_norm=true.",
+        )
+        require(
+            not self.post_norm or self.parallel == "no",
+            f"model.post_norm=true normalizes two outputs, but model.parallel={self.parallel} adds them at once. Use "
+            f"one of them.",
+        )
+        require(
+            not self.norm_bias or (self.norm == "layer" and not self.bias),
+            "model.norm_bias=true is for model.norm=layer without model.bias, which has these biases. Use "
+            "model.norm_bias=false.",
+        )
+        require(
+            self.qk_norm or self.qk_norm_over == "head",
+            f"model.qk_norm_over={self.qk_norm_over} needs norms of queries and keys. Use model.qk_norm=true.",
+        )
+
     def _check_heads(self) -> None:
         require(
             self.head_dim is not None or self.d_model % self.num_heads == 0,
@@ -239,6 +302,11 @@ class ModelConfig:
             self.positions != "rope" or self.head_width % 2 == 0,
             f"model.head_dim={self.head_width} is odd, but RoPE rotates pairs of elements. Use an even head_dim, "
             f"or model.positions=learned.",
+        )
+        require(
+            self.positions != "rope" or (self.rotary_width > 0 and self.rotary_width % 2 == 0),
+            f"model.rotary_fraction={self.rotary_fraction} rotates {self.rotary_width} of the {self.head_width} "
+            f"elements of a head, but RoPE rotates pairs. Use a fraction that gives an even number, such as 0.5.",
         )
         require(
             self.num_heads % self.kv_heads == 0,
@@ -262,11 +330,22 @@ class ModelConfig:
             f"model.windows={list(self.windows)} has {len(self.windows)} entries, but there are only "
             f"model.num_layers={self.num_layers}. Change one of them.",
         )
+        rotated = ", ".join(map(str, self.rope_layers)).lower()
+        require(
+            len(self.rope_layers) in (1, len(self.windows)) and any(self.rope_layers),
+            f"model.rope_layers=[{rotated}] is not one value for each of "
+            f"model.windows={list(self.windows)}, of which one or more are true. Give as many, or [true].",
+        )
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """Returns the window of each layer."""
         return tuple(self.windows[i % len(self.windows)] for i in range(self.num_layers))
+
+    @property
+    def layer_rotations(self) -> tuple[bool, ...]:
+        """Returns whether each layer rotates queries and keys."""
+        return tuple(self.rope_layers[i % len(self.rope_layers)] for i in range(self.num_layers))
 
     @property
     def layer_groups(self) -> int:
@@ -297,6 +376,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Returns the width of one head."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Returns how many elements of a head RoPE rotates."""
+        return int(self.head_width * self.rotary_fraction)
 
     @property
     def width_ratio(self) -> float:

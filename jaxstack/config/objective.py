@@ -9,7 +9,7 @@ class Term(NamedTuple):
     Attributes:
       name: of the sum among those that the family's `loss` returns.
       weights: name of the array of a batch that has the weight of each token [B, S].
-      scale: factor of the mean in the objective, above 0.
+      scale: factor of the mean in the objective. With 0 the mean is only logged, under its own name.
     """
 
     name: str = "loss"
@@ -31,6 +31,12 @@ class Objective(NamedTuple):
     unit: str
     accuracy: str | None = None
     terms: tuple[Term, ...] = (Term(),)
+
+    @property
+    def logged_terms(self) -> list[Term]:
+        """The terms whose means are logged: all but the only part of a loss, which is the loss itself."""
+        several = sum(term.scale > 0 for term in self.terms) > 1
+        return [term for term in self.terms if several or not term.scale]
 
 
 OBJECTIVES = {

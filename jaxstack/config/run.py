@@ -28,21 +28,27 @@ class Config(Groups):
         check(self)
 
 
-def resolve(config: Config, vocab_size: int | None, image: tuple[int, ...] = ()) -> Config:
+def resolve(
+    config: Config, vocab_size: int | None, image: tuple[int, ...] = (), buckets: tuple[int, ...] = ()
+) -> Config:
     """Returns the configuration with the values that depend on data: sizes of vocabulary and position table, mask's id.
 
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
       image: height, width and channels of the pictures of the data. Empty means the size that the model names.
+      buckets: the lengths that were chosen for `data.buckets=auto`. Empty means the lengths of the configuration.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
         has pictures of another size.
     """
-    if config.model.pictures is not None:
-        config = _with_image(config, config.model.pictures, image)
+    if buckets:
+        config = replace(config, data=replace(config.data, buckets=buckets))
     model = config.model
+    if model.pictures is not None:
+        size: dict[str, Any] = {model.pictures.family: _with_image(model.pictures, image, config.data.seq_len)}
+        model = replace(model, **size)
     mesh = config.mesh
     source = config.run.init_from
     masks = model.masks_tokens
@@ -108,13 +114,13 @@ def flat(config: "DataclassInstance", prefix: str = "") -> dict[str, object]:
     return values
 
 
-def _with_image(cfg: Config, size: PictureConfig, image: tuple[int, ...]) -> Config:
-    """Returns the configuration with the size of the pictures of the data.
+def _with_image(size: PictureConfig, image: tuple[int, ...], seq_len: int) -> PictureConfig:
+    """Returns the size of a model's pictures with the size of the pictures of the data.
 
     Args:
-      cfg: the configuration as the user gave it.
-      size: the size of its model's pictures.
+      size: the size of the model's pictures, as the user gave it.
       image: height, width and channels. Empty means the size that the model names.
+      seq_len: the number of patches that the user gave, `data.seq_len`.
 
     Raises:
       ConfigError: the size is unknown or differs from the model's size, or `data.seq_len` is not the number of
@@ -128,14 +134,8 @@ def _with_image(cfg: Config, size: PictureConfig, image: tuple[int, ...]) -> Con
     )
     size = replace(size, image=size.image or image)
     require(
-        cfg.data.seq_len == size.num_patches,
-        f"data.seq_len={cfg.data.seq_len} is not the number of patches of a picture: {list(size.image)} with "
+        seq_len == size.num_patches,
+        f"data.seq_len={seq_len} is not the number of patches of a picture: {list(size.image)} with "
         f"{group}.patch_size={size.patch_size} has {size.num_patches}. Use --data.seq_len={size.num_patches}.",
     )
-    changed: dict[str, PictureConfig] = {size.family: size}
-    return replace(cfg, model=replace(cfg.model, **changed))  # type: ignore[arg-type]
-
-
-def with_buckets(cfg: Config, lengths: tuple[int, ...]) -> Config:
-    """Returns the configuration with the lengths that were chosen for `data.buckets=auto`, if there are any."""
-    return replace(cfg, data=replace(cfg.data, buckets=lengths)) if lengths else cfg
+    return size

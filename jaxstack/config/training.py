@@ -1,4 +1,4 @@
-"""Keys of the groups `run`, `train`, `optim`, `checkpoint`, `sample` and `profile`: the run and its training loop."""
+"""Keys of the run and its training loop: the groups from `run` to `debug` that do not shape model, data or mesh."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -17,6 +17,7 @@ from jaxstack.config.bounds import (
     expand_home,
     require,
 )
+from jaxstack.config.objective import Objective, Term
 from jaxstack.config.scheme import Scheme
 
 
@@ -137,6 +138,65 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         check_bounds("distill", self)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Learning from pairs of completions, of `data.source=preferences`. See docs/preferences.md."""
+
+    loss: Literal["dpo", "robust", "ipo", "hinge", "orpo", "simpo"] = "dpo"
+    """Loss of a pair. `dpo`, `robust`, `ipo` and `hinge` compare the model with a frozen reference; `orpo` and `simpo`
+    have none. Formulas: `jaxstack/posttrain/losses.py`."""
+    beta: PositiveFloat = 0.1
+    """Factor of the log-ratios: a larger one keeps the model closer to the reference. With `simpo` and `orpo`, factor
+    of the mean log-probabilities and of the odds ratio."""
+    label_smoothing: Annotated[float, Interval(0, 0.5, high_open=True)] = 0.0
+    """With `dpo` and `robust`: assumed share of pairs whose labels are swapped."""
+    gamma: NonNegativeFloat = 0.5
+    """With `simpo`: margin by which the chosen completion should win."""
+    nll_weight: NonNegativeFloat | None = None
+    """Weight of the negative log-likelihood of the chosen completion per token. Null means 1 with `orpo`, else 0."""
+    reference: str | None = None
+    """Run or Hugging Face folder of the frozen reference, a decoder with the same tokenizer. Null means the model that
+    the run starts with: the one of `run.init_from`, or with `model.lora` the model without its adapters."""
+
+    def __post_init__(self) -> None:
+        check_bounds("preference", self)
+        expand_home(self, "reference")
+        require(
+            self.label_smoothing == 0 or self.loss in ("dpo", "robust"),
+            f"preference.label_smoothing={self.label_smoothing} is for preference.loss=dpo or robust, but the loss is "
+            f"{self.loss}. Use 0.",
+        )
+        require(
+            self.gamma == type(self).gamma or self.loss == "simpo",
+            f"preference.gamma={self.gamma} is for preference.loss=simpo, but the loss is {self.loss}. Leave it out.",
+        )
+        require(
+            self.reference is None or self.has_reference,
+            f"preference.reference={self.reference} is not read by preference.loss={self.loss}. Leave it null.",
+        )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with a reference."""
+        return self.loss not in ("orpo", "simpo")
+
+    @property
+    def objective(self) -> Objective:
+        """What a run learns, and the means over pairs that it logs."""
+        weight = self.nll_weight
+        if weight is None:
+            weight = 1.0 if self.loss == "orpo" else 0.0
+        nll = (Term("nll", "pair_weights", weight),) if weight else ()
+        logged = tuple(Term(name, "pair_weights", 0.0) for name in REWARDS)
+        return Objective(
+            "held-out preference loss", "nats per pair", terms=(Term("preference", "pair_weights"), *nll, *logged)
+        )
+
+
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+"""Means over pairs that are logged: rewards of both completions, their difference, and whether it is above 0."""
 
 
 @dataclass(frozen=True)

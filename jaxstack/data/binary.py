@@ -15,6 +15,7 @@ import hashlib
 import io
 import pickle
 import pickletools
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ import numpy as np
 
 from jaxstack.common import inputs
 from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.file_ids import FileIds, Ids, Place
 from jaxstack.data.tokenizers import CharTokenizer, IdTokenizer, Tokenizer, make_tokenizer
-from jaxstack.data.tokens import FileState, Tokens, map_ids
+from jaxstack.data.tokens import Tokens
 
 _CHUNK = 1 << 24  # tokens that are checked at a time
 _FULL_CHECK_BYTES = 1 << 30
@@ -36,6 +38,8 @@ _CODES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # also of s
 _LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic and version: GPT-2, Llama 3
 _LLMC_HEADER = 1024
 _NUMPY = b"\x93NUMPY"
+_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+_HELD_OUT = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
 _BEGIN = 1 << 20  # bytes that decide how wide ids are
 _FEWEST = 16  # ids that decide it
 _OTHER_FILES = {
@@ -54,7 +58,7 @@ _OTHER_FILES = {
 
 
 class BinaryFile(NamedTuple):
-    """A token file that another program wrote.
+    """A token file that another program wrote, or a folder of them.
 
     Attributes:
       train: its ids.
@@ -70,19 +74,21 @@ class BinaryFile(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where the ids of a file are: their type, the bytes before them, and the bounds of each document."""
+    """Where the ids of a file are, and the bounds of its documents from 0 on; a file without any has two."""
 
-    file: Path
-    dtype: str
-    offset: int
-    starts: np.ndarray
-    ends: np.ndarray
+    place: Place
+    edges: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """The number of ids."""
+        return int(self.edges[-1])
 
 
 def open_binary(cfg: DataConfig) -> BinaryFile:
     """Opens the token file that `data.path` names, in the format that `data.format` names.
 
-    A file below 1 GiB is read once to check its ids. Of a larger file, parts are checked here, and the rest when they
+    A text below 1 GiB is read once to check its ids. Of a larger text, parts are checked here, and the rest when they
     are read for a batch.
 
     Raises:
@@ -96,35 +102,61 @@ def open_binary(cfg: DataConfig) -> BinaryFile:
             f"{key} needs the starts of documents, which a file of data.format={cfg.format} does not have. Leave it "
             f"out."
         )
-    found = recognize(path)
-    if found not in (None, cfg.format) and (found, cfg.format) != ("llmc", "nanogpt"):
-        raise ConfigError(f"data.path={path} has the format {found}. Use --data.format={found}.")
-    if cfg.format != "megatron" and not path.is_dir():
-        _size(path)
+    parts = _parts(path, cfg.format) if path.is_dir() else [[path]]
+    for file in (file for part in parts for file in part):
+        found = recognize(file)
+        if found not in (None, cfg.format) and (found, cfg.format) != ("llmc", "nanogpt"):
+            raise ConfigError(f"data.path={file} has the format {found}. Use --data.format={found}.")
+        if cfg.format != "megatron":
+            _size(file)
     tokenizer = _tokenizer(cfg, path)
-    if cfg.format == "megatron":
-        layouts = [_megatron(path)]
-    elif cfg.format == "llmc":
-        layouts = [_llmc(path)]
-    else:
-        layouts = [_nanogpt(file, tokenizer.vocab_size) for file in (_parts(path) if path.is_dir() else [path])]
     digest = hashlib.sha256()
     texts = []
-    for layout in layouts:
-        ids = map_ids(layout.file, layout.dtype, layout.offset)
-        state = FileState.of(layout.file)
-        texts.append(Tokens(ids, layout.starts, layout.ends, tokenizer.vocab_size, file_state=state))
-        for first, piece in _pieces(layout, ids.size):
-            digest.update(piece.data)
-            _check_ids(cfg, layout.file, first, piece, tokenizer)
-        digest.update(str(ids.size).encode())
+    for part in parts:
+        layouts = [_layout(cfg.format, file, tokenizer.vocab_size) for file in part]
+        texts.append(_text(layouts, cfg.format == "megatron", tokenizer.vocab_size))
+        if layouts[1:]:
+            digest.update(str(len(layouts)).encode())
+        for layout in layouts:
+            for first, piece in _pieces(layout, texts[-1].ids, len(layouts)):
+                digest.update(piece.data)
+                _check_ids(cfg, layout.place.file, first, piece, tokenizer)
+            digest.update(str(layout.size).encode())
     return BinaryFile(texts[0], texts[1] if texts[1:] else None, tokenizer, digest.hexdigest())
+
+
+def _layout(form: str, file: Path, vocab_size: int) -> _Layout:
+    """Returns the layout of a file of a format."""
+    if form == "megatron":
+        return _megatron(file)
+    return _llmc(file) if form == "llmc" else _nanogpt(file, vocab_size)
+
+
+def _text(layouts: list[_Layout], has_documents: bool, vocab_size: int) -> Tokens:
+    """Returns the ids of files, one after another; without bounds of documents, they are one document.
+
+    Raises:
+      ConfigError: files without a header seem to have ids of several widths.
+    """
+    if not has_documents:
+        guessed = {layout.place.dtype: layout.place.file.name for layout in layouts if not layout.place.offset}
+        if len(guessed) > 1:
+            shown = ", ".join(f"{np.dtype(dtype).itemsize} in {name}" for dtype, name in guessed.items())
+            raise ConfigError(
+                f"{layouts[0].place.file.parent} has files without a header whose ids differ in their bytes: {shown}. "
+                f"Write all with one width."
+            )
+    first = np.cumsum([0, *(layout.size for layout in layouts)], dtype=np.int64)
+    edges = [layout.edges[:-1] + begin for layout, begin in zip(layouts, first[:-1], strict=True)]
+    bounds = np.append(np.concatenate(edges), first[-1]) if has_documents else first[[0, -1]]
+    return Tokens(FileIds([layout.place for layout in layouts]), bounds[:-1], bounds[1:], vocab_size)
 
 
 def recognize(path: Path) -> str | None:
     """Returns the format that a file shows by its beginning or by the files beside it; `None` if it shows none."""
     if path.is_dir():
-        return "nanogpt" if _shards(path, "train") else None
+        forms = ("nanogpt", "megatron")
+        return next((form for form in forms if any(_TRAIN.search(file.stem) for file in _files(path, form))), None)
     if _begins_with(path, _NUMPY):
         return "nanogpt"
     name = _without_suffix(path)
@@ -154,23 +186,42 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def _shards(folder: Path, part: str) -> list[Path]:
-    """Returns the files of a folder that hold its training text or its held-out text."""
-    return sorted(file for file in folder.iterdir() if file.suffix in (".bin", ".npy") and part in file.stem)
+def _files(folder: Path, form: str) -> list[Path]:
+    """Returns the files of a folder that have a format's suffix, in the order of their names and numbers."""
+    suffixes = (".idx",) if form == "megatron" else (".bin", ".npy")
+    found = [file for file in folder.iterdir() if file.suffix in suffixes and not file.name.startswith(".")]
+    return sorted(found, key=lambda file: [int(part) if part.isdecimal() else part for part in _split(file.stem)])
 
 
-def _parts(folder: Path) -> list[Path]:
-    """Returns the file of the training text and the file of the held-out text."""
-    parts = []
-    for part in ("train", "val"):
-        found = _shards(folder, part) or [folder / f"{part}.bin"]
-        if found[1:]:
-            raise ConfigError(
-                f"data.path={folder} has {len(found):,} files of the part {part}, such as {found[0].name}, and one is "
-                f"read. Name a file, or use data.mixture with some."
-            )
-        parts += found
-    return parts
+def _split(name: str) -> list[str]:
+    """Returns the texts and the numbers of a name, in turns: the first is a text, and the second a number."""
+    return re.split("([0-9]+)", name)
+
+
+def _parts(folder: Path, form: str) -> list[list[Path]]:
+    """Returns the files of the training text, and the files of the held-out text if there are any.
+
+    Raises:
+      ConfigError: there is no training text, or the files of a part are not numbered parts of one text.
+    """
+    files = _files(folder, form)
+    parts = [[file for file in files if word.search(file.stem)] for word in (_TRAIN, _HELD_OUT)]
+    if form == "megatron" and not any(parts):
+        parts = [files, []]
+    suffix = ".idx" if form == "megatron" else ".bin"
+    if not parts[0]:
+        raise ConfigError(
+            f"{folder} has no file of training ids, such as train{suffix} or train_000001{suffix}. Correct data.path, "
+            f"or data.format."
+        )
+    for part in parts:
+        for file in part:
+            if file.suffix != part[0].suffix or _split(file.stem)[::2] != _split(part[0].stem)[::2]:
+                raise ConfigError(
+                    f"{folder} has {part[0].name} and {file.name}, which do not differ in their numbers alone. Name "
+                    f"one file, or make each text a source of data.mixture."
+                )
+    return [part for part in parts if part]
 
 
 def _nanogpt(path: Path, vocab_size: int) -> _Layout:
@@ -190,7 +241,7 @@ def _nanogpt(path: Path, vocab_size: int) -> _Layout:
             f"the file, or use another data.format."
         )
     width = _width(path, size, begin, vocab_size)
-    return _Layout(path, f"<u{width}", 0, np.zeros(1, np.int64), np.array([size // width], np.int64))
+    return _Layout(Place(path, f"<u{width}"), np.array([0, size // width]))
 
 
 def _width(path: Path, size: int, begin: bytes, vocab_size: int) -> int:
@@ -260,7 +311,7 @@ def _numpy(path: Path) -> _Layout:
     if (size := _size(path)) != expected:
         raise ConfigError(f"{path} should have {expected:,} bytes by its header, but it has {size:,}. Write it again.")
     dtype = array.dtype.str.replace("i", "u")  # a negative id is past every vocabulary
-    return _Layout(path, dtype, array.offset, np.zeros(1, np.int64), np.array([array.size], np.int64))
+    return _Layout(Place(path, dtype, array.offset), np.array([0, array.size]))
 
 
 def _llmc(path: Path) -> _Layout:
@@ -282,7 +333,7 @@ def _llmc(path: Path) -> _Layout:
             f"{path} declares {count:,} tokens, so it should have {expected:,} bytes, but it has {size:,}. Copy or "
             f"write it again."
         )
-    return _Layout(path, dtype, _LLMC_HEADER, np.zeros(1, np.int64), np.array([count], np.int64))
+    return _Layout(Place(path, dtype, _LLMC_HEADER), np.array([0, count]))
 
 
 def _megatron(path: Path) -> _Layout:
@@ -328,8 +379,7 @@ def _megatron(path: Path) -> _Layout:
             f"{file} has {found:,} bytes, but {index.name} requires {total * dtype.itemsize:,} ({total:,} ids of "
             f"{dtype.itemsize} bytes). Copy both files again."
         )
-    edges = np.append(np.int64(0), ends)[bounds]
-    return _Layout(file, dtype.str, 0, edges[:-1], edges[1:])
+    return _Layout(Place(file, dtype), np.append(np.int64(0), ends)[bounds])
 
 
 def _tokenizer(cfg: DataConfig, path: Path) -> Tokenizer:
@@ -382,18 +432,23 @@ def _characters(meta: Path) -> Tokenizer:
     return tokenizer
 
 
-def _pieces(layout: _Layout, count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields parts of `count` ids with the index of their first id: all, or evenly spaced ones of a large file.
+def _pieces(layout: _Layout, text: Ids, files: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields parts of the ids of a file with the index of their first id: all, or evenly spaced ones of a large text.
 
     They are not read through the memory map, which would read page by page.
+
+    Args:
+      text: the ids of this file and of the other files of its text.
+      files: number of these files.
     """
-    size = np.dtype(layout.dtype).itemsize
+    size = np.dtype(layout.place.dtype).itemsize
     step = length = _CHUNK
-    if count * size >= _FULL_CHECK_BYTES:
-        step = -(-count // _PIECES)
-        length = _CHUNK // _PIECES
-    for first in range(0, count, step):
-        yield first, np.fromfile(layout.file, layout.dtype, length, offset=layout.offset + first * size)
+    if text.size * size >= _FULL_CHECK_BYTES:
+        step = -(-layout.size // -(-_PIECES // files))
+        length = min(step, _CHUNK // _PIECES)
+    for first in range(0, layout.size, step):
+        offset = layout.place.offset + first * size
+        yield first, np.fromfile(layout.place.file, layout.place.dtype, length, offset=offset)
 
 
 def _check_ids(cfg: DataConfig, file: Path, first: int, ids: np.ndarray, tokenizer: Tokenizer) -> None:

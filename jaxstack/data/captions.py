@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.data.images import Batch, ImageReader, PictureReader, to_patches
 from jaxstack.data.seq2seq import SpecialIds, special_ids
 from jaxstack.data.tokenizers import Tokenizer
@@ -178,15 +178,15 @@ class Given(NamedTuple):
         return cls(text_condition(arrays), text_condition(arrays, True))
 
     @classmethod
-    def named(cls, cfg: Config, names: Sequence[str], tokenizer: Tokenizer) -> "Given":
-        """Returns what a user names, with the tokenizer of the run: classes, or texts.
+    def named(cls, model: ModelConfig, names: Sequence[str], tokenizer: Tokenizer, longest: int) -> "Given":
+        """Returns what a user names, with the tokenizer of the run: classes, or texts of at most `longest` tokens.
 
         Raises:
           ConfigError: a class does not exist, or a text is too long.
         """
-        if cfg.model.reads_captions:
-            return cls.texts(encode_texts(names, tokenizer, special_ids(tokenizer), cfg.data.target_length))
-        return cls.classes(cfg.model, tokenizer.encode(" ".join(names)).tolist())
+        if model.reads_captions:
+            return cls.texts(encode_texts(names, tokenizer, special_ids(tokenizer), longest))
+        return cls.classes(model, tokenizer.encode(" ".join(names)).tolist())
 
     def times(self, count: int) -> "Given":
         """Returns each of them `count` times, one after the other."""

@@ -207,7 +207,7 @@ def read_template(tokenizer: str, *, required: bool = True) -> SavedTemplate | N
         if not required:
             return None
         raise ConfigError(
-            f"data.source=chat: the folder of data.tokenizer={tokenizer} has neither a chat_template.jinja nor a "
+            f"the folder of data.tokenizer={tokenizer} has neither a chat_template.jinja nor a "
             f"tokenizer_config.json with a chat_template. Copy the template of the instruction-tuned model there."
         )
     named = {key: value for key, value in settings.items() if key.endswith("_token")}
@@ -290,12 +290,34 @@ def render_conversations(
         yield RenderedConversation(conversation.name, text, learned, len(conversation.unlearned) == answers)
 
 
+def encode_answers(
+    conversations: Iterable[RenderedConversation], tokenizer: Tokenizer
+) -> Iterator[tuple[RenderedConversation, np.ndarray, np.ndarray]]:
+    """Yields each conversation with its ids [n], and whether each id belongs to an answer that is learned, bool [n].
+
+    A token belongs to an answer if any of its characters does.
+
+    Raises:
+      ConfigError: a conversation has no token to learn, and does not say so itself.
+    """
+    encoded = encode_each_with_offsets(conversations, lambda conversation: conversation.text, tokenizer)
+    for conversation, (ids, starts, ends) in encoded:
+        answers = np.zeros(ids.size, bool)
+        for start, end in conversation.spans:
+            touched = np.flatnonzero((ends > start) & (starts < end))
+            if touched.size:  # includes tokens without characters in between
+                answers[touched[0] : touched[-1] + 1] = True
+        if not answers[1:].any() and not conversation.unlearned:
+            raise ConfigError(f"{conversation.name}: no token of the rendered text is an answer's. Remove the line.")
+        yield conversation, ids, answers
+
+
 def encode_conversations(
     conversations: Iterable[RenderedConversation], tokenizer: Tokenizer, seq_len: int
 ) -> tuple[Tokens, str]:
     """Encodes all conversations in memory, without end-of-document ids, since the template ends them itself.
 
-    A token belongs to an answer if any of its characters does. Conversations of more than `seq_len` + 1 tokens are
+    Conversations of more than `seq_len` + 1 tokens are
     left out. If they were cut, the model would learn from an answer without its question, or from half an answer.
 
     Returns:
@@ -309,18 +331,10 @@ def encode_conversations(
     names = []
     too_long = []
     unlearned = 0
-    encoded = encode_each_with_offsets(conversations, lambda conversation: conversation.text, tokenizer)
-    for conversation, (ids, starts, ends) in encoded:
+    for conversation, ids, answers in encode_answers(conversations, tokenizer):
         if conversation.unlearned:
             unlearned += 1
             continue
-        answers = np.zeros(ids.size, bool)
-        for start, end in conversation.spans:
-            touched = np.flatnonzero((ends > start) & (starts < end))
-            if touched.size:  # includes tokens without characters in between
-                answers[touched[0] : touched[-1] + 1] = True
-        if not answers[1:].any():
-            raise ConfigError(f"{conversation.name}: no token of the rendered text is an answer's. Remove the line.")
         if ids.size > seq_len + 1:
             too_long.append(ids.size)
             continue

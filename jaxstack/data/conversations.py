@@ -16,7 +16,7 @@ and 1 are obeyed, and others are refused.
 
 import codecs
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -122,8 +122,7 @@ def _shape(value: Any) -> str:
     """Returns the shape of a JSON value by its keys."""
     if not isinstance(value, dict):
         raise ConfigError("this is not a JSON object. Write {\"messages\": [...]}.")  # fmt: skip
-    if changes := [key for key in _UNSUPPORTED_KEYS if value.get(key)]:
-        raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")
+    refuse_unsupported(value)
     found = [shape for shape, keys in SHAPES.items() if value.keys() >= {*keys}]
     if len(found) == 1:
         return found[0]
@@ -135,6 +134,24 @@ def _shape(value: Any) -> str:
         f"the keys are {shown}. Write messages, or prompt and completion, or conversations (ShareGPT), or instruction "
         f"and output (Alpaca)."
     )
+
+
+def refuse_unsupported(value: Mapping[str, object]) -> None:
+    """Raises a ConfigError if an object has a key that would change the conversation."""
+    if changes := [key for key in _UNSUPPORTED_KEYS if value.get(key)]:
+        raise ConfigError(f"{changes[0]} is not supported. Write its content into the messages.")
+
+
+def check_messages(messages: list[Any]) -> list[Message]:
+    """Returns messages without keys that are null, after checking that each has a role and text, and nothing else."""
+    checked = []
+    for number, message in enumerate(messages, start=1):
+        own = message
+        if isinstance(message, dict):
+            own = {key: value for key, value in message.items() if value is not None}
+        _check_message(number, own)
+        checked.append(own)
+    return checked
 
 
 def _messages(value: dict[str, Any], shape: str) -> tuple[list[Message], frozenset[int]]:

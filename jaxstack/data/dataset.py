@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError, DataConfig, resolve, with_buckets
+import numpy as np
+
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolve
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.pictures import PICTURES
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
@@ -15,6 +18,7 @@ from jaxstack.data.captions import class_texts, encode_captions
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.images import Images, fingerprint, read_images, split_images
 from jaxstack.data.labelled import Labels, labels_of
+from jaxstack.data.preferences import encode_preferences, read_preferences
 from jaxstack.data.seq2seq import SpecialIds, ids_of, special_ids
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import ClassNames, Tokenizer, make_tokenizer, same_vocabulary
@@ -150,9 +154,9 @@ def source_names(cfg: DataConfig) -> list[str]:
     return [one.label for one in cfg.mixture] or [sources.describe(cfg)]
 
 
-def load_for(cfg: Config) -> Dataset:
+def load_for(model: ModelConfig, keys: DataConfig) -> Dataset:
     """Returns the data of a run, as its model reads them; see `load`."""
-    return load(cfg.data, labels_of(cfg.model), cfg.model.reads_captions)
+    return load(keys, labels_of(model), model.reads_captions)
 
 
 def resolve_from_data(cfg: Config) -> Config:
@@ -163,8 +167,8 @@ def resolve_from_data(cfg: Config) -> Config:
     """
     if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
-    dataset = load_for(cfg)
-    return resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size, dataset.image)
+    dataset = load_for(cfg.model, cfg.data)
+    return resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
 
 
 def _load_images(cfg: DataConfig) -> Dataset:
@@ -235,7 +239,8 @@ def _finish(name: str, cfg: DataConfig, file: BinaryFile) -> Source:
 
 def _make_tokenizer(texts: Sequence[DataConfig], cfg: DataConfig, labels: Labels | None) -> Tokenizer:
     """Returns the tokenizer of sources that are text. `chars` has the characters of all of them."""
-    saved = chat.read_template(cfg.tokenizer) if any(one.source == "chat" for one in texts) else None
+    with_template = any(one.source in TEMPLATED for one in texts)
+    saved = chat.read_template(cfg.tokenizer) if with_template else None
 
     def read() -> Iterator[str]:
         for one in texts:
@@ -243,8 +248,11 @@ def _make_tokenizer(texts: Sequence[DataConfig], cfg: DataConfig, labels: Labels
                 for pair in read_translations(str(one.path), one.languages, Counter()):
                     yield from (pair.source, pair.target)
                 continue
-            parts = _render(one) if one.source == "chat" else _examples(one, labels) or documents(one)
-            yield from (part.text for part in parts)
+            if one.source in TEMPLATED:
+                conversations = _render_preferences(one) if one.source == "preferences" else _render(one)
+                yield from (part.text for part in conversations)
+                continue
+            yield from (part.text for part in _examples(one, labels) or documents(one))
 
     return make_tokenizer(cfg.tokenizer, read(), saved, cfg.special_tokens)
 
@@ -253,11 +261,13 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
     """Returns a source of text, conversations or texts with labels, encoded in memory."""
     if cfg.source == "chat":
         return _encode_chat(name, cfg, tokenizer)
+    if cfg.source == "preferences":
+        return _encode_preferences(name, cfg, tokenizer)
     if examples := _examples(cfg, labels):
         return _encode_labels(name, cfg, tokenizer, examples)
     skipped: list[str] = []
     tokens = encode(documents(cfg, skipped), tokenizer)
-    fingerprint = hashlib.sha256(tokens.ids.data).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).data).hexdigest()
     if cfg.domains:
         tokens = assign_domains(tokens, cfg.domains)
     train, held_out = split(tokens, cfg.eval_fraction)
@@ -269,14 +279,43 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
 
 def _render(cfg: DataConfig, shapes: Counter[str] | None = None) -> Iterator[chat.RenderedConversation]:
     """Yields the conversations of a source as text, by the template of its tokenizer, and counts their shapes."""
-    saved = chat.read_template(cfg.tokenizer)
-    template = (
-        chat.PlainTemplate() if saved is None else chat.JinjaTemplate(f"the chat template of {cfg.tokenizer}", saved)
-    )
+    template = _template(cfg)
     for conversation in read_conversations(str(cfg.path)):
         if shapes is not None:
             shapes[conversation.shape] += 1
         yield from chat.render_conversations([conversation], template)
+
+
+def _template(cfg: DataConfig) -> chat.ChatTemplate:
+    """Returns the template of the tokenizer that `data.tokenizer` names."""
+    saved = chat.read_template(cfg.tokenizer)
+    if saved is None:
+        return chat.PlainTemplate()
+    return chat.JinjaTemplate(f"the chat template of {cfg.tokenizer}", saved)
+
+
+def _render_preferences(cfg: DataConfig) -> Iterator[chat.RenderedConversation]:
+    """Yields both conversations of each pair of a source as text."""
+    found = read_preferences(str(cfg.path))
+    return chat.render_conversations((side for one in found for side in one.conversations()), _template(cfg))
+
+
+def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Returns pairs of completions. All pairs of a prompt are held out, or none."""
+    found = read_preferences(str(cfg.path))
+    tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len)
+    assert tokens.loss_mask is not None
+    content = (np.asarray(tokens.ids), tokens.middles, tokens.loss_mask)
+    fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
+    held_out_D = pairs.hold_out(prompts, cfg.eval_fraction, "prompt")
+    train = tokens.documents(~held_out_D)
+    held_out = tokens.documents(held_out_D)
+    parts = [
+        f"{train.starts.size:,} pairs of completions train, {held_out.starts.size:,} held out",
+        *([note] if note else []),
+        f"{tokens.loss_mask.mean():.0%} of the tokens in completions",
+    ]
+    return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 
 def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
@@ -284,7 +323,7 @@ def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     shapes: Counter[str] = Counter()
     tokens, note = chat.encode_conversations(_render(cfg, shapes), tokenizer, cfg.seq_len)
     assert tokens.loss_mask is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.loss_mask.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     parts = [
         f"{tokens.starts.size:,} conversations",
@@ -312,7 +351,7 @@ def _encode_labels(name: str, cfg: DataConfig, tokenizer: Tokenizer, examples: I
     """Returns texts whose labels are the targets of the loss."""
     tokens, note = labelled.encode_examples(examples, tokenizer, cfg.seq_len)
     assert tokens.labels is not None
-    fingerprint = hashlib.sha256(tokens.ids.tobytes() + tokens.labels.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.labels.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     labels = _format_count(int((tokens.labels >= 0).sum()), "label")
     texts = f"{_format_count(tokens.starts.size, 'text')} with {labels}"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxstack import data
 from jaxstack.checkpoint.run_dir import Metadata
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig
 from jaxstack.config.reading.parse import from_values
 from jaxstack.data.buckets import BucketReader, held_out_batches, whole_documents
 from jaxstack.data.captions import CaptionedImageReader, CaptionReader
@@ -38,37 +38,44 @@ class HeldOut:
     """
 
     def __init__(
-        self, source: data.Source, share: float, tokenizer: Tokenizer, cfg: Config, sharding: jax.sharding.Sharding
+        self,
+        source: data.Source,
+        share: float,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        keys: DataConfig,
+        steps: int,
+        sharding: jax.sharding.Sharding,
     ) -> None:
-        """Reads this process's rows of the held-out batches of a source.
+        """Reads this process's rows of the first `steps` held-out batches of a source.
 
         Raises:
           ConfigError: an encoder has no hidden token to evaluate.
         """
-        steps = cfg.train.eval_steps
-        rows = rows_by_length(cfg, sharding)
+        rows = rows_by_length(keys, sharding)
         self.name = source.name
         self.share = share
         self._tokenizer = tokenizer
-        self._reads_text = cfg.model.family == "decoder"
+        of_pairs = any(one.source == "preferences" for one in keys.single_sources())
+        self._reads_text = model.family == "decoder" and not of_pairs
         if isinstance(source.eval, Images):
-            reader = picture_reader(cfg, source.eval, shuffle=False)
+            reader = picture_reader(model, source.eval, keys.batch_size)
             self.local_batches = [*reader.batches(rows[0], steps)]
             self.batches = reader.batches(count=steps)
             return
-        text = _documents(cfg, source.eval)
-        if cfg.data.buckets:
-            buckets = bucket_sizes(cfg)
+        text = _documents(keys, source.eval)
+        if keys.buckets:
+            buckets = bucket_sizes(keys)
             self.local_batches = [*held_out_batches(text, buckets, steps, rows)]
             self.batches = held_out_batches(text, buckets, steps)
             return
-        sizes = window_sizes(cfg, tokenizer)
+        sizes = window_sizes(model, keys, tokenizer)
         self.local_batches = [*data.eval_batches(text, steps=steps, rows=rows[0], **sizes)]
         self.batches = data.eval_batches(text, steps=steps, **sizes)
-        weights = "masked_weights" if cfg.model.family == "branches" else "loss_weights"
+        weights = "masked_weights" if model.family == "branches" else "loss_weights"
         if sizes.get("masking") is not None and not any(batch[weights].any() for batch in self.batches):
             raise ConfigError(
-                f"data.mask_share={cfg.data.mask_share} hides none of the held-out tokens of {source.name}. "
+                f"data.mask_share={keys.mask_share} hides none of the held-out tokens of {source.name}. "
                 f"Raise data.mask_share, data.eval_fraction or train.eval_steps."
             )
 
@@ -84,62 +91,61 @@ class HeldOut:
         return sum(map(self._tokenizer.num_bytes, targets)) / sum(each.size for each in targets) or math.nan
 
 
-def _documents(cfg: Config, text: data.Tokens) -> data.Tokens:
+def _documents(keys: DataConfig, text: data.Tokens) -> data.Tokens:
     """Returns the text of a source, as documents that are never cut if rows have complete documents."""
-    return whole_documents(text, cfg.data.seq_len) if cfg.data.keeps_documents else text
+    return whole_documents(text, keys.seq_len) if keys.keeps_documents else text
 
 
-def rows_by_length(cfg: Config, sharding: jax.sharding.Sharding) -> list[np.ndarray]:
+def rows_by_length(keys: DataConfig, sharding: jax.sharding.Sharding) -> list[np.ndarray]:
     """Returns the rows of a batch that this process reads, for each length of rows."""
-    counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
+    counts = [keys.with_length(length).batch_size for length in keys.lengths]
     return [distributed.local_rows(sharding, count) for count in counts]
 
 
-def bucket_sizes(cfg: Config) -> list[WindowSizes]:
+def bucket_sizes(keys: DataConfig) -> list[WindowSizes]:
     """Returns how many rows of which length the batches of each bucket have."""
-    each = [cfg.data.with_length(length) for length in cfg.data.lengths]
+    each = [keys.with_length(length) for length in keys.lengths]
     return [WindowSizes(seq_len=one.seq_len, batch_size=one.batch_size, packing=False) for one in each]
 
 
-def window_sizes(cfg: Config, tokenizer: Tokenizer | None = None) -> WindowSizes:
+def window_sizes(model: ModelConfig, keys: DataConfig, tokenizer: Tokenizer | None = None) -> WindowSizes:
     """Returns how the texts of a run are cut into batches; the tokenizer is for masks of words, and for spans."""
     masking: Masking | BranchWindows | SpanCorruption | None = None
-    seq_len = cfg.data.seq_len
+    seq_len = keys.seq_len
     sentences = None
-    if cfg.model.masks_tokens:
-        assert cfg.data.mask_id is not None, "mask_id is filled from the tokenizer"
+    if model.masks_tokens:
+        assert keys.mask_id is not None, "mask_id is filled from the tokenizer"
         words = None
-        if cfg.data.mask_words:
+        if keys.mask_words:
             assert tokenizer is not None
-            words = Words.of(tokenizer, cfg.model.vocab)
-        branches = cfg.model.branches if cfg.model.family == "branches" else None
+            words = Words.of(tokenizer, model.vocab)
+        branches = model.branches if model.family == "branches" else None
         windows = branches.rates[0] if branches else 1
-        tasks = cfg.model.sentences
-        sentences = SentenceTasks.of(tasks, seq_len, windows, tokenizer, cfg.model.token_types)
+        tasks = model.sentences
+        sentences = SentenceTasks.of(tasks, seq_len, windows, tokenizer, model.token_types)
         never = () if tokenizer is None else (*tokenizer.before, *tokenizer.after)
-        masking = hidden = Masking(cfg.data.mask_share, cfg.data.mask_id, cfg.model.vocab, words, never)
+        masking = hidden = Masking(keys.mask_share, keys.mask_id, model.vocab, words, never)
         if branches:
             masking = BranchWindows(hidden, branches.rates, tasks.tasks)
             seq_len *= branches.windows
-    if cfg.data.denoisers:
+    if keys.denoisers:
         assert tokenizer is not None
-        masking = spans = SpanCorruption.of(cfg.data, tokenizer)
+        masking = spans = SpanCorruption.of(keys, tokenizer)
         seq_len = spans.text_len
     return WindowSizes(
         seq_len=seq_len,
-        batch_size=cfg.data.batch_size,
-        packing=bool(cfg.data.packing),
+        batch_size=keys.batch_size,
+        packing=bool(keys.packing),
         masking=masking,
         sentences=sentences,
     )
 
 
-def picture_reader(cfg: Config, images: Images, shuffle: bool = True) -> PictureReader:
-    """Returns the reader of training pictures, or without `shuffle` of held-out ones: always the same, with classes."""
-    model = cfg.model
-    seed = cfg.run.seed if shuffle else 0
+def picture_reader(model: ModelConfig, images: Images, batch_size: int, seed: int | None = None) -> PictureReader:
+    """Returns the reader of training pictures; without a seed of held-out ones: always the same, with classes."""
+    shuffle = seed is not None
     assert model.pictures is not None
-    shared = images, seed, cfg.data.batch_size, model.pictures.patch_size
+    shared = images, seed or 0, batch_size, model.pictures.patch_size
     if model.family == "contrastive":
         return CaptionReader(*shared, shuffle=shuffle)
     dropped = model.diffusion.class_dropout if shuffle else 0.0
@@ -160,15 +166,15 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
         return Position(start_batch=0, start_read=[], read=[[]], sources=[], orders=[[]])
     same = metadata["data"] == dataset.fingerprint
     if cfg.data.eval_fraction != eval_fraction:
-        dataset = data.load_for(cfg)
+        dataset = data.load_for(cfg.model, cfg.data)
     records = [
         SourceRecord(name=name, text=one.fingerprint if same else "")
         for name, one in zip(names, dataset.sources, strict=True)
     ]
-    reader = make_reader(cfg, dataset)
+    reader = make_reader(cfg.model, cfg.data, dataset, cfg.run.seed)
     read = reader.read_before(index)
     orders = reader.orders()
-    texts = [] if isinstance(dataset.train, Images) else [_documents(cfg, text) for text in dataset.training_texts]
+    texts = [] if isinstance(dataset.train, Images) else [_documents(cfg.data, text) for text in dataset.training_texts]
     for counts, bucket in zip(read, orders, strict=True):
         for k, text in enumerate(texts):
             order = bucket[k]
@@ -188,16 +194,16 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
 Reader: TypeAlias = "data.MixtureReader | PictureReader | BucketReader"
 
 
-def make_reader(cfg: Config, dataset: data.Dataset) -> Reader:
-    """Returns the reader of the training batches of a configuration, from the first one on."""
+def make_reader(model: ModelConfig, keys: DataConfig, dataset: data.Dataset, seed: int) -> Reader:
+    """Returns the reader of the training batches of a run, from the first one on."""
     if isinstance(dataset.train, Images):
-        return picture_reader(cfg, dataset.train)
-    texts = [_documents(cfg, text) for text in dataset.training_texts]
+        return picture_reader(model, dataset.train, keys.batch_size, seed)
+    texts = [_documents(keys, text) for text in dataset.training_texts]
     names = [one.name for one in dataset.sources]
-    weights = cfg.data.weights()
-    if cfg.data.buckets:
-        return BucketReader(texts, names, weights, bucket_sizes(cfg), cfg.run.seed)
-    return data.MixtureReader(texts, names, weights, window_sizes(cfg, dataset.tokenizer), cfg.run.seed)
+    weights = keys.weights()
+    if keys.buckets:
+        return BucketReader(texts, names, weights, bucket_sizes(keys), seed)
+    return data.MixtureReader(texts, names, weights, window_sizes(model, keys, dataset.tokenizer), seed)
 
 
 class DataLoader:
@@ -212,16 +218,17 @@ class DataLoader:
 
     def __init__(self, cfg: Config, dataset: data.Dataset, sharding: jax.sharding.Sharding) -> None:
         """Prepares to read batches; only the held-out ones are read at once."""
-        self._cfg = cfg
+        self._keys = cfg.data
+        self._steps = cfg.train.steps
         self._dataset = dataset
         self._sharding = sharding
-        local = rows_by_length(cfg, sharding)
+        local = rows_by_length(cfg.data, sharding)
         counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
         self._local_rows = {rows.size: (rows, count) for rows, count in zip(local, counts, strict=True)}
         self._records = [SourceRecord(name=one.name, text=one.fingerprint) for one in dataset.sources]
-        self._set_reader(make_reader(cfg, dataset), Start())
+        self._set_reader(make_reader(cfg.model, cfg.data, dataset, cfg.run.seed), Start())
         self.held_out = [
-            HeldOut(source, share, dataset.tokenizer, cfg, sharding)
+            HeldOut(source, share, dataset.tokenizer, cfg.model, cfg.data, cfg.train.eval_steps, sharding)
             for source, share in zip(dataset.sources, dataset.shares, strict=True)
         ]
 
@@ -229,7 +236,7 @@ class DataLoader:
         """Reads training batches with a reader that has this start."""
         self._reader = reader
         self._start = start
-        rows = rows_by_length(self._cfg, self._sharding)
+        rows = rows_by_length(self._keys, self._sharding)
         self._batches = reader.batches(rows) if isinstance(reader, BucketReader) else reader.batches(rows[0])
 
     def position(self, index: int) -> Position:
@@ -251,7 +258,7 @@ class DataLoader:
           Lines for users: what is left out of a source that cannot continue where it was.
         """
         saved: Position = metadata.get("position") or position_without_record(
-            index, metadata, self._dataset, self._cfg.data.eval_fraction
+            index, metadata, self._dataset, self._keys.eval_fraction
         )
         orders = self._reader.orders()
         if saved["sources"] == self._records and saved["orders"] == orders:
@@ -284,7 +291,7 @@ class DataLoader:
         lines = self._reader.describe_buckets() if isinstance(self._reader, BucketReader) else []
         if len(self.held_out) == 1:
             return lines
-        steps = self._cfg.train.steps
+        steps = self._steps
         passes = self._reader.passes(steps)
         for i, source in enumerate(self._dataset.sources):
             weights = " then ".join(
@@ -307,7 +314,7 @@ class DataLoader:
         If the run had batches of other sizes before, these are as many batches of the present size as have the same
         number of sequences, from the beginning of the text.
         """
-        sizes = [self._cfg.data.with_length(length).batch_size for length in self._cfg.data.lengths]
+        sizes = [self._keys.with_length(length).batch_size for length in self._keys.lengths]
         read = self._reader.read_before(count)
         same = round(sum(sum(counts) / size for counts, size in zip(read, sizes, strict=True)))
         batches = self._reader.with_start(Start()).batches()
@@ -322,12 +329,12 @@ class DataLoader:
         """Returns the lengths of rows that the batches from index `first` to `end` have, in the order of first use."""
         if isinstance(self._reader, BucketReader):
             return self._reader.buckets(first, end)
-        return [self._cfg.data.seq_len]
+        return [self._keys.seq_len]
 
     @property
     def held_out_lengths(self) -> list[int]:
         """The lengths of rows that held-out batches have."""
-        tokens = self._cfg.data.batch_size * self._cfg.data.seq_len
+        tokens = self._keys.batch_size * self._keys.seq_len
         sizes = {len(next(iter(batch.values()))) for one in self.held_out for batch in one.local_batches}
         return sorted(tokens // self._local_rows[size][1] for size in sizes)
 

@@ -120,7 +120,7 @@ def domains_of_languages(languages: Sequence[str], patterns: Sequence[str]) -> d
     return dict(zip(languages, found.tolist(), strict=True))
 
 
-def hold_out(texts: Sequence[str], fraction: float) -> np.ndarray:
+def hold_out(texts: Sequence[str], fraction: float, kind: str = "text") -> np.ndarray:
     """Returns which pairs are held out, bool [D]: all translations of about `fraction` of the texts.
 
     A hash of the text decides. So the same texts are held out for each language and in each source, and other
@@ -128,6 +128,7 @@ def hold_out(texts: Sequence[str], fraction: float) -> np.ndarray:
 
     Args:
       fraction: above 0 and below 1.
+      kind: what to call a text in errors.
 
     Raises:
       ConfigError: there is only one text.
@@ -135,7 +136,7 @@ def hold_out(texts: Sequence[str], fraction: float) -> np.ndarray:
     keys = [" ".join(text.split()).casefold() for text in texts]
     hashes = {key: hashlib.sha256(key.encode()).digest()[:8] for key in {*keys}}
     if len(hashes) < 2:
-        raise ConfigError("there is only one text, and one must be held out. Add more.")
+        raise ConfigError(f"there is only one {kind}, and one must be held out. Add more.")
     ascending = sorted(hashes.values())
     bound = int(fraction * 2**64).to_bytes(8, "big")
     bound = min(max(bound, ascending[1]), ascending[-1])  # one text at least in each part

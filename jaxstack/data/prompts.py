@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxstack.config import Config
+from jaxstack.config import SampleConfig
 from jaxstack.data.tokenizers import Tokenizer, encode_prompt
 from jaxstack.data.tokens import Tokens
 
@@ -16,22 +16,27 @@ _LINE = 60  # characters; longer lines are cut after a word
 _WORTHWHILE = 10  # letters and digits; shorter lines are skipped if a longer one follows
 
 
-def held_out_prompts(cfg: Config, texts: Sequence[Tokens], tokenizer: Tokenizer) -> tuple[str, ...]:
+def held_out_prompts(
+    sample: SampleConfig, seq_len: int, seed: int, texts: Sequence[Tokens], tokenizer: Tokenizer
+) -> tuple[str, ...]:
     """Returns the prompts that a run uses if `sample.prompts` has none: beginnings of lines of the held-out text.
 
-    They depend on the text and on `run.seed` only. A prompt from a conversation is everything before its first answer.
+    They depend on the text and on the seed only. A prompt from a conversation is everything before its first answer.
     With `data.domains`, the prompts belong to `sample.domain`.
 
     Args:
+      sample: has the domain, and the room that beams need.
+      seq_len: the most tokens that the model reads.
+      seed: of the places.
       texts: the held-out text of each source; the sources take turns.
     """
-    # The model reads at most `seq_len` tokens. Beam search needs room for all tokens that it adds.
-    limit = cfg.data.seq_len - (cfg.sample.tokens if cfg.sample.beams > 1 else 0)
-    rng = np.random.default_rng([cfg.run.seed, COUNT])
+    # Beam search needs room for all tokens that it adds.
+    limit = seq_len - (sample.tokens if sample.beams > 1 else 0)
+    rng = np.random.default_rng([seed, COUNT])
     prompts: dict[str, None] = {}
     for attempt in range(4 * COUNT):  # places without text, or with a text that is a prompt already, are skipped
         held_out = texts[attempt % len(texts)]
-        if held_out.domains is not None and (own := held_out.domains == cfg.sample.domain).any():
+        if held_out.domains is not None and (own := held_out.domains == sample.domain).any():
             held_out = held_out.documents(own)
         text = (_line if held_out.loss_mask is None else _conversation)(held_out, tokenizer, rng)
         if len(ids := encode_prompt(tokenizer, text)) > limit:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxstack.data.file_ids import Ids
 from jaxstack.data.tokens import Tokens
 
 
@@ -11,7 +12,7 @@ from jaxstack.data.tokens import Tokens
 class TokenStream:
     """Pieces of `ids`, concatenated without a copy and readable from any offset."""
 
-    ids: np.ndarray
+    ids: Ids
     starts_P: np.ndarray
     """Start of each piece in `ids`, int64."""
     bounds_P: np.ndarray

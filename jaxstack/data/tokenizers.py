@@ -666,10 +666,14 @@ def to_tokenizer_json(saved: JsonObject) -> JsonObject | None:
     """Returns the tokenizer.json that gives the ids of a tokenizer, or `None` if there is no such file.
 
     Bytes and characters become the vocabulary of a byte pair encoding without merges. Byte 0, which does not occur in
-    text, becomes the token `<|endoftext|>`.
+    text, becomes the token `<|endoftext|>`. With `data.special_tokens=false`, it puts nothing around a text.
     """
     if saved["kind"] == "hf":
-        return dict(saved["tokenizer"])
+        content = dict(saved["tokenizer"])
+        puts = (content.get("post_processor") or {}).get("type")
+        if saved.get("special_tokens") is False and puts not in (None, "ByteLevel"):
+            content["post_processor"] = None
+        return content
     if saved["kind"] == "bytes":
         vocabulary = {_END_OF_TEXT[0] if byte == 0 else character: byte for character, byte in _BYTE_LEVEL.items()}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}

@@ -7,7 +7,6 @@ windows.
 
 import hashlib
 import json
-import mmap
 import os
 import re
 from array import array
@@ -17,52 +16,19 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
+from jaxstack.data.file_ids import FileIds, Ids, Place
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import JsonObject, Tokenizer, as_document, encode_each, tokenizer_from_json
-
-
-@dataclass(frozen=True)
-class FileState:
-    """The state of a file when it was opened. Reading the map of a file truncated since then kills the process."""
-
-    path: Path
-    state: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, path: Path) -> "FileState":
-        """Returns the present state of a file."""
-        found = path.stat()
-        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
-
-    def require_unchanged(self) -> None:
-        """Checks that the file is still the same.
-
-        Raises:
-          ConfigError: the file is missing or was changed.
-        """
-        try:
-            now = FileState.of(self.path)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} disappeared during the run ({error.strerror}). Restore it and run the same command again "
-                f"to continue from the newest checkpoint."
-            ) from None
-        if now != self:
-            raise ConfigError(
-                f"{self.path} was changed during the run. Restore the old file and run the same command again to "
-                f"continue from the newest checkpoint."
-            )
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Documents as ranges of one shared array of ids. A split does not copy the ids, and a memory map stays one."""
 
-    ids: np.ndarray
+    ids: Ids
     """Token ids, any unsigned dtype. The documents of a split are scattered in it."""
     starts: np.ndarray
     """Start of each document in `ids`, ascending, int64 [documents]."""
@@ -74,8 +40,6 @@ class Tokens:
     """Name of each document for error messages. `None` for a token file, which has no names."""
     domains: np.ndarray | None = None
     """Domain of each document, int32 [documents]. `None` without `data.domains`."""
-    file_state: FileState | None = None
-    """State of the file that `ids` maps. `None` if the ids are in memory."""
     loss_mask: np.ndarray | None = None
     """Whether each id of `ids` is a target of the loss, bool; only conversations, which are never cut, have it. `None`
     means all ids."""
@@ -292,8 +256,8 @@ def read_header(path: str | Path) -> TokenFileHeader:
         raise ConfigError(f"{file} has sha256={str(header.sha256)[:60]}, which are not hashes. Build the file again.")
     if header.version != _VERSION or header.dtype not in ("uint16", "uint32"):
         raise ConfigError(
-            f"{file} has format version {header.version} and dtype {header.dtype}, but version {_VERSION} with uint16 "
-            f"or uint32 is required. Build the file again."
+            f"{file} has format version {str(header.version)[:40]} and dtype {str(header.dtype)[:40]}, but version "
+            f"{_VERSION} with uint16 or uint32 is required. Build the file again."
         )
     numbers = (header.count, header.documents, header.vocab_size)
     if not all(type(n) is int and 0 < n < 1 << 63 for n in numbers):
@@ -313,7 +277,7 @@ def read_token_file(path: str | Path) -> tuple[Tokens, Tokenizer]:
     """
     header = read_header(path)
     tokens = _map(path, header)
-    if tokens.ids.nbytes < _FULL_CHECK_BYTES:
+    if tokens.ids.size * tokens.ids.dtype.itemsize < _FULL_CHECK_BYTES:
         _check_ids(path, header)
     try:
         tokenizer = tokenizer_from_json(header.tokenizer)
@@ -369,21 +333,7 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
             f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
             f"tokens. Build the file again."
         )
-    return Tokens(map_ids(file, dtype), np.asarray(starts), ends, header.vocab_size, file_state=FileState.of(file))
-
-
-def map_ids(file: Path, dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
-    """Maps the ids of a file into memory.
-
-    Args:
-      file: its content from `offset` on is ids.
-      offset: bytes before the first id.
-    """
-    with open(file, "rb") as opened:
-        pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
-        pages.madvise(mmap.MADV_RANDOM)  # windows are read in random order, so reading ahead is wasted
-    return np.frombuffer(pages, dtype, offset=offset)
+    return Tokens(FileIds([Place(file, dtype)]), np.asarray(starts), ends, header.vocab_size)
 
 
 def _check_ids(path: str | Path, header: TokenFileHeader) -> None:

@@ -16,6 +16,7 @@ from jaxstack.config import ConfigError
 from jaxstack.data.labelled import make_batch
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens, PairWindows
+from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
 from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.token_stream import TokenStream
@@ -73,7 +74,7 @@ class _Windows:
         return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
 
 
-_AnyWindows: TypeAlias = _Windows | PairWindows
+_AnyWindows: TypeAlias = _Windows | PairWindows | PreferenceWindows
 
 
 def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows:
@@ -85,6 +86,8 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     """
     if isinstance(tokens, PairTokens):
         return PairWindows.of(tokens, packing)
+    if isinstance(tokens, PreferenceTokens):
+        return PreferenceWindows.of(tokens, seq_len, packing)
     room = seq_len + (tokens.labels is None)
     length_D = tokens.ends - tokens.starts
     assert tokens.starts.size
@@ -345,8 +348,6 @@ class SequenceReader:
         Raises:
           ConfigError: an id is past the vocabulary, or the file has changed.
         """
-        if self._tokens.file_state:
-            self._tokens.file_state.require_unchanged()
         parts = []
         seeds_B = sequences if rows is None else rows
         for windows, here, window_B in self._by_epoch(sequences):
@@ -361,7 +362,7 @@ class SequenceReader:
         """Returns the documents, or the ranges of the token file, from which a sequence is read."""
         index, window = divmod(sequence, self.windows)
         windows = self._epoch(index)
-        if isinstance(windows, PairWindows):
+        if not isinstance(windows, _Windows):
             return windows.describe(window)
         first = int(windows.first_W[window])
         length = int(windows.length_W[window])
@@ -450,8 +451,6 @@ def eval_batches(
     spread_W = np.arange(count) * windows // count
 
     def read(samples: Sequence[int]) -> Batch:
-        if tokens.file_state:
-            tokens.file_state.require_unchanged()
         row_B = np.arange(batch_size) if rows is None else rows
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)

@@ -29,7 +29,7 @@ from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, ConfigError
 from jaxstack.debug.statistics import statistics
 from jaxstack.models.context import Context
-from jaxstack.training.assemble import make_eval_step, make_train_step
+from jaxstack.training.assemble import make_eval_step, make_train_step, objective_of
 from jaxstack.training.features.watch import Watched
 from jaxstack.training.losses import Metrics
 from jaxstack.training.state import TrainState
@@ -49,7 +49,8 @@ def make_eager_step(
       ConfigError: the pipeline has several stacks or weight units, so that loops of stages have other trip counts.
     """
     ctx = _with_static_loops(cfg.mesh.pipe, cfg.model.family, ctx)
-    forward = make_eval_step(cfg.model, ctx, cfg.train.grad_accum)
+    objective = objective_of(cfg.model, cfg.learned_preference)
+    forward = make_eval_step(cfg.model, ctx, cfg.train.grad_accum, objective)
     train_step = make_train_step(cfg, ctx, watched)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 

@@ -61,9 +61,10 @@ class Replay:
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
         self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
         self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg
-        self._dataset = data.load_for(self.cfg)
+        self._dataset = data.load_for(self.cfg.model, self.cfg.data)
         self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
         self._teach = init_from.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
+        self._refer = init_from.open_reference(self.cfg, self._dataset.tokenizer, self.mesh, self.context)
 
     def before(self, step: int) -> tuple[TrainState, Batch, int]:
         """Returns the state before a step, the batch of the step, and from which saved step the state was computed.
@@ -95,8 +96,12 @@ class Replay:
         if count:
             train_step = jit_train_step(cfg, ctx, abstract)
             for _ in range(count):
-                state, _ = train_step(state, self._teach(self._loader.to_devices(next(batches))))
-        return state, self._teach(self._loader.to_devices(next(batches))), start
+                state, _ = train_step(state, self._complete(state, next(batches)))
+        return state, self._complete(state, next(batches)), start
+
+    def _complete(self, state: TrainState, batch: data.Batch) -> Batch:
+        """Returns the global batch as the step reads it."""
+        return self._refer(state.params, self._teach(self._loader.to_devices(batch)))
 
     def _require_same_batches(self, saved: Path, step: int, index: int) -> None:
         """Makes sure that the configuration of the run has the batches of a step.
@@ -138,7 +143,8 @@ def explain_step(again: Replay, step: int, out: Path) -> Iterator[str]:
         return
     finding = again.explain(state, batch)
     if finding is None:
-        lines = [*explain_update(again.cfg, again.context, state, batch)]
+        gradients = make_gradients(again.cfg, again.context)
+        lines = [*explain_update(Recipe.of(again.cfg), gradients, again.context, state, batch)]
         yield from lines or ["result   loss and gradients are finite here, and so is the update"]
         return
     yield from describe(finding, RunGuide(again.cfg.model, again.cfg.train.grad_accum, again.context.layout.pipeline))

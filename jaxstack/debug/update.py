@@ -9,14 +9,14 @@ import optax
 
 from jaxstack import families
 from jaxstack.common.tree import Batch, flatten
-from jaxstack.config import Config, OptimConfig
+from jaxstack.config import OptimConfig
 from jaxstack.debug import rules, search
 from jaxstack.debug.describe import code_lines
 from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import is_bad, statistics
 from jaxstack.models import params
 from jaxstack.models.context import Context
-from jaxstack.training.assemble import make_gradients
+from jaxstack.training.gradients import Gradients
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import dropout_key
 
@@ -24,15 +24,16 @@ NAMED = 5
 """Number of parameters, and arrays of the optimizer's state, that are named."""
 
 
-def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -> Iterator[str]:
+def explain_update(
+    recipe: Recipe, gradients: Gradients, ctx: Context, state: TrainState, batch: Batch
+) -> Iterator[str]:
     """Yields lines about an update that is not finite; nothing if it is finite.
 
     `state` is the state before the step, whose loss and gradients are finite.
     """
-    optimizer = make_optimizer(Recipe.of(cfg), ctx)
-    gradients = make_gradients(cfg, ctx)
-    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(cfg.model, cfg.run.seed, state.step))
-    trained, _ = params.partition(families.spec(cfg.model), state.params)
+    optimizer = make_optimizer(recipe, ctx)
+    _, grads, _ = jax.jit(gradients)(state.params, batch, dropout_key(recipe.model, recipe.seed, state.step))
+    trained, _ = params.partition(families.spec(recipe.model), state.params)
     flat, tree = jax.tree.flatten((trained, state.opt_state, grads))
 
     def program(*flat: jax.Array) -> Any:
@@ -45,18 +46,18 @@ def explain_update(cfg: Config, ctx: Context, state: TrainState, batch: Batch) -
     if not bad:
         return
     counts = f"{len(bad)} of {len(results)} arrays"
-    yield f"update   optim.name={cfg.optim.name} makes {counts} not finite; loss and gradients are finite"
+    yield f"update   optim.name={recipe.optim.name} makes {counts} not finite; loss and gradients are finite"
     for name, array in [*bad.items()][:NAMED]:
         yield f"where    {name}, first at {_first_bad(array)}: {statistics(array)}"
     with rules.own_lines():
         traced = jax.make_jaxpr(program)(*flat)
-    finding = search.find(traced, flat, RunGuide(cfg.model))
+    finding = search.find(traced, flat, RunGuide(recipe.model))
     if finding is not None:
         yield f"reason   {_reason(finding)}"
         yield from code_lines(finding)
         yield from (f"input    {statistics(value)}" for value in finding.inputs)
         yield from (f"output   {statistics(value)}" for value in finding.outputs)
-    yield f"fix      {_advice(cfg.optim)}"
+    yield f"fix      {_advice(recipe.optim)}"
 
 
 def _first_bad(array: Any) -> list[int]:

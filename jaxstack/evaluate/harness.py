@@ -51,7 +51,6 @@ class RunModel(TemplateLM):
         """Makes the model.
 
         Args:
-          run: the run.
           context: see the class.
           rows: see the class.
           template: see the class.
@@ -87,7 +86,6 @@ class RunModel(TemplateLM):
         """Returns the ids of a text, after the tokens that the tokenizer puts before a text.
 
         Args:
-          string: the text.
           add_special_tokens: whether these tokens are added. `None` means unless the text has them already.
           **options: are not read.
         """

@@ -37,7 +37,6 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
     """Loads tasks with their data.
 
     Args:
-      names: of tasks, groups or tags.
       include: folder of more tasks. `None` means only the tasks of `lm-eval`.
       fewshot: number of examples in a prompt. `None` means as each task says.
 
@@ -129,8 +128,6 @@ def run_tasks(lm: "LM", tasks: Tasks, *, limit: int | None, chat: bool) -> list[
     """Runs tasks, and returns a result for each metric of each task and group; see `checkpoint.evaluations`.
 
     Args:
-      lm: the model.
-      tasks: the tasks.
       limit: number of examples of each task, at most. `None` means all.
       chat: whether prompts are messages of a user in the chat template.
 

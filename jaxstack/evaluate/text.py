@@ -86,9 +86,6 @@ def score_text(
     """Returns the bits per byte of a text.
 
     Args:
-      scorer: the model.
-      tokenizer: its tokenizer.
-      text: the text.
       context: see `windows`.
       overlap: see `windows`.
       rows: number of windows in a call.

@@ -4,19 +4,22 @@ Code outside of `models`, `families` and `hf` names no group of parameters: it a
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.config import ModelConfig
+from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
+from jaxstack.features.residual import needed, with_residual, with_scales
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
+from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.family import FAMILIES, Family
@@ -50,6 +53,10 @@ def register_family(name: str, family: Family, objective: Objective | None = Non
 def of(cfg: ModelConfig) -> Family:
     """Returns the family of a model, with the features of the model."""
     family = FAMILIES[cfg.family]
+    if cfg.family == "decoder" and (cfg.embedding_multiplier != 1 or cfg.head_scale != 1):
+        family = with_scales(family)
+    if needed(cfg):
+        family = with_residual(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.base_width:
@@ -62,6 +69,20 @@ def of(cfg: ModelConfig) -> Family:
 def spec(cfg: ModelConfig) -> Spec:
     """Returns the declarations of every parameter of a model."""
     return of(cfg).spec(cfg)
+
+
+def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
+    """Declares the arrays of a training batch, from the model and its data."""
+    arrays = of(model).batch_spec(model, data)
+    if {one.source for one in data.mixture or (data,)} != {"preferences"}:
+        return arrays
+    ids = arrays["tokens"]
+    return arrays | {
+        "segment_ids": replace(ids, values="one_document"),
+        "positions": replace(ids, values="positions"),
+        "pair_weights": replace(ids, values="ones"),
+        "reference_log_probs": replace(ids, values="normal"),
+    }
 
 
 def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
@@ -113,7 +134,6 @@ def forward(
     """Returns logits [B, S, V/n] of a decoder in float32 (see `decoder.logits`), and the named values of its layers.
 
     Args:
-      cfg: the model.
       params: as `spec` declares them, float32.
       tokens: ids [B, S], from 0 to `cfg.vocab` - 1. Within `jax.jit` their values are not checked: a token beyond the
         vocabulary gets the embedding of another one, or zeros. With `jax_debug_nans` it gets NaN, and JAX runs the

@@ -133,10 +133,8 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers read in addition to the residual streams, once for all of them.
 
     Args:
-      cfg: the model.
       batch: `masked_tokens` and `tokens` [B, S, R], and the optional arrays of `decoder.make_layer_inputs` with the
         same names and shapes; `rows` [B] and `key` are those of both branches.
-      ctx: execution context.
     """
     if "key" in batch and "rows" not in batch:
         batch = {**batch, "rows": ctx.layout.row_indices(batch["tokens"].shape[0])}
@@ -153,14 +151,7 @@ def _inputs_of(inputs: LayerInputs, branch: Branch) -> LayerInputs:
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[PyTree, None]:
-    """Returns the residual streams before the first layer [B * R, S/n, D], and that there are no side inputs.
-
-    Args:
-      cfg: the model.
-      params: as `spec` declares them.
-      inputs: from `make_layer_inputs`.
-      ctx: execution context.
-    """
+    """Returns the residual streams before the first layer [B * R, S/n, D], and that there are no side inputs."""
     return {
         branch: (encoder if branch == "understanding" else decoder).embed(
             model_of(cfg, branch), params_of(cfg, params, branch), _inputs_of(inputs, branch), ctx
@@ -239,12 +230,9 @@ def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Co
     The tasks on sentences, which are of the branch `understanding`, have a sum each.
 
     Args:
-      cfg: the model.
-      params: as `spec` declares them.
       hidden: hidden states of each branch [B * R, S, D].
       batch: `targets` and `loss_weights` [B, S, R] of next tokens, `masked_targets` and `masked_weights` of hidden
         ones.
-      ctx: execution context.
     """
     masked, causal = of_branch(batch, "understanding"), of_branch(batch, "generation")
     model, own = model_of(cfg, "understanding"), params_of(cfg, params, "understanding")

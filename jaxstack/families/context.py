@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack import families
-from jaxstack.config import Config
+from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.checks.buckets import require_lengths
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
@@ -29,7 +29,6 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
 
     Args:
       cfg: the run, resolved.
-      mesh: its devices.
       platform: `cpu`, `gpu` or `tpu`. `None` means the platform of the mesh's devices.
 
     Raises:
@@ -38,66 +37,86 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     if platform is None and device is not None:
         platform = implementation.platform_of(device)
-    layout = make_layout(cfg, mesh, platform)
-    dtype = jnp.dtype(cfg.train.dtype)
-    ops = make_ops(cfg, layout, dtype, platform, device)
-    return Context(layout, ops, dtype=dtype, remat=cfg.train.remat)
+    pipeline = pipeline_program(cfg.model, cfg.pipeline, cfg.data.batch_size, cfg.train.grad_accum, mesh, platform)
+    require_lengths(cfg, replace(cfg.mesh, **mesh.shape), 1 if pipeline is None else pipeline.schedule.microbatches)
+    layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
+    ops = make_ops(cfg.model, cfg.kernels, cfg.train, cfg.has_segments, layout, platform, device)
+    return Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
 
 
-def make_layout(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None) -> Layout:
-    """Builds the layout of a run on a mesh. The platform decides whether a pipeline's loops have static trip counts.
+def make_layout(
+    keys: MeshConfig, mesh: Mesh | AbstractMesh, pipeline: Program | None, gather: str, reduce_dtype: jnp.dtype
+) -> Layout:
+    """Builds the layout of a run on a mesh.
 
-    Raises:
-      ConfigError: a pipeline or buckets that do not fit model, batch or mesh.
+    Args:
+      keys: of the mesh: its rules and who inserts collectives.
+      pipeline: the program of the stages, if there are several.
+      gather: when stages gather weights, `pipeline.gather`.
+      reduce_dtype: dtype in which gradients are summed over devices.
     """
-    pipeline = pipeline_program(cfg, mesh, platform)
-    microbatches = 1 if pipeline is None else pipeline.schedule.microbatches
-    require_lengths(cfg, replace(cfg.mesh, **mesh.shape), microbatches)
     return Layout(
         mesh=mesh,  # type: ignore[arg-type]
         pipeline=pipeline,
-        rules=transformer(cfg.mesh),
-        partitioner=cfg.mesh.partitioner if mesh.size > 1 else "manual",
-        gather=cfg.pipeline.gather if mesh.shape["pipe"] > 1 else "once",
-        context_method=cfg.mesh.context_method,
-        reduce_dtype=jnp.dtype(cfg.train.reduce_dtype),
+        rules=transformer(keys),
+        partitioner=keys.partitioner if mesh.size > 1 else "manual",
+        gather=gather if mesh.shape["pipe"] > 1 else "once",  # type: ignore[arg-type]
+        context_method=keys.context_method,
+        reduce_dtype=reduce_dtype,
     )
 
 
-def make_ops(cfg: Config, layout: Layout, dtype: jnp.dtype, platform: str | None, device: jax.Device | None) -> Ops:
+def make_ops(
+    model: ModelConfig,
+    kernels: KernelsConfig,
+    train: TrainConfig,
+    segments: bool,
+    layout: Layout,
+    platform: str | None,
+    device: jax.Device | None,
+) -> Ops:
     """Selects the kernels of a run.
 
     Args:
-      cfg: the run, resolved.
-      layout: of its arrays.
-      dtype: of activations.
+      model: whose ops run.
+      kernels: which of them the user has named.
+      train: has the dtype of activations, and says what is rounded.
+      segments: whether batches have segment ids.
+      layout: of the arrays.
       platform: `cpu`, `gpu` or `tpu`. `None` means that it is not known: every op has its default.
       device: one of the devices, whose generation some kernels depend on. `None` means that it is not known.
 
     Raises:
       ConfigError: a kernel that cannot run.
     """
-    codes = cfg.kernels.decode_scheme
-    ops = Ops(quant=cfg.train.quant, decode_weights=codes)
+    codes = kernels.decode_scheme
+    ops = Ops(quant=train.quant, decode_weights=codes)
     if platform is None:
         return ops
     mesh = layout.mesh
     assert mesh is not None
-    known = {"dtype": dtype, "compute_capability": getattr(device, "compute_capability", None)}
-    cases = op_cases(cfg, mesh, layout.partitioner, layout.reduce_dtype)
-    chosen = implementations(platform, cfg.kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
+    known = {"dtype": jnp.dtype(train.dtype), "compute_capability": getattr(device, "compute_capability", None)}
+    cases = op_cases(model, layout, codes, segments)
+    chosen = implementations(platform, kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
     # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
     # over tiles of rows in each layer of experts take minutes to compile.
-    tile_loops = cfg.model.moe.num_experts and chosen["moe"] == "grouped"
-    loops_save = layout.gathers_params or tile_loops or cfg.model.num_layers > MAX_UNROLLED_LAYERS
+    tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"
+    loops_save = layout.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
     if platform == "gpu" and loops_save:
         looped = ("layers",) if codes is not None and mesh.size == 1 else ("layers", "decode")
-        chosen |= {op: "scan" for op in looped if getattr(cfg.kernels, op) == "auto"}
+        chosen |= {op: "scan" for op in looped if getattr(kernels, op) == "auto"}
     return replace(ops, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
 
-def pipeline_program(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None) -> Program | None:
-    """Returns the program of a run's stages on a mesh, or `None` if there is one stage.
+def pipeline_program(
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+    batch_size: int,
+    grad_accum: int,
+    mesh: Mesh | AbstractMesh,
+    platform: str | None,
+) -> Program | None:
+    """Returns the program of a model's stages on a mesh, or `None` if there is one stage.
 
     Raises:
       ScheduleError: see `pipeline.resolve`.
@@ -106,7 +125,6 @@ def pipeline_program(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | Non
     if stages == 1:
         return None
     replicas = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    sequences = cfg.data.batch_size // cfg.train.grad_accum // replicas
-    static = {"auto": platform == "gpu", "static": True, "dynamic": False}[cfg.pipeline.loops]
-    stacks = {name: (stack.depth, stack.period) for name, stack in families.of(cfg.model).stacks(cfg.model).items()}
-    return resolve(cfg, stages, sequences, static, stacks)
+    static = {"auto": platform == "gpu", "static": True, "dynamic": False}[pipeline.loops]
+    stacks = {name: (stack.depth, stack.period) for name, stack in families.of(model).stacks(model).items()}
+    return resolve(pipeline, model, stages, batch_size, grad_accum, replicas, static, stacks)

@@ -90,10 +90,8 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers and the embeddings read, once for all of them.
 
     Args:
-      cfg: the model.
       batch: `patches` [B, S, P] and `tokens` [B, T]. Padding is behind the tokens of a text, which do not see it. For
         dropout `key` and `rows`, see `decoder.make_layer_inputs`.
-      ctx: execution context.
     """
     shared = {name: array for name, array in batch.items() if name in ("key", "rows")}
     patches = batch["patches"]
@@ -148,7 +146,6 @@ def _pool(x: jax.Array, weights: jax.Array, ctx: Context) -> jax.Array:
     Args:
       x: tokens of the residual stream [B, S/n, D].
       weights: of these tokens, [S/n] or [B, S/n].
-      ctx: execution context.
     """
     return collectives.all_reduce((weights[..., None] * x.astype(jnp.float32)).sum(1), ctx.layout.axes("residual"))
 
@@ -157,11 +154,7 @@ def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx
     """Returns the features of pictures and of texts, each float32 [B, E] and of length 1.
 
     Args:
-      cfg: the model.
-      params: as `spec` declares them.
-      hidden: from `hidden_states`.
       batch: `pair_weights` [B, T], which is not zero at the last token of a text.
-      ctx: execution context.
     """
     last = ctx.layout.slice_for_sequence_parallel((batch["pair_weights"] != 0).astype(jnp.float32))
     pooled = {"image": hidden["image"], "text": _pool(hidden["text"], last, ctx)}
@@ -199,12 +192,9 @@ def compare(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx:
     """Returns the sum `contrastive` over pairs, in nats.
 
     Args:
-      cfg: the model.
-      params: as `spec` declares them.
       rows: from `features`, of all rows of this device.
       batch: `pair_ids` and `pair_weights` [B, T]: a row shows the id that all its tokens have, and its weight is at the
         last token of the text. Rows of equal ids match each other.
-      ctx: execution context.
     """
 
     def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:
@@ -227,11 +217,7 @@ def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Co
     """Returns with layers for captions the sum `caption` over tokens, in nats; `compare` has the other term.
 
     Args:
-      cfg: the model.
-      params: as `spec` declares them.
-      hidden: from `hidden_states`.
       batch: for captions `targets` and `loss_weights` [B, T].
-      ctx: execution context.
     """
     if not cfg.contrastive.caption_layers:
         return {}

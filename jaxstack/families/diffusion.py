@@ -38,6 +38,7 @@ from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL
 from jaxstack.models.params import Param, Params, Spec, flat_spec
 from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.rope import rope_tables
 from jaxstack.sharding import collectives
 
 TIME_FEATURES = 256
@@ -141,10 +142,8 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers and the embedding read, once for all of them.
 
     Args:
-      cfg: the model.
       batch: `gate_ids` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. Of the condition `classes`
         [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it.
-      ctx: execution context.
     """
     assert "key" not in batch, "no layer of this family has dropout"
     gate_ids = batch["gate_ids"]
@@ -160,7 +159,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     inputs = LayerInputs(
         encoder=text,
         positions=ctx.layout.slice_for_sequence_parallel(positions),
-        rope=layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None,
+        rope=rope_tables(cfg, positions) if cfg.positions == "rope" else None,
         segment_ids=None if text is None else (gate_ids >= 0).astype(jnp.int32),  # all patches see the text, segment 1
     )
     return inputs.adding(
@@ -178,11 +177,8 @@ def condition(
     With a text it is one of the timestep alone.
 
     Args:
-      cfg: the model.
-      params: all parameters.
       gate_ids: timesteps [B, any], equal within a row; the first column is read.
       classes: class of each row [B, any]; `cfg.vocab` means no class. `None` with a text.
-      ctx: execution context.
     """
     values = ctx.layout.gather_params(spec(cfg)["condition"], params["condition"])
     half = TIME_FEATURES // 2
@@ -298,11 +294,7 @@ def predict(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, c
     """Returns the predicted velocity of this device's patches of the residual stream, float32 [B, S/n, P].
 
     Args:
-      cfg: the model.
-      params: as `spec` declares them.
-      hidden: from `hidden_states`.
       batch: `gate_ids` and, without a text, `classes` [B, S].
-      ctx: execution context.
     """
     side = condition(cfg, params, batch["gate_ids"], batch.get("classes"), ctx)
     values = ctx.layout.gather_params(spec(cfg)["output"], params["output"])
@@ -319,15 +311,7 @@ def gather_predicted(velocity: jax.Array, ctx: Context) -> jax.Array:
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
-    """Returns the sum `loss` over patches of weight * mean squared error of the velocity's values.
-
-    Args:
-      cfg: the model.
-      params: as `spec` declares them.
-      hidden: from `hidden_states`.
-      batch: see `batch_spec`.
-      ctx: execution context.
-    """
+    """Returns the sum `loss` over patches of weight * mean squared error of the velocity's values."""
     between = ctx.layout.sequence_parallel_axes
     path = Path.at(cfg.diffusion.path, time_of(cfg, batch["gate_ids"])[..., None])
     wanted = path.velocity(batch["patches"], batch["noise"])
@@ -344,7 +328,6 @@ def flops_correction(cfg: ModelConfig, seq_len: int, text_len: int) -> float:
     that of patches.
 
     Args:
-      cfg: the model.
       seq_len: number of patches of a picture.
       text_len: number of tokens of a text.
     """

@@ -83,8 +83,6 @@ def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh
 
     Args:
       there: the other model, equal to `here` but for its labels and its tasks on sentences.
-      values: its parameters.
-      here: the model.
       fresh: its parameters; the head, and a transform that `there` does not have, stay as they are.
     """
     shapes, before = abstract(spec(here)), abstract(spec(there))
@@ -156,9 +154,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers read in addition to the residual stream, once for all of them.
 
     Args:
-      cfg: the model.
       batch: see `decoder.make_layer_inputs`; also `token_types` [B, S], by default zeros.
-      ctx: execution context.
     """
     made = decoder.make_layer_inputs(cfg, batch, ctx)
     if not cfg.token_types:

@@ -50,7 +50,6 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
     Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
 
     Args:
-      cfg: the model.
       seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads, of a contrastive
         model the patches of a picture.
       target_len: number of tokens that the decoder of an encoder-decoder writes, or of a text beside a picture, T.
@@ -125,7 +124,6 @@ def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float
     Args:
       flops_per_s: model FLOPs that all devices together do in a second.
       device_kind: JAX's name of the device.
-      devices: number of devices.
       dtype: dtype of the matmuls. Utilisation is given for bfloat16 only, by which runs are usually compared.
     """
     name = hardware.chip_name(device_kind)

@@ -28,12 +28,8 @@ def embed_patches(
     """Returns the residual stream before the first layer [B, S/n, D].
 
     Args:
-      cfg: the model.
-      spec: from `patches_spec`.
-      params: which it declares.
       patches: of the residual stream [B, S/n, P].
       positions: of these patches [S/n].
-      ctx: execution context.
     """
     values = ctx.layout.gather_params(spec, params)
     x: jax.Array = kernels.linear(patches.astype(ctx.dtype), values["patches"], implementation=ctx.ops.linear)

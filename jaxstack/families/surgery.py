@@ -24,7 +24,6 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
 
     Args:
       cfg: the dense model.
-      values: its parameters.
       moe: the experts; `d_ff` is null, since an expert has the width of the dense MLP.
       key: PRNG key for the router's initial values.
 

@@ -156,6 +156,8 @@ def moe_spec(cfg: ModelConfig) -> Spec:
         spec["balance"] = Param((E,), ("router",), "vector", init="zeros")
     if cfg.moe.shared_experts:
         spec["shared"] = mlp_spec(replace(cfg, d_ff=F * cfg.moe.shared_experts))
+    if cfg.moe.shared_gate:
+        spec["shared_gate"] = Param((D, 1), ("embed", "router"), std=cfg.init_std, orthogonal=False)
     return spec
 
 
@@ -163,7 +165,6 @@ def route(cfg: ModelConfig, params: Params, x: jax.Array, gate_ids: jax.Array | 
     """Chooses the experts of tokens [T, D].
 
     Args:
-      cfg: the model.
       params: the group `moe` of a layer.
       x: [T, D].
       gate_ids: domain or timestep of each token [T], for hard gates.
@@ -261,7 +262,10 @@ def _moe(
     # All devices of a tensor group have gathered the same tokens and dropped the same pairs.
     ctx.keep("dropped", collectives.all_reduce(dropped, between) / collectives.count(between))
     if cfg.moe.shared_experts:
-        y = y + mlp_products(cfg, params["shared"], h, ctx)
+        shared = mlp_products(cfg, params["shared"], h, ctx)
+        if cfg.moe.shared_gate:
+            shared = shared * jax.nn.sigmoid(h @ params["shared_gate"])
+        y = y + shared
     return ctx.layout.reduce_activations(y, "mlp")
 
 

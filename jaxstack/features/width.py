@@ -37,7 +37,6 @@ def scale_to_width(spec: Spec, ratio: float) -> Spec:
     """Returns the declarations with the initial values and the `Param.width_ratio` of muP.
 
     Args:
-      spec: declarations of a model.
       ratio: width of the model divided by the width of the base model.
     """
 

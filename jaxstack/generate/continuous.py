@@ -92,7 +92,6 @@ class ContinuousBatch:
         """Makes an empty batch.
 
         Args:
-          engine: the model.
           rows: number of texts at the same time; rounded up, see `rows_of_replica`.
           slots: largest number of tokens of a text with its prompt; rounded up to whole buckets.
           stop: tokens that end a text.

@@ -24,11 +24,9 @@ class Conversation:
         """Prepares a conversation; nothing is compiled yet.
 
         Args:
-          engine: the model.
           sample: how tokens are chosen, and the maximum number of tokens of a reply.
           context: maximum number of tokens of the text.
           stop: tokens that end a reply.
-          seed: of sampling.
         """
         self.tokens: list[int] = []
         self.context = context

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxstack import families
 from jaxstack.common.tree import PyTree
-from jaxstack.config import Config, ModelConfig, SampleConfig
+from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.data.tokenizers import encode_prompt
@@ -119,7 +119,6 @@ def write(sampler: RowSampler, tokens: jax.Array, marks: jax.Array, seed: jax.Ar
       sampler: has the model and N.
       tokens: the prompts [B, S].
       marks: what seeds each row, from `row_seeds` [B, 2].
-      seed: of sampling.
     """
     count = sampler.sampling.call
     state, first = sampler.read(tokens, sampler.row(sampler.model.first, seed, marks, count))
@@ -140,12 +139,10 @@ def stream(
     """Yields the tokens that are added to each prompt, a few at a time, until all texts have ended.
 
     Args:
-      engine: the model.
       prompts: token ids of each prompt.
       sample: how tokens are chosen, and how many texts grow at the same time. Beam search has no tokens to show before
         its end, so `beams` must be 1.
       stop: tokens that end a text.
-      seed: of sampling.
       at_once: whether all tokens after the first come at once, which is faster if nobody waits for them.
 
     Raises:
@@ -229,27 +226,33 @@ def generate_uncached(
     return rows
 
 
-def sample_texts(cfg: Config, params: PyTree, dataset: Dataset, ctx: Context) -> list[tuple[str, str]]:
-    """Returns the prompts of `cfg.sample`, or some of the held-out text, and their texts to the end of the document.
+def sample_texts(
+    model: ModelConfig,
+    sample: SampleConfig,
+    seed: int,
+    seq_len: int,
+    params: PyTree,
+    dataset: Dataset,
+    ctx: Context,
+) -> list[tuple[str, str]]:
+    """Returns the prompts of `sample`, or some of the held-out text, and their texts to the end of the document.
 
-    The model never reads more than it was trained on. If a prompt and its continuation exceed `data.seq_len`, it reads
-    the last `data.seq_len` tokens.
+    The model never reads more than it was trained on. If a prompt and its continuation exceed `seq_len` tokens, it
+    reads the last `seq_len`.
     """
-    sample = cfg.sample
     tokenizer = dataset.tokenizer
     texts = sample.prompts
-    if texts is None and cfg.model.family == "decoder":
-        texts = held_out_prompts(cfg, [*dataset.held_out_texts], tokenizer)
-    if not texts or cfg.model.family == "diffusion":
+    if texts is None and model.family == "decoder":
+        texts = held_out_prompts(sample, seq_len, seed, [*dataset.held_out_texts], tokenizer)
+    if not texts or model.family == "diffusion":
         return []
     prompts = [encode_prompt(tokenizer, prompt) for prompt in texts]
-    room = cfg.data.seq_len - max(len(prompt) for prompt in prompts)
-    seed = cfg.run.seed
-    options = generate_options(cfg.model, sample.domain, tokenizer, ctx)
+    room = seq_len - max(len(prompt) for prompt in prompts)
+    options = generate_options(model, sample.domain, tokenizer, ctx)
     if sample.tokens <= room or sample.beams > 1:  # `Config` has checked that the texts of beams fit
-        rows = generate(cfg.model, params, prompts, sample, seed=seed, **options)
+        rows = generate(model, params, prompts, sample, seed=seed, **options)
     else:
-        rows = generate_uncached(cfg.model, params, prompts, sample, window=cfg.data.seq_len, seed=seed, **options)
+        rows = generate_uncached(model, params, prompts, sample, window=seq_len, seed=seed, **options)
     return [(text, decode_text(tokenizer, row)) for text, row in zip(texts, rows, strict=True)]
 
 

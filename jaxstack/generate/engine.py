@@ -130,7 +130,6 @@ class RowSampler:
 
         Args:
           first: slot of each row's first token [B].
-          seed: of sampling.
           marks: what seeds each row, from `prompts.row_seeds` [B, 2].
           limit: number of tokens to add to each row.
         """
@@ -168,7 +167,6 @@ class RowSampler:
         """Adds the first token to a prompt, and puts it into a row.
 
         Args:
-          state: of the rows.
           logits: after the prompt [1, V].
           cache: of the prompt, whose token i has slot i.
           end: number of tokens of the prompt [1].
@@ -198,7 +196,6 @@ class RowSampler:
         """Adds tokens to each row, until it has `count` more or all texts have ended.
 
         Args:
-          state: of the rows.
           count: number of tokens, at most C.
           wait: whether to stop as soon as any text ends, since a prompt waits for its row.
           scored: whether log-probabilities are wanted.
@@ -272,7 +269,6 @@ class RowSampler:
 
         Args:
           logits: of the token [B, V].
-          rows: the rows.
           scored: whether log-probabilities are wanted. `None` means that they are.
         """
         penalty = self.sampling.repetition_penalty
@@ -390,8 +386,6 @@ class Engine:
         """Casts and copies the parameters, which `decode.generate` does in every call.
 
         Args:
-          cfg: the model.
-          params: its parameters.
           **options: see `decode.make_generate`. `stop` is not read.
         """
         cfg = dropless(cfg)
@@ -438,10 +432,8 @@ class Engine:
 
         Args:
           key: names the program; all that `work` reads beside its arguments is part of it.
-          work: the work of one device.
           where: how each of `arguments` is sharded, see `compile_program`.
           results: how the results are sharded.
-          *arguments: the arguments.
           donated: index among `arguments` of one whose memory the state may take.
         """
         if key not in self.programs:
@@ -579,7 +571,6 @@ class Programs:
         """Adds the first token to a prompt of each replica, and puts it into a row.
 
         Args:
-          state: of the rows.
           read: from `read` or `read_on`.
           rows: of each prompt its `seed` [R], what else seeds it (`marks` [R, 2]), and `sample`, `index` [R], `limit`
             [R] and `used` [R, V] of `RowSampler`.
@@ -604,7 +595,6 @@ class Programs:
         """Adds up to `count` tokens to each row; see `RowSampler.extend`.
 
         Args:
-          state: of the rows.
           alive: whether each row has a text that is still wanted [B].
           count: number of tokens, at most C.
           wait: whether to stop as soon as any text ends.
@@ -717,9 +707,7 @@ def jit_on_mesh(work: Callable[..., PyTree], cfg: ModelConfig, ctx: Context, par
     Every process receives the complete results.
 
     Args:
-      work: the function.
       cfg: the model that `params` belong to.
-      ctx: the execution context.
       parts: number of arrays in `rows`; the devices share their rows.
     """
     options = select_decode_options(ctx.ops.platform or jax.default_backend())
@@ -749,8 +737,6 @@ def compile_program(
     The arrays of a state may differ between devices in any way: they have a leading axis over the devices that differ.
 
     Args:
-      ctx: the execution context.
-      work: the function.
       in_specs: how each argument is sharded; `CARRIED` for a state.
       results: how the results are sharded.
       donated: index of the argument whose memory the state may take.

@@ -42,12 +42,8 @@ def text_features(
     """Returns the features of texts, float32 [N, E]; each has length 1.
 
     Args:
-      cfg: the model.
-      params: its parameters.
       texts: of at most `length` tokens with a start and an end.
-      tokenizer: the tokenizer of the run.
       length: `data.target_length` of the run.
-      ctx: the execution context.
 
     Raises:
       ConfigError: a text is too long.

@@ -226,7 +226,6 @@ class CachedDecoder:
         """Returns the batch of the tokens [B, S] in the slots from `slot` on, for `decoder.make_layer_inputs`.
 
         Args:
-          tokens: the tokens.
           slot: slot of the first.
           counted: see `decode_counted`.
         """
@@ -322,7 +321,6 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
     """Returns the weights of each group of layers with codes in place of matrices, except for experts.
 
     Args:
-      cfg: the model.
       ctx: the execution context, with the format of the codes.
       groups: in the dtype of the computation.
       stacked: the same as they were given, before a cast, with all groups on a leading axis.

@@ -18,7 +18,7 @@ import numpy as np
 from jaxstack import families
 from jaxstack.common import files
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import Config, ModelConfig, SampleConfig
+from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.data import Dataset
 from jaxstack.data.captions import Given
 from jaxstack.data.images import Images, from_patches
@@ -50,7 +50,6 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
     neither on the other pictures nor on the mesh. Another number of pictures compiles another program.
 
     Args:
-      cfg: the model.
       sample: `steps` and `guidance` are read.
       ctx: the execution context. `None` means one device.
     """
@@ -97,33 +96,36 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
     return draw
 
 
-def make_grid(cfg: Config, dataset: Dataset, ctx: Context) -> Callable[[PyTree, FilePath | None], None] | None:
+def make_grid(
+    model: ModelConfig, sample: SampleConfig, seed: int, longest: int, dataset: Dataset, ctx: Context
+) -> Callable[[PyTree, FilePath | None], None] | None:
     """Builds `grid(params, file)`, which draws the pictures of an evaluation and writes them: a row for each class.
 
     Args:
-      cfg: the run; `sample.prompts` names classes or texts, and null means all classes, in the first language.
+      model: what draws.
+      sample: its `prompts` name classes or texts. Null means all classes, in the first language.
+      seed: of the noise that pictures begin with.
+      longest: tokens of a text at most.
       dataset: what the run learns.
-      ctx: its execution context.
 
     Returns:
       The function, which all processes of a run call, and of which one names the file; `None` if the run draws none.
     """
-    sample = cfg.sample
-    if cfg.model.family != "diffusion" or not sample.pictures or sample.prompts == ():
+    if model.family != "diffusion" or not sample.pictures or sample.prompts == ():
         return None
     assert isinstance(dataset.train, Images)
     captions = dataset.train.captions
     if sample.prompts:
-        given = Given.named(cfg, sample.prompts, dataset.tokenizer)
+        given = Given.named(model, sample.prompts, dataset.tokenizer, longest)
     elif captions is not None:
         given = Given.texts({name: array[0] for name, array in captions.items()})
     else:
-        given = Given.classes(cfg.model, range(cfg.model.vocab))
+        given = Given.classes(model, range(model.vocab))
     every = given.times(sample.pictures)
-    draw = make_draw(cfg.model, sample, ctx)
+    draw = make_draw(model, sample, ctx)
 
     def grid(params: PyTree, file: FilePath | None) -> None:
-        pixels = draw(params, every, cfg.run.seed)
+        pixels = draw(params, every, seed)
         if file is not None:
             write_grid(file, pixels.reshape(given.rows, sample.pictures, *pixels.shape[1:]))
 

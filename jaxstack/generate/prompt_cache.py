@@ -32,7 +32,6 @@ class PromptCache:
         """Makes an empty cache.
 
         Args:
-          cfg: the model.
           limit: largest number of bytes.
         """
         windows = [window for window in cfg.windows if window]

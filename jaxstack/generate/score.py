@@ -63,9 +63,6 @@ class Scorer:
         """Returns a scorer.
 
         Args:
-          cfg: the model.
-          params: its parameters.
-          ctx: the execution context.
           gate: domain of the texts, for a model with a hard gate.
         """
         return cls(dropless(cfg), params, ctx.whole_sequences(), gate)

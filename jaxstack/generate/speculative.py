@@ -99,7 +99,6 @@ class Speculation:
           sample: how tokens are chosen; without beams and repetition penalty.
           mark: what seeds its samples, from `prompts.row_seeds`. `None` means the seed of the prompt alone.
           stop: tokens that end the text.
-          seed: of sampling.
           at_once: whether all tokens come at once.
 
         Raises:

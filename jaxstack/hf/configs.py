@@ -4,7 +4,6 @@ Every key is read, or listed in `jaxstack.hf.families` as one that changes nothi
 not support is an error.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -98,31 +97,20 @@ def from_json(where: str, values: object) -> Description:
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
-    if ours["num_layers"] > _MOST_LAYERS:
-        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use at most {_MOST_LAYERS}")
+    if not 1 <= ours["num_layers"] <= _MOST_LAYERS:
+        raise keys.error(family.key_of("num_layers"), ours["num_layers"], f"Use 1 to {_MOST_LAYERS}")
     ours |= read_activation(keys, family)
     if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
         ours["head_scale"] = ours["d_model"] ** -0.5
     if family.sparse:
         ours["moe.every"] = sparse_layers(keys, ours["encoder_layers"], ours["num_layers"])
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
-    if family.query_scalar:
-        keys.expect("hidden_act", *ACTIVATIONS)  # these models do not read it
-        ours["attention_scale"] = (
-            _number(keys, "query_pre_attn_scalar", *family.default_of("query_pre_attn_scalar")) ** -0.5
-        )
+    ours |= _switches(keys, family, ours)
     if family.rope:
-        ours |= _rope(keys, family)
-    if family.attention_bias:
-        ours["attention_bias"] = _attention_bias(keys)
+        ours |= _rope(keys, family, ours.get("max_positions"))
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
-    if family.local_attention:
-        ours["windows"] = _local_attention(keys, ours["num_layers"])
-    if family.layer_types is not None:
-        ours["windows"] = _windows(keys, family, ours["num_layers"])
-    if family.bases:
-        ours |= _two_bases(keys, family, ours["windows"])
+    ours |= _layers(keys, family, ours)
     unknown = keys.take_empty()
     keys.require_empty()
     moe = {path.removeprefix("moe."): ours.pop(path) for path in list(ours) if path.startswith("moe.")}
@@ -134,12 +122,57 @@ def from_json(where: str, values: object) -> Description:
     return Description(name, model, ignored, unknown, code)
 
 
-def _attention_bias(keys: Keys) -> str:
-    """Returns which projections of attention have biases."""
-    biased = keys.take("attention_bias", None) or False
-    if not isinstance(biased, bool):
-        raise keys.error("attention_bias", biased, "Use true or false")
-    return "all" if biased else "none"
+def _switches(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
+    """Returns the fields that the keys of attention, sums and experts give, beside `Family.fields`."""
+    found: JsonObject = {}
+    for key, path in family.reciprocals.items():
+        found[path] = 1 / _number(keys, key, *family.default_of(key))
+    if family.query_scalar:
+        keys.expect("hidden_act", *ACTIVATIONS)  # these models do not read it
+        scalar = _number(keys, "query_pre_attn_scalar", *family.default_of("query_pre_attn_scalar"))
+        found["attention_scale"] = scalar**-0.5
+    if family.bias_key:
+        found["attention_bias"] = family.biased if _flag(keys, family, family.bias_key) else "none"
+    if family.parallel is not None:
+        key, kind = family.parallel
+        found["parallel"] = kind if _flag(keys, family, key) else "no"
+    if family.shared_width:
+        found["moe.shared_experts"] = _shared_experts(keys, family.shared_width, ours["moe.d_ff"])
+    return found
+
+
+def _layers(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
+    """Returns the fields in which layers may differ: windows, and which of them rotate and how."""
+    found: JsonObject = {}
+    layers = ours["num_layers"]
+    if family.local_attention:
+        found["windows"] = _local_attention(keys, layers)
+    if family.layer_types is not None:
+        found["windows"] = _windows(keys, family, layers)
+    if family.unrotated:
+        found |= _rotated_layers(keys, family, layers, found["windows"])
+    if family.full_scaling and ours.get("rope_scaling") and max(found["windows"]):
+        found["rope_theta_local"] = ours["rope_theta"]
+    if family.bases:
+        found |= _two_bases(keys, family, found["windows"])
+    return found
+
+
+def _flag(keys: Keys, family: Family, key: str) -> bool:
+    """Takes a key that must be true or false."""
+    value = keys.take(key, None)
+    value = family.defaults.get(key, False) if value is None else value
+    if not isinstance(value, bool):
+        raise keys.error(key, value, "Use true or false")
+    return value
+
+
+def _shared_experts(keys: Keys, key: str, width: int | None) -> int:
+    """Returns the number of shared experts, which together have the width that a key gives."""
+    together = keys.take(key)
+    if type(together) is not int or together < 1 or not width or width < 1 or together % width:
+        raise keys.error(key, together, f"Give a multiple of {width}, the width of one expert")
+    return together // width
 
 
 def _drop_without_effect(keys: Keys, family: Family) -> None:
@@ -222,39 +255,113 @@ def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
 
 def _number(keys: Keys, key: str, *default: Any) -> float:
     """Takes a key that must be a positive number."""
-    value = keys.take(key, *default)
+    return _number_of(keys, key, keys.take(key, *default))
+
+
+def _number_of(keys: Keys, key: str, value: Any) -> float:
+    """Returns the value of a key after checking that it is a positive number."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise keys.error(key, value, "Give a positive number")
     return float(value)
 
 
-def _rope(keys: Keys, family: Family) -> dict[str, Any]:
+def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, Any]:
     """Returns the fields of rotary position embeddings.
 
-    Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`.
+    Files have them under `rope_parameters`, or before transformers 5 under `rope_theta` and `rope_scaling`. A file
+    without the original context has `max_positions`, as in `transformers`.
     """
     both = {key: keys.take(key, None) for key in ("rope_parameters", "rope_scaling")}
     written = {key: value for key, value in both.items() if value is not None}
     if len(written) > 1:
         raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling. Remove one.")
     name, values = next(iter(written.items()), ("rope_parameters", {}))
+    if family.full_scaling and isinstance(values, dict) and FULL in values:
+        name, values = _of_full_layers(keys, name, values)
     rope = Keys(f"{keys.where}: {name}", values)
-    outside = keys.take("rope_theta", None)
-    usual = outside or family.defaults.get("rope_theta")
+    outside = keys.take(family.theta_key, None)
+    usual = outside or family.defaults.get(family.theta_key)
     theta = _number(rope, "rope_theta", *([] if usual is None else [usual]))
     if outside not in (None, theta):
-        raise keys.error("rope_theta", outside, f"Remove it or the other value, {theta} in {name}")
+        raise keys.error(family.theta_key, outside, f"Remove it or the other value, {theta} in {name}")
     kind = rope.take("rope_type", rope.take("type", "default"))
     rope.take("type", None)
-    rope.expect("partial_rotary_factor", 1.0)
-    scaling = {}
+    ours: dict[str, Any] = {"rope_theta": theta}
+    if family.rotary_key:
+        usual = keys.take(family.rotary_key, *family.default_of(family.rotary_key))
+        ours["rotary_fraction"] = _number(rope, "partial_rotary_factor", usual)
+    else:
+        rope.expect("partial_rotary_factor", 1.0)
+    scaling: dict[str, Any] = {}
     if kind == "llama3":
         scaling = {key: _number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings"))
+    elif kind == "linear":
+        scaling = {"factor": _number(rope, "factor")}
+    elif kind == "yarn":
+        scaling = _yarn(rope)
     elif kind != "default":
-        raise rope.error("rope_type", kind, "Use default or llama3")
+        raise rope.error("rope_type", kind, "Use default, linear, llama3 or yarn")
+    if kind in ("llama3", "yarn"):
+        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings", max_positions))
     rope.require_empty()
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return ours | {"rope_scaling": scaling and scaling | {"kind": kind}}
+
+
+def _yarn(rope: Keys) -> dict[str, Any]:
+    """Returns the fields of YaRN. Of `mscale` and `mscale_all_dim` only the ratio of the resulting factors is read."""
+    factor = _number(rope, "factor")
+    scaling: dict[str, Any] = {"factor": factor}
+    for key in ("beta_fast", "beta_slow"):
+        value = rope.take(key, None)
+        scaling[key] = getattr(RopeScaling, key) if not value else _number_of(rope, key, value)
+    scales = [rope.take(key, None) for key in ("mscale", "mscale_all_dim")]
+    attention_factor = rope.take("attention_factor", None)
+    if attention_factor is not None:
+        scaling["attention_factor"] = _number_of(rope, "attention_factor", attention_factor)
+    elif all(scales):
+        up, down = (0.1 * _number_of(rope, "mscale", scale) * math.log(factor) + 1 for scale in scales)
+        scaling["attention_factor"] = up / down
+    truncate = rope.take("truncate", True)
+    if not isinstance(truncate, bool):
+        raise rope.error("truncate", truncate, "Use true or false")
+    return scaling | {"truncate": truncate}
+
+
+def _of_full_layers(keys: Keys, name: str, values: JsonObject) -> tuple[str, JsonObject]:
+    """Returns RoPE of the layers with full attention, after checking that the others have the same without scaling."""
+    full = values[FULL]
+    local = Keys(f"{keys.where}: {name}.{SLIDING}", values.get(SLIDING) or {})
+    local.expect("rope_type", "default")
+    theta = full.get("rope_theta") if isinstance(full, dict) else None
+    if theta is not None:
+        local.expect("rope_theta", theta)
+    local.require_empty()
+    return f"{name}.{FULL}", full
+
+
+def _rotated_layers(keys: Keys, family: Family, layers: int, period: tuple[int, ...]) -> JsonObject:
+    """Returns which layers rotate queries and keys, and the windows of as many layers."""
+    windows = tuple(period[i % len(period)] for i in range(layers))
+    if family.unrotated == "full":
+        rotated = tuple(window > 0 or not max(windows) for window in windows)
+    else:
+        every = keys.take("no_rope_layer_interval", 4)
+        listed = keys.take("no_rope_layers", None)
+        if listed is None:
+            if type(every) is not int or every < 1:
+                raise keys.error("no_rope_layer_interval", every, "Give a positive number of layers")
+            listed = [int((i + 1) % every != 0) for i in range(layers)]
+        if not isinstance(listed, list) or len(listed) < layers or not all(one in (0, 1) for one in listed):
+            raise keys.error("no_rope_layers", listed, f"List 1, or 0 without RoPE, for each of {layers} layers")
+        rotated = tuple(bool(one) for one in listed[:layers])
+    return dict(zip(("windows", "rope_layers"), _shortest(windows, rotated), strict=True))
+
+
+def _shortest(windows: tuple[int, ...], rotated: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Returns the windows and rotations of the shortest period of layers."""
+    both = _period(tuple(zip(windows, rotated, strict=True)), cut=False)
+    rotations = tuple(rotates for _, rotates in both)
+    return tuple(window for window, _ in both), ((True,) if all(rotations) else rotations)
 
 
 def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
@@ -264,10 +371,13 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     types = None
     if family.lists_layer_types:
         types = keys.take("layer_types", None)
+    if family.window_pattern:
+        types = _by_pattern(keys, size, types, layers)
     if family.layer_types[0] == FULL:  # in Qwen 3, windows apply only if `use_sliding_window` is set
         keys.take("max_window_layers", None)
         if types is None:
             keys.expect("use_sliding_window", False)
+            size = None
         elif not keys.take("use_sliding_window", False):
             size = None
     if size is not None and (type(size) is not int or size < 1):
@@ -279,6 +389,23 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     if SLIDING in types and size is None and family.lists_layer_types:
         raise keys.error("sliding_window", size, f"Give a number of tokens for the layers of {SLIDING}")
     return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types), cut=False)
+
+
+def _by_pattern(keys: Keys, size: object, types: object, layers: int) -> object:
+    """Returns the attention type of each layer from the key `sliding_window_pattern`, if the file does not list them.
+
+    It is a number, the period of layers with full attention, or a text such as LLLG of local and global layers.
+    """
+    pattern = keys.take("sliding_window_pattern", None)
+    if types is not None or (size is not None and pattern is None):
+        return types
+    if size is None:
+        return [FULL] * layers
+    if isinstance(pattern, str) and re.fullmatch("[LG]+", pattern):
+        pattern = pattern.index("G") + 1 if re.fullmatch("L*G", pattern) else 0
+    if type(pattern) is not int or pattern < 1:
+        raise keys.error("sliding_window_pattern", pattern, "Give a number of layers, or a text such as LLLG")
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
 def _local_attention(keys: Keys, layers: int) -> tuple[int, ...]:
@@ -323,8 +450,8 @@ def _layer_types(model: ModelConfig) -> list[str]:
     return [SLIDING if window else FULL for window in model.layer_windows]
 
 
-def _period(windows: tuple[int, ...], cut: bool) -> tuple[int, ...]:
-    """Returns the shortest prefix whose repetition gives all windows; with `cut`, the last one may be a part of it."""
+def _period(windows: tuple[Any, ...], cut: bool) -> tuple[Any, ...]:
+    """Returns the shortest prefix whose repetition gives all values; with `cut`, the last one may be a part of it."""
     n = len(windows)
     if cut:
         return next(windows[:p] for p in range(1, n + 1) if windows == (windows[:p] * n)[:n])
@@ -349,20 +476,15 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     values |= {family.activation: activations[model.activation], **family.required}
     if family.gated_names and model.gated:
         values[family.activation] = gated_name(values[family.activation])
-    if family.attention_bias:
-        values["attention_bias"] = model.attention_bias == "all"
-    if family.scales_head:
-        values["scale_decoder_outputs"] = model.head_scale != 1
-    if family.query_scalar:
-        scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
-        values["query_pre_attn_scalar"] = round(scalar)
+    values |= _switch_keys(family, model)
+    values |= {key: 1 / getattr(model, path) for key, path in family.reciprocals.items()}
     if family.dropout_keys:
         values |= dict.fromkeys(family.zero_keys, 0.0) | dict.fromkeys(family.dropout_keys, model.dropout)
     if family.sparse:
         values |= {"num_sparse_encoder_layers": model.encoder_depth // model.moe.every}
         values |= {"num_sparse_decoder_layers": model.num_layers // model.moe.every}
     if family.rope:
-        values |= _rope_keys(model)
+        values |= _rope_keys(family, model)
     if family.local_attention:
         values |= _local_attention_keys(model)
     if family.bases:
@@ -386,6 +508,27 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     }
 
 
+def _switch_keys(family: Family, model: ModelConfig) -> JsonObject:
+    """Returns the keys of attention, sums and experts that are not in `Family.fields`."""
+    values: JsonObject = {}
+    if family.bias_key:
+        values[family.bias_key] = model.attention_bias == family.biased
+    if family.parallel is not None:
+        values[family.parallel[0]] = model.parallel != "no"
+    if family.shared_width:
+        values[family.shared_width] = model.moe.shared_experts * model.expert_width
+    if "attention_scale" in family.fields.values() and model.attention_scale is None:
+        values[family.key_of("attention_scale")] = model.head_width**-0.5
+    if family.unrotated == "listed":
+        values["no_rope_layers"] = [int(rotates) for rotates in model.layer_rotations]
+    if family.scales_head:
+        values["scale_decoder_outputs"] = model.head_scale != 1
+    if family.query_scalar:
+        scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
+        values["query_pre_attn_scalar"] = round(scalar)
+    return values
+
+
 def _head_keys(family: Family, model: ModelConfig) -> JsonObject:
     """Returns the keys of a classifier, or of a model that learns pairs of sentences, too."""
     values: JsonObject = {}
@@ -401,13 +544,25 @@ def _head_keys(family: Family, model: ModelConfig) -> JsonObject:
     return values
 
 
-def _rope_keys(model: ModelConfig) -> JsonObject:
+def _rope_keys(family: Family, model: ModelConfig) -> JsonObject:
     """Returns the keys of rotary position embeddings."""
-    values: JsonObject = {"rope_theta": model.rope_theta, "rope_scaling": None}
-    if model.rope_scaling.factor != 1:
-        scaling = dataclasses.asdict(model.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
-        values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    values: JsonObject = {family.theta_key: model.rope_theta, "rope_scaling": None}
+    if family.rotary_key:
+        values[family.rotary_key] = model.rotary_fraction
+    scaling = model.rope_scaling
+    if scaling.factor != 1:
+        names = {"llama3": ("low_freq_factor", "high_freq_factor"), "linear": (), "yarn": ("beta_fast", "beta_slow")}
+        keys: JsonObject = {"factor": scaling.factor}
+        keys |= {name: getattr(scaling, name) for name in names[scaling.kind]}
+        if scaling.kind != "linear":
+            keys["original_max_position_embeddings"] = scaling.original_max_position
+        if scaling.kind == "yarn":
+            keys |= {"attention_factor": scaling.attention_factor, "truncate": scaling.truncate}
+        values["rope_scaling"] = {"rope_type": scaling.kind, **keys}
+    if family.full_scaling:  # the form of transformers 5, which reads both bases only from it
+        full = {"rope_type": "default"} | (values.pop("rope_scaling") or {}) | {"rope_theta": values.pop("rope_theta")}
+        plain = {"rope_type": "default", "rope_theta": model.rope_theta}
+        values["rope_parameters"] = {FULL: full, SLIDING: plain}
     return values
 
 
@@ -455,6 +610,10 @@ def _plain(model: ModelConfig) -> ModelConfig:
     scale = None if model.attention_scale == model.head_width**-0.5 else model.attention_scale
     moe = model.moe
     rope = model.positions == "rope"
+    windows = _period(model.layer_windows, cut=model.family == "encoder")
+    rotated: tuple[bool, ...] = (True,)
+    if rope and not all(model.rope_layers):
+        windows, rotated = _shortest(model.layer_windows, model.layer_rotations)
     return replace(
         model,
         num_kv_heads=model.kv_heads,
@@ -462,7 +621,10 @@ def _plain(model: ModelConfig) -> ModelConfig:
         d_ff=model.expert_width if moe.num_experts and moe.every == 1 else model.ff_width,
         moe=replace(moe, d_ff=model.expert_width) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
-        windows=_period(model.layer_windows, cut=model.family == "encoder"),
+        windows=windows,
+        rope_layers=rotated,
+        rotary_fraction=model.rotary_fraction if rope else 1.0,
+        rotary_interleaved=rope and model.rotary_interleaved,
         base_width=model.base_width if model.tied_embeddings and model.width_ratio != 1 else None,
         rope_theta_local=model.rope_theta_local if rope and max(model.windows) else None,
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jaxstack.hf.json_keys import Keys
 
@@ -34,7 +34,16 @@ class Family:
       activation: the key of the activation.
       tanh_gelu: their name for GELU's tanh approximation.
       old_gelu: whether `gelu` in a file means the tanh approximation, as in the first files of Gemma.
-      attention_bias: whether the key `attention_bias` says that all projections of attention have biases.
+      bias_key: the key that says whether projections of attention have biases, if there is one.
+      biased: which projections then have biases, as in `ModelConfig.attention_bias`.
+      rotary_key: the key of `ModelConfig.rotary_fraction`, if RoPE may rotate a part of each head.
+      theta_key: the key of RoPE's base.
+      full_scaling: whether the scaling of RoPE applies to layers with full attention alone.
+      unrotated: which layers do not rotate queries and keys. `full`: if there are windows, those without. `listed`:
+        those with a zero in the key `no_rope_layers`.
+      window_pattern: whether the key `sliding_window_pattern` gives the period of layers with full attention.
+      parallel: the key that puts the MLP beside attention, and the value of `ModelConfig.parallel` that it means.
+      reciprocals: maps each key to the path of a field that has the reciprocal value.
       fixed: fields, and the values that define the family.
       required: keys without a field, each with the only value that jaxstack computes.
       defaults: the value of a key that the file lacks: the default of the family's class in `transformers`. Other keys
@@ -62,6 +71,7 @@ class Family:
       gated_names: whether the value of the key `activation` also says that the MLP is gated, as in T5.
       scales_head: whether `scale_decoder_outputs` says that what the head reads is divided by the root of the width.
       exported: keys without a field that an export has, and their values.
+      shared_width: the key of the width of the shared experts together, if it has one.
       sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
     """
 
@@ -70,7 +80,15 @@ class Family:
     activation: str = "hidden_act"
     tanh_gelu: str = "gelu_pytorch_tanh"
     old_gelu: bool = False
-    attention_bias: bool = False
+    bias_key: str = ""
+    biased: str = "all"
+    rotary_key: str = ""
+    theta_key: str = "rope_theta"
+    full_scaling: bool = False
+    unrotated: Literal["", "full", "listed"] = ""
+    window_pattern: bool = False
+    parallel: tuple[str, str] | None = None
+    reciprocals: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     required: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +111,7 @@ class Family:
     gated_names: bool = False
     scales_head: bool = False
     exported: dict[str, Any] = field(default_factory=dict)
+    shared_width: str = ""
     sparse: bool = False
 
     def default_of(self, key: str) -> tuple[object, ...]:
@@ -190,6 +209,36 @@ _QWEN3_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}
 _BERT_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 
 
+_OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_over": "all"}
+_COHERE = {key: path for key, path in _LLAMA.items() if key not in ("head_dim", "rms_norm_eps")} | {
+    "layer_norm_eps": "norm_eps",
+    "logit_scale": "head_scale",
+}
+_COHERE_FIXED = {"norm": "layer", "parallel": "one_norm", "rotary_interleaved": True}
+_COHERE_DEFAULTS = {
+    "hidden_act": "silu",
+    "num_key_value_heads": None,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000.0,
+}
+_GLM: dict[str, Any] = {
+    "bias_key": "attention_bias",
+    "biased": "qkv",
+    "rotary_key": "partial_rotary_factor",
+    "fixed": {"rotary_interleaved": True},
+    "defaults": _LLAMA_DEFAULTS
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
 def _roberta(name: str) -> Family:
     """Returns the family of RoBERTa, or of a model of the same kind in other languages."""
     return Family(
@@ -248,7 +297,7 @@ FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
         _LLAMA,
-        attention_bias=True,
+        bias_key="attention_bias",
         required={"mlp_bias": False},
         defaults=_LLAMA_DEFAULTS,
         # Slices of one product, which `transformers` 5 no longer reads. They never changed more than rounding.
@@ -275,7 +324,7 @@ FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA,
-        attention_bias=True,
+        bias_key="attention_bias",
         fixed={"qk_norm": True},
         defaults=_QWEN3_DEFAULTS,
         layer_types=(FULL,),
@@ -286,7 +335,7 @@ FAMILIES = {
         "GemmaForCausalLM",
         _LLAMA,
         old_gelu=True,
-        attention_bias=True,
+        bias_key="attention_bias",
         fixed={"norm_unit_offset": True, "embedding_scale": True},
         required={"use_bidirectional_attention": None},
         defaults=_LLAMA_DEFAULTS
@@ -302,7 +351,7 @@ FAMILIES = {
         "Gemma2ForCausalLM",
         _LLAMA | _SOFTCAPS,
         activation="hidden_activation",
-        attention_bias=True,
+        bias_key="attention_bias",
         fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True},
         required={"use_bidirectional_attention": None},
         defaults={
@@ -326,7 +375,7 @@ FAMILIES = {
         "Gemma3ForCausalLM",
         _LLAMA | _SOFTCAPS,
         activation="hidden_activation",
-        attention_bias=True,
+        bias_key="attention_bias",
         fixed={"norm_unit_offset": True, "post_norm": True, "embedding_scale": True, "qk_norm": True},
         required={"use_bidirectional_attention": False, "rope_scaling": None},
         defaults={
@@ -389,13 +438,226 @@ FAMILIES = {
             "moe_intermediate_size": "moe.d_ff",
             "norm_topk_prob": "moe.normalize",
         },
-        attention_bias=True,
+        bias_key="attention_bias",
         fixed={"qk_norm": True},
         required={"decoder_sparse_step": 1, "mlp_only_layers": []},
         defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False},
         layer_types=(FULL,),
         harmless={"use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
         aliases={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _LLAMA
+        | {
+            "num_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.top_k",
+            "moe_intermediate_size": "moe.d_ff",
+            "norm_topk_prob": "moe.normalize",
+        },
+        bias_key="qkv_bias",
+        biased="qkv",
+        shared_width="shared_expert_intermediate_size",
+        fixed={"moe.shared_gate": True},
+        required={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "norm_topk_prob": False, "qkv_bias": True},
+        layer_types=(FULL,),
+        sliding_window=4096,
+        lists_layer_types=True,
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        _LLAMA,
+        bias_key="attention_bias",
+        biased="qkv",
+        required={"mlp_bias": False, "attention_out_bias": False},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        dropout_keys=("residual_dropout",),
+        zero_keys=("attention_dropout",),
+        ignored=frozenset({"pretraining_tp"}),
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        _LLAMA,
+        bias_key="attention_bias",
+        fixed={"gated": False},
+        required={"mlp_bias": False},
+        defaults=_LLAMA_DEFAULTS | {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"}
+        | {
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "attention_multiplier": "attention_scale",
+        },
+        bias_key="attention_bias",
+        required={"mlp_bias": False},
+        reciprocals={"logits_scaling": "head_scale"},
+        defaults=_LLAMA_DEFAULTS
+        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"},
+        bias_key="attention_bias",
+        unrotated="listed",
+        required={"mlp_bias": False},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+        layer_types=(FULL,),
+        lists_layer_types=True,
+        ignored=frozenset({"pretraining_tp"}),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"},
+        bias_key="attention_bias",
+        fixed=_OLMO,
+        defaults=_LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"},
+        bias_key="attention_bias",
+        fixed=_OLMO,
+        full_scaling=True,
+        defaults=_LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+        layer_types=(*[SLIDING] * 3, FULL),
+        sliding_window=4096,
+        lists_layer_types=True,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"}
+        | {"num_experts": "moe.num_experts", "num_experts_per_tok": "moe.top_k", "norm_topk_prob": "moe.normalize"},
+        bias_key="attention_bias",
+        fixed={"qk_norm": True, "qk_norm_over": "all"},
+        required={"clip_qkv": None},
+        defaults=_LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        _LLAMA,
+        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True},
+        unrotated="full",
+        window_pattern=True,
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
+        layer_types=(*[SLIDING] * 3, FULL),
+        sliding_window=4096,
+        lists_layer_types=True,
+    ),
+    "cohere": Family(
+        "CohereForCausalLM",
+        _COHERE,
+        bias_key="attention_bias",
+        fixed=_COHERE_FIXED,
+        required={"use_qk_norm": False},
+        defaults=_COHERE_DEFAULTS | {"rope_theta": 500_000.0},
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        _COHERE | {"head_dim": "head_dim"},
+        bias_key="attention_bias",
+        fixed=_COHERE_FIXED,
+        unrotated="full",
+        window_pattern=True,
+        defaults=_COHERE_DEFAULTS | {"head_dim": None},
+        layer_types=(*[SLIDING] * 3, FULL),
+        sliding_window=4096,
+        lists_layer_types=True,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        _LLAMA | {"use_bias": "bias"},
+        fixed={"rotary_interleaved": True},
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+            "rope_theta": 500_000.0,
+        },
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        _LLAMA,
+        bias_key="attention_bias",
+        biased="qkv",
+        fixed={"rotary_interleaved": True},
+        required={"mlp_bias": False},
+        defaults=_LLAMA_DEFAULTS
+        | {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100_000.0},
+        ignored=frozenset({"pretraining_tp"}),
+    ),
+    "glm": Family("GlmForCausalLM", _LLAMA, **_GLM),
+    "glm4": Family("Glm4ForCausalLM", _LLAMA, **_GLM | {"fixed": _GLM["fixed"] | {"post_norm": True}}),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"},
+        rotary_key="partial_rotary_factor",
+        defaults=_LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        layer_types=(SLIDING,),
+        dropout_keys=("resid_pdrop", "embd_pdrop"),
+        zero_keys=("attention_dropout",),
+        ignored=frozenset({"original_max_position_embeddings"}),
+        # What the files of Phi-4 name beside the keys of the class.
+        harmless={
+            "attention_bias": (False,),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+            "lm_head_bias": (False,),
+            "mlp_bias": (False,),
+        },
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key not in ("head_dim", "rms_norm_eps")}
+        | {"layer_norm_eps": "norm_eps"},
+        bias_key="use_qkv_bias",
+        biased="qkv",
+        rotary_key="partial_rotary_factor",
+        parallel=("use_parallel_residual", "one_norm"),
+        fixed={"norm": "layer", "norm_bias": True},
+        required={"qk_layernorm": False},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        dropout_keys=("hidden_dropout",),
+        zero_keys=("attention_dropout",),
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "rms_norm_eps"} | {"norm_eps": "norm_eps"},
+        bias_key="attention_bias",
+        rotary_key="partial_rotary_factor",
+        fixed={"norm": "layer", "norm_bias": True, "norm_unit_offset": True, "gated": False},
+        required={"mlp_bias": False},
+        defaults=_LLAMA_DEFAULTS | {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        harmless={"kv_channels": (128,)},
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        {key: path for key, path in _BERT.items() if key != "type_vocab_size"}
+        | {"tie_word_embeddings": "tied_embeddings"},
+        rotary_key="rotary_pct",
+        theta_key="rotary_emb_base",
+        parallel=("use_parallel_residual", "two_norms"),
+        fixed={"norm": "layer", "bias": True, "gated": False},
+        required={"attention_bias": True},
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000.0,
+            "use_parallel_residual": True,
+        },
+        dropout_keys=("hidden_dropout",),
+        zero_keys=("attention_dropout",),
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
@@ -519,8 +781,8 @@ FOREIGN = ("unsloth_", "_")
 
 TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
-    "dropout_rate", "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop", "residual_dropout",
-    "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef",
+    "dropout_rate", "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop",
+    "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef",
 }  # fmt: skip
 """Keys that affect training alone. They are not imported, but reported."""
 

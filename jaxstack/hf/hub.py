@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxstack.common import errors
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError, ModelConfig, OptimConfig
 
 _CARD = """\
 ---
@@ -42,21 +42,28 @@ from peft import PeftModel
 model = PeftModel.from_pretrained(base_model, "{repo}")  # base_model is the model that the adapters were trained on"""
 
 
-def model_card(repo: str, what: str, dtype: str, cfg: Config, records: list[dict[str, Any]], adapters: bool) -> str:
+def model_card(
+    repo: str,
+    what: str,
+    dtype: str,
+    model: ModelConfig,
+    optim: OptimConfig,
+    seq_len: int,
+    records: list[dict[str, Any]],
+    adapters: bool,
+) -> str:
     """Returns the text of README.md: what the model is, how it was trained, and how to load it.
 
     Paths of this machine are left out.
 
     Args:
-      repo: name of the repository.
       what: the kind of the model, such as `A llama model`.
       records: lines of `metrics.jsonl`, from which the last loss is taken.
     """
-    model = cfg.model
     rows = {
         "layers, width, vocabulary": f"{model.num_layers:,}, {model.d_model:,}, {model.vocab_size or 0:,}",
-        "tokens of a sequence": f"{cfg.data.seq_len:,}",
-        "optimizer": f"{cfg.optim.name}, learning rate {cfg.optim.lr:g}",
+        "tokens of a sequence": f"{seq_len:,}",
+        "optimizer": f"{optim.name}, learning rate {optim.lr:g}",
     }
     for key, name in (("eval_loss", "held-out loss"), ("eval_bits_per_byte", "held-out bits per byte")):
         last = next((record for record in reversed(records) if isinstance(record.get(key), float)), None)

@@ -69,7 +69,7 @@ def _init_from(config: Path) -> str | None:
     return None
 
 
-def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
+def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> bool:
     """Adds files to an exported folder, and writes the imported `config.json` with the values that have changed.
 
     A run's own tokenizer, with its special token ids, replaces the original one.
@@ -84,6 +84,7 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
         template = out / _TEMPLATE
         own = template.read_text("utf-8") if template.is_file() else None
         template.unlink(missing_ok=True)
+        (out / "tokenizer_config.json").unlink(missing_ok=True)
         _copy(TOKENIZER_FILES, originals, out)
         if own is not None and own != _template(originals):
             template.write_text(own, "utf-8")
@@ -106,6 +107,7 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> None:
     if changed is None:
         text = json.dumps(config, indent=2) + "\n"
     (out / "config.json").write_text(_with_values(text, ids | (changed or {})), "utf-8")
+    return same
 
 
 def _changed_keys(before: JsonObject, now: JsonObject) -> JsonObject | None:

@@ -116,8 +116,7 @@ def read_adapters(folder: Path, family: str, model: ModelConfig) -> Adapters:
                 continue
             rank, alpha = (_by_pattern(config, module, *keys) for keys in (("rank", "r"), ("alpha", "lora_alpha")))
             (inputs, outputs) = matrix.sizes
-            parts = matrix.layout.parts
-            for name, shape in zip(names, ((rank, inputs), (parts * outputs, rank)), strict=True):
+            for name, shape in zip(names, ((rank, inputs), (matrix.layout.joined or outputs, rank)), strict=True):
                 if name not in tensors or tensors[name].shape != shape:
                     found = list(tensors[name].shape) if name in tensors else "absent"
                     raise ConfigError(
@@ -127,7 +126,7 @@ def read_adapters(folder: Path, family: str, model: ModelConfig) -> Adapters:
             used |= set(names)
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             a, b = (tensors[name] for name in names)
-            pairs[matrix.path, at] = a, np.split(b, parts)[matrix.layout.part], scale
+            pairs[matrix.path, at] = a, b[matrix.layout.outputs(matrix.p).ravel()], scale
     if left := sorted(tensors.keys() - used):
         raise ConfigError(
             f"{folder / WEIGHTS} has adapters for other layers than those of a {family} model's blocks: "
@@ -283,15 +282,14 @@ def _join(pairs: list[tuple[np.ndarray, ...]], matrices: list[_Matrix]) -> tuple
     not read a row.
     """
     (inputs, outputs) = matrices[0].sizes
-    parts = matrices[0].layout.parts
+    joined = matrices[0].layout.joined or outputs
     all_a = [a.reshape(inputs, -1).T for a, _ in pairs]
     rank = len(all_a[0])
-    shared = len(pairs) == parts and all(np.array_equal(all_a[0], a) for a in all_a)
-    b = np.zeros((parts * outputs, rank if shared else rank * len(pairs)), np.float32)
+    shared = sum(matrix.sizes[1] for matrix in matrices) == joined and all(np.array_equal(all_a[0], a) for a in all_a)
+    b = np.zeros((joined, rank if shared else rank * len(pairs)), np.float32)
     for i, ((_, own), matrix) in enumerate(zip(pairs, matrices, strict=True)):
-        start = matrix.layout.part * outputs
         column = 0 if shared else i * rank
-        b[start : start + outputs, column : column + rank] = own.reshape(rank, outputs).T
+        b[matrix.layout.outputs(matrix.p).ravel(), column : column + rank] = own.reshape(rank, -1).T
     return (all_a[0] if shared else np.concatenate(all_a)), b
 
 

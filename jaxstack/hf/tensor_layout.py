@@ -25,16 +25,19 @@ class TensorLayout:
     Attributes:
       transposed: whether the tensor is [outputs, inputs], as in `nn.Linear`, and not [inputs, outputs], as in jaxstack
         and in GPT-2's `Conv1D`.
-      part: the index of this parameter's part along the axis of outputs.
-      parts: the number of equal parts that the axis of outputs holds.
+      joined: the length of the axis of outputs, if it holds several parameters. `None` means that it holds this one.
+      blocks: the number of equal blocks of that axis, of which each holds a part of every parameter, in their order. In
+        GPT-NeoX there is one for each head.
+      start: within each block, the number of outputs before this parameter's part.
       first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
       layers: of units with several layers, how many a unit has, and which of them this one is. A parameter has a row
         for each unit.
     """
 
     transposed: bool = False
-    part: int = 0
-    parts: int = 1
+    joined: int | None = None
+    blocks: int = 1
+    start: int = 0
     first_layer: int = 0
     layers: tuple[int, int] = (1, 0)
 
@@ -44,7 +47,7 @@ class TensorLayout:
         return pattern.format(*(number * size + which if i == 0 else number for i, number in enumerate(at)))
 
     def outputs_axis(self, p: Param) -> int:
-        """Returns the axis of the tensor that holds the parts."""
+        """Returns the axis of the tensor that holds the outputs."""
         return 0 if self.transposed or p.kind == "vector" else 1
 
     def _axes(self, p: Param) -> tuple[tuple[int, ...], ...]:
@@ -60,8 +63,18 @@ class TensorLayout:
         """Returns the shape of the whole tensor."""
         own = p.shape[p.batch_axes :]
         sizes = [prod(own[d] for d in axis) for axis in self._axes(p)]
-        sizes[self.outputs_axis(p)] *= self.parts
+        sizes[self.outputs_axis(p)] = self.joined or sizes[self.outputs_axis(p)]
         return tuple(sizes)
+
+    def outputs(self, p: Param) -> np.ndarray:
+        """Returns where the axis of outputs holds each output of the parameter, in the shape of its outputs."""
+        own = p.shape[p.batch_axes :]
+        shape = own if p.kind == "vector" else own[p.in_axes :]
+        places = np.arange(prod(shape)).reshape(shape)
+        if self.joined is None:
+            return places
+        block = places.size // self.blocks
+        return places // block * (self.joined // self.blocks) + self.start + places % block
 
     def read_pieces(
         self, p: Param, index: Index, fetch: Callable[[Index], np.ndarray]
@@ -98,14 +111,18 @@ class TensorLayout:
             shape += [first.stop - first.start, *(own[d] for d in rest)]
             inner += [slice(None), *(index[d] for d in rest)]
         order = [d for axis in axes for d in axis]
-        outputs = self.outputs_axis(p)
-        axes = axes[: outputs + 1]
-        skipped = self.part * prod(own[d] for d in axes[-1])
-        where[outputs] = slice(where[outputs].start + skipped, where[outputs].stop + skipped)
-        return fetch(tuple(where)).reshape(shape)[tuple(inner)].transpose(np.argsort(order))
+        at = self.outputs_axis(p)
+        if self.joined is not None:
+            places = self.outputs(p).ravel()[where[at]]
+            where[at] = slice(int(places[0]), int(places[-1]) + 1)
+            whole = fetch(tuple(where))
+            fetched = whole if whole.shape[at] == len(places) else whole.take(places - places[0], axis=at)
+        else:
+            fetched = fetch(tuple(where))
+        return fetched.reshape(shape)[tuple(inner)].transpose(np.argsort(order))
 
     def to_hf(self, p: Param, values: np.ndarray) -> np.ndarray:
-        """Returns the tensor, or its part, that holds a parameter of one layer and one expert."""
+        """Returns what the tensor holds of a parameter of one layer and one expert, in the order of its outputs."""
         axes = self._axes(p)
         sizes = [prod(values.shape[d] for d in axis) for axis in axes]
         return values.transpose([d for axis in axes for d in axis]).reshape(sizes)

@@ -2,10 +2,12 @@
 
 A weight map has entries `parameter path: (tensor name, layout)`. In a name, the first `{}` is the number of the layer
 and the second is the index of the expert. A parameter without a tensor, or a tensor without a parameter, is an error.
+Parameters with one tensor name are joined in it, in the order of the map.
 
 Suffixes: D width, H heads, K head width, F hidden width of the MLP, V vocabulary.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,9 +23,6 @@ WeightMap = dict[str, tuple[str, TensorLayout]]
 
 SAME = TensorLayout()
 TRANSPOSED = TensorLayout(transposed=True)
-THIRDS = tuple(TensorLayout(part=i, parts=3) for i in range(3))
-ROW_THIRDS = tuple(TensorLayout(True, i, 3) for i in range(3))
-ROW_HALVES = tuple(TensorLayout(True, i, 2) for i in range(2))
 
 LLAMA: WeightMap = {
     "embedding/tokens": ("model.embed_tokens.weight", SAME),
@@ -62,6 +61,11 @@ _POST_NORMS: WeightMap = {
     "layers/mlp_norm/scale": ("model.layers.{}.pre_feedforward_layernorm.weight", SAME),
     "layers/mlp_post_norm/scale": ("model.layers.{}.post_feedforward_layernorm.weight", SAME),
 }
+_READ_NORMS = ("layers/attention_norm/scale", "layers/mlp_norm/scale")
+_JOINED_MLP: WeightMap = LLAMA | {
+    "layers/mlp/w_gate": ("model.layers.{}.mlp.gate_up_proj.weight", TRANSPOSED),
+    "layers/mlp/w_up": ("model.layers.{}.mlp.gate_up_proj.weight", TRANSPOSED),
+}
 
 
 def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
@@ -71,6 +75,51 @@ def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
     for ours, theirs in tensors.items():
         found[f"layers/moe/{ours}"] = (f"model.layers.{{}}.{module}.experts.{{}}.{theirs}.weight", TRANSPOSED)
     return found
+
+
+def _renamed(rows: WeightMap, **names: str) -> WeightMap:
+    """Returns the weight map with other names of modules within a layer, by the names that `LLAMA` has."""
+    for old, new in names.items():
+        rows = {path: (name.replace(f".{old}.", f".{new}."), layout) for path, (name, layout) in rows.items()}
+    return rows
+
+
+def _norm_biases(rows: WeightMap) -> WeightMap:
+    """Returns the weight map with biases of the norms of the residual stream."""
+    norms = {path: name for path, (name, _) in rows.items() if path.endswith("_norm/scale") and "/q_" not in path}
+    return rows | {
+        path.replace("/scale", "/bias"): (name.replace(".weight", ".bias"), SAME)
+        for path, name in norms.items()
+        if "attention/" not in path
+    }
+
+
+def _without(rows: WeightMap, *paths: str) -> WeightMap:
+    return {path: row for path, row in rows.items() if path not in paths}
+
+
+def _neox() -> WeightMap:
+    """Returns the weight map of GPT-NeoX, whose queries, keys and values are joined head by head."""
+    layer = "gpt_neox.layers.{}"
+    linear = {
+        "attention/{}_q": f"{layer}.attention.query_key_value",
+        "attention/{}_k": f"{layer}.attention.query_key_value",
+        "attention/{}_v": f"{layer}.attention.query_key_value",
+        "attention/{}_o": f"{layer}.attention.dense",
+        "mlp/{}_up": f"{layer}.mlp.dense_h_to_4h",
+        "mlp/{}_down": f"{layer}.mlp.dense_4h_to_h",
+    }
+    rows: WeightMap = {
+        "embedding/tokens": ("gpt_neox.embed_in.weight", SAME),
+        "layers/attention_norm/scale": (f"{layer}.input_layernorm.weight", SAME),
+        "layers/mlp_norm/scale": (f"{layer}.post_attention_layernorm.weight", SAME),
+        "final_norm/scale": ("gpt_neox.final_layer_norm.weight", SAME),
+        "head/w": ("embed_out.weight", TRANSPOSED),
+    }
+    for path, name in linear.items():
+        rows[f"layers/{path.format('w')}"] = (f"{name}.weight", TRANSPOSED)
+        rows[f"layers/{path.format('b')}"] = (f"{name}.bias", SAME)
+    return _norm_biases(rows)
 
 
 def _bert(base: str, head: str, dense: str, norm: str) -> WeightMap:
@@ -132,13 +181,13 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
         "embedding/positions": ("transformer.wpe.weight", SAME),
         "layers/attention_norm/scale": ("transformer.h.{}.ln_1.weight", SAME),
         "layers/attention_norm/bias": ("transformer.h.{}.ln_1.bias", SAME),
-        "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0]),
-        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1]),
-        "layers/attention/w_v": ("transformer.h.{}.attn.c_attn.weight", THIRDS[2]),
+        "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", SAME),
+        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", SAME),
+        "layers/attention/w_v": ("transformer.h.{}.attn.c_attn.weight", SAME),
         "layers/attention/w_o": ("transformer.h.{}.attn.c_proj.weight", SAME),
-        "layers/attention/b_q": ("transformer.h.{}.attn.c_attn.bias", THIRDS[0]),
-        "layers/attention/b_k": ("transformer.h.{}.attn.c_attn.bias", THIRDS[1]),
-        "layers/attention/b_v": ("transformer.h.{}.attn.c_attn.bias", THIRDS[2]),
+        "layers/attention/b_q": ("transformer.h.{}.attn.c_attn.bias", SAME),
+        "layers/attention/b_k": ("transformer.h.{}.attn.c_attn.bias", SAME),
+        "layers/attention/b_v": ("transformer.h.{}.attn.c_attn.bias", SAME),
         "layers/attention/b_o": ("transformer.h.{}.attn.c_proj.bias", SAME),
         "layers/mlp_norm/scale": ("transformer.h.{}.ln_2.weight", SAME),
         "layers/mlp_norm/bias": ("transformer.h.{}.ln_2.bias", SAME),
@@ -160,6 +209,28 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "gemma3_text": QWEN3 | _POST_NORMS,
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
+    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj")
+    | {
+        "layers/moe/shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", TRANSPOSED),
+        "layers/moe/shared/w_gate": ("model.layers.{}.mlp.shared_expert.gate_proj.weight", TRANSPOSED),
+        "layers/moe/shared/w_up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", TRANSPOSED),
+        "layers/moe/shared/w_down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", TRANSPOSED),
+    },
+    "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
+    **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),
+    **dict.fromkeys(("cohere", "cohere2"), _without(LLAMA, "layers/mlp_norm/scale")),
+    "arcee": _without(LLAMA, "layers/mlp/w_gate"),
+    "nemotron": _norm_biases(_without(LLAMA, "layers/mlp/w_gate")),
+    "stablelm": _norm_biases(LLAMA),
+    "glm": _JOINED_MLP,
+    "glm4": _JOINED_MLP
+    | {
+        "layers/attention_post_norm/scale": ("model.layers.{}.post_self_attn_layernorm.weight", SAME),
+        "layers/mlp_post_norm/scale": ("model.layers.{}.post_mlp_layernorm.weight", SAME),
+    },
+    "phi3": _renamed(_JOINED_MLP, q_proj="qkv_proj", k_proj="qkv_proj", v_proj="qkv_proj"),
+    "gpt_neox": _neox(),
     "t5": _t5(),
     "mt5": _t5(),
     "switch_transformers": _t5(),
@@ -169,13 +240,13 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
         "embedding/tokens": ("model.embeddings.tok_embeddings.weight", SAME),
         "embedding/norm/scale": ("model.embeddings.norm.weight", SAME),
         "layers/attention_norm/scale": ("model.layers.{}.attn_norm.weight", TensorLayout(first_layer=1)),
-        "layers/attention/w_q": ("model.layers.{}.attn.Wqkv.weight", ROW_THIRDS[0]),
-        "layers/attention/w_k": ("model.layers.{}.attn.Wqkv.weight", ROW_THIRDS[1]),
-        "layers/attention/w_v": ("model.layers.{}.attn.Wqkv.weight", ROW_THIRDS[2]),
+        "layers/attention/w_q": ("model.layers.{}.attn.Wqkv.weight", TRANSPOSED),
+        "layers/attention/w_k": ("model.layers.{}.attn.Wqkv.weight", TRANSPOSED),
+        "layers/attention/w_v": ("model.layers.{}.attn.Wqkv.weight", TRANSPOSED),
         "layers/attention/w_o": ("model.layers.{}.attn.Wo.weight", TRANSPOSED),
         "layers/mlp_norm/scale": ("model.layers.{}.mlp_norm.weight", SAME),
-        "layers/mlp/w_gate": ("model.layers.{}.mlp.Wi.weight", ROW_HALVES[0]),
-        "layers/mlp/w_up": ("model.layers.{}.mlp.Wi.weight", ROW_HALVES[1]),
+        "layers/mlp/w_gate": ("model.layers.{}.mlp.Wi.weight", TRANSPOSED),
+        "layers/mlp/w_up": ("model.layers.{}.mlp.Wi.weight", TRANSPOSED),
         "layers/mlp/w_down": ("model.layers.{}.mlp.Wo.weight", TRANSPOSED),
         "final_norm/scale": ("model.final_norm.weight", SAME),
         "transform/w": ("head.dense.weight", TRANSPOSED),
@@ -265,13 +336,14 @@ def _with_gate(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     return found
 
 
-def _with_attention_biases(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
-    """Returns the weight map with the biases of attention that a model has, where the family names them as Llama."""
+def _with_biases(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map with a model's biases of linear layers, where the family names layers as Llama does."""
     found = dict(rows)
-    for x in "qkvo":
-        name = rows.get(f"layers/attention/w_{x}", ("", SAME))[0]
-        if f"layers/attention/b_{x}" in declared and name.endswith("_proj.weight"):
-            found[f"layers/attention/b_{x}"] = (f"{name.removesuffix('weight')}bias", SAME)
+    for path, (name, _) in rows.items():
+        group, _, matrix = path.rpartition("/")
+        bias = f"{group}/{matrix.replace('w_', 'b_', 1)}"
+        if matrix.startswith("w_") and bias in declared and bias not in rows and name.endswith("_proj.weight"):
+            found[bias] = (f"{name.removesuffix('weight')}bias", SAME)
     return found
 
 
@@ -282,7 +354,9 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
       ConfigError: a parameter for which the family has no tensor, or a tensor for which the model has no parameter.
     """
     declared = flat_spec(spec)
-    rows = _with_attention_biases(declared, WEIGHT_MAPS[family])
+    rows = _with_biases(declared, WEIGHT_MAPS[family])
+    if "layers/attention_norm/scale" in declared and "layers/mlp_norm/scale" not in declared:  # both read one norm
+        rows = {path: row for path, row in rows.items() if not path.startswith("layers/mlp_norm/")}
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
     if family in ("t5", "mt5"):
@@ -303,7 +377,26 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         raise ConfigError(
             f"the family {family} has {format_names(missing)}, but this model does not. Export a model of that family."
         )
-    return rows
+    return _join(family, declared, rows)
+
+
+BY_HEAD = frozenset({"gpt_neox"})
+"""The families that join queries, keys and values head by head: each key head behind the query heads that it serves."""
+
+
+def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map with the places of parameters that are joined in one tensor."""
+    tensors: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    for path, (name, layout) in rows.items():
+        tensors.setdefault((name, layout.layers), []).append(path)
+    joined = dict(rows)
+    for paths in (paths for paths in tensors.values() if len(paths) > 1):
+        sizes = [rows[path][1].outputs(without_padding(declared[path])).size for path in paths]
+        blocks = declared["layers/attention/w_k"].shape[-2] if family in BY_HEAD else 1
+        for path, start in zip(paths, itertools.accumulate([0, *sizes[:-1]]), strict=True):
+            name, layout = rows[path]
+            joined[path] = name, replace(layout, joined=sum(sizes), blocks=blocks, start=start // blocks)
+    return joined
 
 
 def format_names(names: list[str]) -> str:
@@ -340,8 +433,6 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
                 continue
             tensor = found.setdefault(layout.name(name, at), HFTensor(layout.shape(p), []))
             tensor.sources.append((path, layout, at))
-    for tensor in found.values():
-        tensor.sources.sort(key=lambda source: source[1].part)
     return found
 
 
@@ -397,14 +488,12 @@ def build_tensor(
     tensor: HFTensor, declared: dict[str, Param], values: Mapping[str, ArrayLike], dtype: DTypeLike
 ) -> np.ndarray:
     """Returns a tensor of a Hugging Face model, contiguous in memory, from the parameters by path."""
-    parts = []
+    complete = np.empty(tensor.shape, dtype)
     for path, layout, at in tensor.sources:
         p = without_padding(declared[path])
-        parts.append(layout.to_hf(p, np.asarray(values[path])[at][tuple(map(slice, p.shape[p.batch_axes :]))]))
-    if len(parts) == 1:
-        return np.ascontiguousarray(parts[0].astype(dtype, copy=False))
-    path, layout, _ = tensor.sources[0]
-    joined = np.concatenate(
-        [part.astype(dtype, copy=False) for part in parts], axis=layout.outputs_axis(declared[path])
-    )
-    return np.ascontiguousarray(joined)
+        part = layout.to_hf(p, np.asarray(values[path])[at][tuple(map(slice, p.shape[p.batch_axes :]))])
+        if layout.joined is None:
+            return np.ascontiguousarray(part.astype(dtype, copy=False))
+        places = (slice(None),) * layout.outputs_axis(p) + (layout.outputs(p).ravel(),)
+        complete[places] = part
+    return complete

@@ -124,7 +124,6 @@ def coded_product(x: jax.Array, w: CodedWeight, in_axes: int, *, rounds_inputs: 
 
     Args:
       x, w: inputs of tokens, and the matrix.
-      in_axes: number of contracted dimensions.
       rounds_inputs: whether inputs are rounded to 8 bits, as `train.quant=int8` does. `quantized_matmul` then computes
         the same product on every device. It needs codes of 8 bits with one scale for each output.
     """

@@ -71,7 +71,6 @@ def linear(
       x: [..., *in].
       w: [*in, *out]; with a tap, its gradient is computed later, see `kernels.taps`. Decoding may have it as codes.
       b: [*out], added in float32, or None for no bias.
-      in_axes: number of contracted axes.
       quant: "none" or the kind of a `quantized_matmul`.
       split_in, split_out, split_tokens: see `quantized_matmul`; not used with quant="none".
       implementation: a name of `IMPLEMENTATIONS` or "auto".

@@ -77,7 +77,6 @@ def quantized_matmul(
       w: [*in, *out].
       kind: "int8", or "fp8" for e4m3, with e5m2 for the incoming gradient, or "fp8_tensorwise" for these with one scale
         for each operand.
-      in_axes: number of contracted axes.
       split_in: mesh axes that split the contracted axes of both operands. Each scale covers the full slice, for
         which devices exchange one number per row.
       split_out: mesh axes that split the other axes of w.

@@ -66,7 +66,6 @@ def find_scales(
 
     Args:
       w: [O, I].
-      scheme: the format.
       dtype: dtype in which scales are stored, to which they are rounded.
       importance: weight of the squared error of each input [I], by which one of the factors is chosen for each group.
         `None` means that they are not tried.

@@ -145,7 +145,6 @@ def product(f: Product, x: jax.Array, w: jax.Array | Tapped, *integers: jax.Arra
 
     Args:
       f: the product. It closes over no arrays.
-      x: activations.
       w: weight, of which f is a linear function.
       integers: other arrays that f needs, below 2^24.
     """

@@ -89,8 +89,6 @@ def open_run(
     Args:
       path: run directory.
       cfg: its configuration; the dtype and how samples are made may have been changed.
-      tokenizer: its tokenizer.
-      mesh: sizes of the mesh axes.
       step: step of the checkpoint. `None` means the newest valid one.
       rows: number of texts that are processed at once, by which an open axis is chosen. `None` means the rows of a
         microbatch of the run.

@@ -22,8 +22,6 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
     """Reads the placement of a run's experts.
 
     Args:
-      path: placement file.
-      model: the model.
       mesh: sizes of the mesh axes, where `expert` may be open.
 
     Raises:

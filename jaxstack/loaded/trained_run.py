@@ -15,6 +15,7 @@ from jaxstack import data, families, hf, sharding
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
+from jaxstack.config.training import PreferenceConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
@@ -30,7 +31,7 @@ from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
-from jaxstack.training.assemble import make_eval_step
+from jaxstack.training.assemble import make_eval_step, objective_of
 from jaxstack.training.features import qat
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.services import init_from
@@ -93,7 +94,6 @@ class TrainedRun:
         Args:
           path: run directory.
           cfg: its configuration, on the mesh to use.
-          tokenizer: its tokenizer.
           step: step of the checkpoint. `None` means the newest valid one.
 
         Raises:
@@ -142,7 +142,7 @@ class TrainedRun:
         if self.model.family != "diffusion":
             raise ConfigError(f"model.family={self.model.family} does not make pictures. Use generate for text.")
         options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
-        given = pictures.Given.named(self.config, classes, self.tokenizer)
+        given = pictures.Given.named(self.model, classes, self.tokenizer, self.config.data.target_length)
         made = pictures.make_draw(self.model, options, self.context)
         return made(self.params, given, self._seed(seed))
 
@@ -404,25 +404,27 @@ class TrainedRun:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
         cfg = replace(self.config, data=source or self.config.data)
-        dataset = data.load_for(cfg)
+        dataset = data.load_for(cfg.model, cfg.data)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
             metadata = store.metadata(saved, max(steps) if self.step is None else self.step)
-            run_dir.require_same_data(metadata, cfg, dataset.fingerprint)
+            run_dir.require_same_data(metadata, cfg.data, dataset.fingerprint, cfg.run.dir)
         if not data.same_vocabulary(dataset.tokenizer.to_json(), self.tokenizer.to_json()):
             raise ConfigError(
                 f"the data was read with the tokenizer {dataset.tokenizer.name}, which has other ids than that of the "
                 f"run. Use data.tokenizer={self.tokenizer.name}."
             )
         loader = DataLoader(cfg, dataset, self.context.layout.sharding(self.context.layout.batch))
-        losses = {
-            one.name: mean_losses(
-                self.model.objective.terms,
-                (self._eval_step(self.params, loader.to_devices(batch)) for batch in one.local_batches),
-                lambda: None,
-            ).loss
-            for one in loader.held_out
-        }
+        mesh = self.context.layout.mesh
+        assert mesh is not None, "a run is loaded onto a mesh"
+        # The adapters of the run are merged here, so its reference is read again.
+        refer = init_from.open_reference(replace(cfg, model=self.model), self.tokenizer, mesh, self.context)
+        losses = {}
+        for one in loader.held_out:
+            batches = (refer(self.params, loader.to_devices(batch)) for batch in one.local_batches)
+            step = self._eval_step(cfg.learned_preference)
+            sums = (step(self.params, batch) for batch in batches)
+            losses[one.name] = mean_losses(cfg.objective.terms, sums, lambda: None).loss
         loss = loader.mean_loss(losses)
         return Evaluation(loss, loss / math.log(2) / loader.held_out_bytes_per_token, losses)
 
@@ -430,9 +432,17 @@ class TrainedRun:
     def _engines(self) -> dict[int, Engine]:
         return {}
 
+    def _eval_step(self, preference: PreferenceConfig | None) -> Callable[[Params, Batch], EvalSums]:
+        """Returns the step that evaluates likelihood, or how well a run learned from pairs of completions."""
+        if preference not in self._eval_steps:
+            objective = objective_of(self.model, preference)
+            step = make_eval_step(self.model, self.context, self.config.train.grad_accum, objective)
+            self._eval_steps[preference] = jax.jit(step)
+        return self._eval_steps[preference]
+
     @cached_property
-    def _eval_step(self) -> Callable[[Params, Batch], EvalSums]:
-        return jax.jit(make_eval_step(self.model, self.context, self.config.train.grad_accum))
+    def _eval_steps(self) -> dict[PreferenceConfig | None, Callable[[Params, Batch], EvalSums]]:
+        return {}
 
     @cached_property
     def scorer(self) -> Scorer:

@@ -51,7 +51,6 @@ def with_rows_of(spec: BatchSpec, length: int, longest: int) -> BatchSpec:
 
     Args:
       spec: of a batch whose rows have the longest length.
-      length: of the rows.
       longest: length of the rows of `spec`.
     """
     return {

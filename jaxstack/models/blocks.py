@@ -41,7 +41,6 @@ class Enter(Protocol):
           params: all parameters of the model; the stack's layers are not read.
           x: residual stream after the last layer of the stack before.
           side: the side inputs of that stack.
-          inputs: from `make_layer_inputs`.
         """
 
 
@@ -66,7 +65,6 @@ class StackStep(Protocol):
           params: parameters of each layer of the step, as they are stored.
           x: residual stream [B, S/n, D].
           index: index of the step.
-          inputs: from `make_layer_inputs`.
           cache: for each layer of the step, keys and values of earlier tokens, see `layers.attention`. `None` means
             no cache; an empty one means that rows begin here.
         """
@@ -169,6 +167,7 @@ def run_layers(
     for i, layer in enumerate(params):
         mask = stack.masks[i]
         rope = inputs.rope_local if mask.window and inputs.rope_local is not None else inputs.rope
+        rope = rope if stack.rotates[i % len(stack.rotates)] else None
         earlier = {**cache[i], "distance": inputs.distance[i]} if cache else cache
         before = h
         with layer_scope(i, period):
@@ -205,6 +204,7 @@ class Stack:
       stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
       prepare: changes gathered parameters before the layer reads them.
       plain: whether features of the model leave the layers as they are.
+      rotates: whether each layer of a step rotates queries and keys; the tuple repeats.
     """
 
     depth: int
@@ -221,6 +221,7 @@ class Stack:
     stored: frozenset[str] = frozenset()
     prepare: Callable[[Params], Params] = lambda params: params
     plain: bool = False
+    rotates: tuple[bool, ...] = (True,)
 
     @property
     def period(self) -> int:
@@ -352,7 +353,6 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
     """Returns `f` with the recomputation that `ctx.remat` asks for.
 
     Args:
-      ctx: execution context.
       f: a layer, or several.
       in_loop: whether the result is called in a loop. The loop keeps XLA from merging the recomputation with the first
         pass; otherwise barriers must.
@@ -407,7 +407,6 @@ def scan_stack(
     Args:
       steps: parameters of the stack in the compute dtype, from `split_steps`.
       x: residual stream [B, S/n, D].
-      inputs: from `make_layer_inputs`.
       cache: for each layer of a step, arrays [L/period, ...], see `StackStep`. The period then divides the depth.
     """
 

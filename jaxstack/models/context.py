@@ -24,7 +24,6 @@ class Observer(Protocol):
         """Returns the measured values of an activation by name; nothing if it does not measure this one.
 
         Args:
-          ctx: the context of the layer.
           name: name of the activation within a layer, such as `mlp/out`.
           value: what is measured.
           axes: logical axes of the dimensions that are split.

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack import kernels
-from jaxstack.common.tree import Batch
-from jaxstack.config import DataConfig, ModelConfig
+from jaxstack.common.tree import Batch, PyTree
+from jaxstack.config import DataConfig, ModelConfig, RopeScaling
 from jaxstack.models import layers
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import Stack
@@ -27,6 +27,7 @@ from jaxstack.models.family import Family
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Role, Spec, pad, random_key
 from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.rope import rope_tables
 
 
 def spec(cfg: ModelConfig) -> Spec:
@@ -76,29 +77,29 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
 
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: a decoder has one."""
-    return {"layers": Stack(cfg.num_layers, tuple(kernels.AttentionMask(window) for window in cfg.windows))}
+    masks = tuple(kernels.AttentionMask(window) for window in cfg.windows)
+    return {"layers": Stack(cfg.num_layers, masks, rotates=cfg.rope_layers)}
 
 
 def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInputs:
     """Builds what the layers read in addition to the residual stream, once for all of them.
 
     Args:
-      cfg: the model.
       batch: `tokens` [B, S], and optional arrays, each [B, S] unless another shape is given:
         - `positions`: position of each token within its document. By default its position within the row.
         - `segment_ids`: document of each token. By default a row is one document.
         - `distance`: with a cache, for each block of a step, see `layers.attention`.
         - `key`: data of a PRNG key, for dropout.
         - `rows` [B]: for dropout, index of each row in the global batch. By default this batch is the global one.
-      ctx: execution context.
     """
     tokens = batch["tokens"]
     length = tokens.shape[1]
     positions = batch.get("positions", ctx.layout.token_index(length))
     stream_positions = ctx.layout.slice_for_sequence_parallel(positions)
-    rope = layers.rope_tables(cfg, positions) if cfg.positions == "rope" else None
+    rope = rope_tables(cfg, positions) if cfg.positions == "rope" else None
     local = cfg.rope_theta_local if cfg.positions == "rope" else None
-    rope_local = None if local is None else layers.rope_tables(replace(cfg, rope_theta=local), positions)
+    unscaled = replace(cfg, rope_theta=local or cfg.rope_theta, rope_scaling=RopeScaling())
+    rope_local = None if local is None else rope_tables(unscaled, positions)
     dropout_ids = None
     if "key" in batch:
         rows = batch.get("rows")
@@ -164,7 +165,6 @@ def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx:
     """Returns the sum `loss` of weight * negative log-likelihood of the next tokens, in nats.
 
     Args:
-      params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
       batch: `targets` and `loss_weights` [B, S].
     """
@@ -186,7 +186,6 @@ def sum_over_vocabulary(
     Args:
       measure: returns the sum over this device's tokens, from hidden states, the head [D, V/n] and the arrays; its
         other arguments are as in `kernels.cross_entropy`.
-      params: as `spec` declares them.
       hidden: normalised hidden states [B, S, D].
       arrays: each [B, S, ...].
     """
@@ -202,12 +201,17 @@ def sum_over_vocabulary(
             chunk=ctx.ops.loss_chunk,
         )
 
+    arguments = head_part(cfg, params), hidden, *arrays
+    rows = [("batch", "sequence")] * (len(arguments) - 1)
+    total: jax.Array = ctx.sum_region(work, arguments, (head_part(cfg, spec(cfg)), *rows))
+    return total
+
+
+def head_part(cfg: ModelConfig, tree: PyTree) -> PyTree:
+    """Returns what `head` reads, of the parameters or of their declarations."""
     group = "embedding" if cfg.tied_embeddings else "head"
     name = "tokens" if cfg.tied_embeddings else "w"
-    declared = {group: {name: spec(cfg)[group][name]}}
-    arguments = {group: {name: params[group][name]}}, hidden, *arrays
-    total: jax.Array = ctx.sum_region(work, arguments, (declared, *[("batch", "sequence")] * (len(arguments) - 1)))
-    return total
+    return {group: {name: tree[group][name]}}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:

@@ -25,10 +25,13 @@ def shared_inputs(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
             f"model.moe.num_experts={cfg.moe.num_experts}: factors of inputs cannot be moved through a router. "
             f"Use --method=gptq."
         )
-    found: dict[str, tuple[str, ...]] = {
-        "attention_norm": ("attention/w_q", "attention/w_k", "attention/w_v"),
-        "mlp_norm": ("mlp/w_gate", "mlp/w_up") if cfg.gated else ("mlp/w_up",),
-    }
+    attention: tuple[str, ...] = ("attention/w_q", "attention/w_k", "attention/w_v")
+    mlp: tuple[str, ...] = ("mlp/w_gate", "mlp/w_up") if cfg.gated else ("mlp/w_up",)
+    found: dict[str, tuple[str, ...]] = {}
+    if cfg.parallel == "one_norm":
+        found["attention_norm"] = attention + mlp
+    elif cfg.pre_norm:
+        found = {"attention_norm": attention, "mlp_norm": mlp}
     if cfg.num_heads == cfg.kv_heads:
         found["attention/w_v"] = ("attention/w_o",)
     if cfg.gated:
@@ -40,7 +43,6 @@ def divide_outputs(cfg: ModelConfig, layer: Params, producer: str, factors: jax.
     """Returns a layer in which the outputs of a norm or a matrix are divided by factors.
 
     Args:
-      cfg: the model.
       layer: parameters of one layer.
       producer: key of `shared_inputs`.
       factors: of each output; for a matrix with several output dimensions, of all of them in their order.

@@ -1,8 +1,9 @@
-"""The layers of a block, as declarations and functions: norms, rotary positions, attention, MLP, embedding, dropout.
+"""The layers of a block, as declarations and functions: norms, attention, MLP, embedding, dropout.
 
 Suffixes: B batch, S sequence, D width, H query heads, G key/value heads, K head width, F hidden width of the MLP.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxstack.kernels import AttentionMask, RelativeBias
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Param, Params, Spec
+from jaxstack.models.rope import rotate
 from jaxstack.sharding import collectives
 
 RESIDUAL = ("batch", "residual")
@@ -28,9 +30,8 @@ HEADS = ("batch", "sequence", "heads")
 def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) -> Spec:
     """Declares an RMSNorm or LayerNorm over an axis of `width`; `kind` is `rms` or `layer`, by default `cfg.norm`."""
     kind = kind or cfg.norm
-    unit_offset = cfg.norm_unit_offset and kind == "rms"
-    spec = {"scale": Param((width,), (axis,), "vector", init="zeros" if unit_offset else "ones")}
-    if kind == "layer" and cfg.bias:
+    spec = {"scale": Param((width,), (axis,), "vector", init="zeros" if cfg.norm_unit_offset else "ones")}
+    if kind == "layer" and (cfg.bias or cfg.norm_bias):
         spec["bias"] = Param((width,), (axis,), "vector", init="zeros")
     return spec
 
@@ -38,46 +39,23 @@ def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) 
 def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
     """Normalises the last axis, in float32."""
     if (kind or cfg.norm) == "layer":
-        return kernels.layer_norm(x, params["scale"], params.get("bias"), eps=cfg.norm_eps, implementation=ctx.ops.norm)
+        scale = params["scale"] + 1 if cfg.norm_unit_offset else params["scale"]
+        return kernels.layer_norm(x, scale, params.get("bias"), eps=cfg.norm_eps, implementation=ctx.ops.norm)
     return kernels.rms_norm(
         x, params["scale"], eps=cfg.norm_eps, unit_offset=cfg.norm_unit_offset, implementation=ctx.ops.norm
     )
 
 
-def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine of RoPE (Su et al. 2021, arXiv:2104.09864, section 3.4.2), float32.
-
-    With `cfg.rope_scaling.factor` above 1, low frequencies are slowed as in Llama 3.1 (Hugging Face's `llama3` type).
-
-    Args:
-      positions: integer positions in tokens, [..., S].
-
-    Returns:
-      Two arrays [..., S, K/2].
-    """
-    half = cfg.head_width // 2
-    frequencies = cfg.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)  # radians per token
-    scaling = cfg.rope_scaling
-    if scaling.factor != 1:
-        turns = scaling.original_max_position * frequencies / (2 * jnp.pi)  # within the original context
-        # 0 where few turns fit (the frequency is scaled in full), 1 where many turns fit (it stays as it is).
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        keep = jnp.clip(keep, 0.0, 1.0)
-        frequencies = frequencies * (keep + (1 - keep) / scaling.factor)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Applies RoPE in the half-rotation form: dimension i forms a pair with i + K/2, as in Hugging Face's models.
-
-    Args:
-      x: queries or keys [B, S, H, K].
-      rope: cosine and sine, [S, K/2] or [B, S, K/2].
-    """
-    cos, sin = (table[..., None, :] for table in rope)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+def head_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S, H, K]
+    """Normalises queries or keys: each head, or with `qk_norm_over=all` all heads of a token (OLMo 2)."""
+    if cfg.qk_norm_over == "head":
+        return norm(cfg, params, x, ctx, "rms")
+    wide = x.astype(jnp.float32)
+    squares = collectives.all_reduce(jnp.square(wide).sum((-2, -1), keepdims=True), ctx.layout.axes("heads"))
+    heads = x.shape[-2] * collectives.count(ctx.layout.axes("heads"))
+    inverse = jax.lax.rsqrt(squares / (heads * x.shape[-1]) + cfg.norm_eps)
+    scale = params["scale"] + 1 if cfg.norm_unit_offset else params["scale"]
+    return (wide * inverse * scale).astype(x.dtype)
 
 
 def linear(
@@ -94,11 +72,9 @@ def linear(
     """Computes the projection `w_<name>`, with its bias `b_<name>` where it is declared.
 
     Args:
-      cfg: the model.
       params: a group of parameters.
       name: of the projection.
       x: input, [..., in].
-      ctx: execution context.
       over: logical axis of the tensor-parallel region. By default the projection leads into the region: each device has
         some of the columns.
       back: the projection leads out of the region: each device has some of the rows, and the result is its share of a
@@ -139,7 +115,12 @@ def attention_spec(cfg: ModelConfig) -> Spec:
     if cfg.bias or cfg.attention_bias == "all":
         spec["b_o"] = Param((D,), ("norm",), "vector", init="zeros")
     if cfg.qk_norm:
-        spec |= {"q_norm": norm_spec(cfg, K, "head_dim", "rms"), "k_norm": norm_spec(cfg, K, "head_dim", "rms")}
+        one = norm_spec(cfg, K, "head_dim", "rms")
+        spec |= {"q_norm": one, "k_norm": one}
+        if cfg.qk_norm_over == "all":
+            p = one["scale"]
+            spec["q_norm"] = {"scale": replace(p, shape=(H, K), axes=("heads", "head_dim"))}
+            spec["k_norm"] = {"scale": replace(p, shape=(G, K), axes=("kv_heads", "head_dim"))}
     return spec
 
 
@@ -171,11 +152,11 @@ def attention(
     k = linear(cfg, params, "k", x, ctx, "heads")  # [B, S, G, K]
     v = linear(cfg, params, "v", x, ctx, "heads")
     if cfg.qk_norm:
-        q = norm(cfg, params["q_norm"], q, ctx, "rms")
-        k = norm(cfg, params["k_norm"], k, ctx, "rms")
+        q = head_norm(cfg, params["q_norm"], q, ctx)
+        k = head_norm(cfg, params["k_norm"], k, ctx)
     if inputs.rope is not None:
-        q = rotate(q, inputs.rope)
-        k = rotate(k, inputs.rope)
+        q = rotate(q, inputs.rope, cfg.rotary_interleaved)
+        k = rotate(k, inputs.rope, cfg.rotary_interleaved)
     q = checkpoint_name(q, "query")
     k = checkpoint_name(k, "key")
     v = checkpoint_name(v, "value")
@@ -321,11 +302,9 @@ def embed(cfg: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Ar
     gathered; tied embeddings are split over the stages by vocabulary as well.
 
     Args:
-      cfg: the model.
       params: the group `embedding`.
       tokens: ids [B, S]. With `jax_debug_nans`, the embedding of an id beyond the vocabulary is NaN.
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
-      ctx: execution context.
     """
     rows, width = table_axes(cfg)
     table, axes = params["tokens"], ctx.layout.axes(rows)

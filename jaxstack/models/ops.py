@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jax.sharding import AbstractMesh, Mesh
-from jax.typing import DTypeLike
-
-from jaxstack.config import Config, ConfigError, KernelsConfig, ModelConfig
+from jaxstack.config import ConfigError, KernelsConfig, ModelConfig
 from jaxstack.config.scheme import Scheme
 from jaxstack.kernels import OP_IMPLEMENTATIONS, AttentionMask, implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
+from jaxstack.models.layout import Layout
 from jaxstack.moe import dispatch
 
 
@@ -101,31 +99,31 @@ def implementations(
 
 
 def op_cases(
-    cfg: Config, mesh: Mesh | AbstractMesh, partitioner: str, reduce_dtype: DTypeLike
+    model: ModelConfig, layout: Layout, scheme: Scheme | None, segments: bool
 ) -> dict[str, implementation.OpCase]:
     """Returns what is known of the operands of each op in a run, for `implementations`.
 
     Args:
-      cfg: the run.
-      mesh: its devices.
-      partitioner: who inserts collectives.
-      reduce_dtype: dtype in which gradients are summed over devices.
+      model: whose ops run.
+      layout: of its arrays, on a mesh.
+      scheme: of quantised matrices that decoding reads. `None` means floats.
+      segments: whether batches have segment ids.
     """
-    model = cfg.model
+    assert layout.mesh is not None
     return {
         "attention": {
             "head_dim": model.head_width,
             "softcap": model.attention_softcap,
-            "segments": cfg.has_segments,
-            "sequence_shards": mesh.shape["context"],
-            "context_method": cfg.mesh.context_method,
+            "segments": segments,
+            "sequence_shards": layout.mesh.shape["context"],
+            "context_method": layout.context_method,
             "mask": attention_mask(model),
             "bias": model.positions == "relative",
         },
-        "norm": {"d_model": model.d_model, "partitioner": partitioner},
-        "codes": {"scheme": cfg.kernels.decode_scheme},
-        "decode": {"scheme": cfg.kernels.decode_scheme},
-        "linear": {"summed_by_xla": reduce_dtype} if partitioner == "auto" else {},
+        "norm": {"d_model": model.d_model, "partitioner": layout.partitioner},
+        "codes": {"scheme": scheme},
+        "decode": {"scheme": scheme},
+        "linear": {"summed_by_xla": layout.reduce_dtype} if layout.partitioner == "auto" else {},
     }
 
 

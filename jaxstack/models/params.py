@@ -211,7 +211,6 @@ def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
 
     Args:
       key: PRNG key that all values derive from.
-      spec: declarations.
       stages: which layer each slot of the stacked arrays has; empty slots are zeros. `None` means that slot i has
         layer i.
     """

@@ -85,9 +85,6 @@ def explain(error: BaseException) -> list[str]:
     """Returns what went wrong, where, in which layer, with which operands, and what to do, in three to six lines.
 
     Empty if JAX has not raised the error for shapes, dtypes or values that are not there while it traces.
-
-    Args:
-      error: with its traceback.
     """
     steps = [*_steps(error)]
     try:

@@ -27,7 +27,6 @@ def starts_of(groups: jax.Array, num_groups: int) -> jax.Array:
 
     Args:
       groups: group of each item, sorted, [N].
-      num_groups: number of groups.
     """
     # A loop would launch kernels for every halving on a GPU, and comparing with all items takes long on a CPU.
     return jnp.searchsorted(groups, jnp.arange(num_groups + 1), method="scan_unrolled").astype(jnp.int32)
@@ -57,7 +56,6 @@ def assign_slots(groups: jax.Array, num_groups: int, capacity: int, priority: ja
 
     Args:
       groups: group of each item, [N].
-      num_groups: number of groups.
       capacity: slots of a group, C.
       priority: [N].
 

@@ -15,7 +15,6 @@ def draw(load: np.ndarray, found: Placement, path: Path) -> None:
 
     Args:
       load: tokens of each expert in each layer [L, E].
-      found: the placement.
       path: file of the picture; its suffix is the format.
     """
     import matplotlib

@@ -65,7 +65,6 @@ def execute(
 
     Args:
       program: which unit runs on which stage at which tick.
-      fns: the functions to run.
       axis: mesh axis of the stages.
       shared: parameters that `embed` and `loss` read, in the dtype of the computation.
       stacked: parameters in this stage's layer slots, [slots / P, ...]; with `PipelineFns.later` a tuple of these.

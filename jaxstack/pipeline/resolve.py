@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from jaxstack.config import Config, ConfigError, ModelConfig, PipelineConfig
+from jaxstack.config import ConfigError, ModelConfig, PipelineConfig
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.partition import Partition, cut, even
 from jaxstack.pipeline.program import Program
@@ -36,21 +36,24 @@ WEIGHTLESS = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
 def resolve(
-    cfg: Config,
+    pipeline: PipelineConfig,
+    model: ModelConfig,
     stages: int,
-    sequences: int,
+    batch_size: int,
+    grad_accum: int = 1,
+    replicas: int = 1,
     static: bool = False,
     stacks: Mapping[str, tuple[int, int]] | None = None,
 ) -> Program:
-    """Returns the program of a configuration.
-
-    It reads `pipeline` and `model`, and for messages the keys that decide on the number of sequences.
+    """Returns the program of a model's stages.
 
     Args:
-      cfg: the configuration.
+      pipeline: the schedule, and where stages are cut.
+      model: whose layers are cut.
       stages: size of the mesh axis `pipe`, P.
-      sequences: sequences of one gradient-accumulation microbatch on one replica. The pipeline divides them into its
-        own microbatches.
+      batch_size: sequences of a batch.
+      grad_accum: microbatches of gradient accumulation. The pipeline divides each into its own microbatches.
+      replicas: parts of the mesh that share the sequences.
       static: whether all loops have static trip counts. A model with several stacks ignores it.
       stacks: layers of each stack and its period. By default one stack, as a decoder has.
 
@@ -58,11 +61,9 @@ def resolve(
       ScheduleError: the sizes do not fit each other; the message names sizes that do.
       ConfigError: the file of `pipeline.partition` has the costs of another model, or no cut fits in memory.
     """
-    pipeline = cfg.pipeline
-    model = cfg.model
+    sequences = batch_size // grad_accum // replicas
     batch = (
-        f"another data.batch_size={cfg.data.batch_size} (over train.grad_accum={cfg.train.grad_accum} and the axes "
-        f"that share the batch)"
+        f"another data.batch_size={batch_size} (over train.grad_accum={grad_accum} and the axes that share the batch)"
     )
 
     def microbatches_of(chunks: int) -> int:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import jax
 
-from jaxstack.config import Config, with_values
+from jaxstack.config import Config, flat, with_values
 from jaxstack.planner import mesh_plan
 from jaxstack.runtime import distributed
 from jaxstack.sharding import find_devices
 
 
-def choose(cfg: Config, given: Collection[str], kept: Config | None) -> Config:
-    """Returns the configuration with the mesh of the run so far or the best one, and prints which on process 0.
+def choose(cfg: Config, given: Collection[str], kept: Config | None) -> tuple[Config, str]:
+    """Returns the configuration with the mesh of the run so far or the best one, and a line that says which.
 
     All processes choose the same: the choice depends on the configuration, on the devices of all processes and on the
     memory that process 0 has.
@@ -27,15 +27,8 @@ def choose(cfg: Config, given: Collection[str], kept: Config | None) -> Config:
       ConfigError: no mesh is possible, no mesh fits, or the devices have no data sheet in `common.hardware`.
     """
     devices = find_devices()
-    chosen, line = _choose(cfg, given, kept, devices)
-    if jax.process_index() == 0:
-        print(line, flush=True)
-    return chosen
-
-
-def _choose(cfg: Config, given: Collection[str], kept: Config | None, devices: list[jax.Device]) -> tuple[Config, str]:
     if kept is not None and math.prod(kept.mesh.sizes.values()) == len(devices):
-        return kept, f"mesh     of the run so far: {' '.join(mesh_plan.flags(kept, kept))}"
+        return kept, f"mesh     of the run so far: {' '.join(mesh_plan.flags(flat(kept), flat(kept)))}"
     if len(devices) == 1:
         closed = with_values(cfg, {f"mesh.{axis}": 1 for axis in cfg.mesh.sizes})
         return closed, "mesh     one device, so that --mesh=auto has nothing to choose"
@@ -45,6 +38,9 @@ def _choose(cfg: Config, given: Collection[str], kept: Config | None, devices: l
         size = distributed.broadcast_from_process_0(int(here.room.bytes / 2**20)) * 2**20
         here = replace(here, room=replace(here.room, bytes=size))
     first, *others = mesh_plan.search(cfg, here, given, count=2).ranked
-    words = [f"{' '.join(mesh_plan.flags(c.cfg, cfg))} ({c.seconds:.3g} s a step predicted)" for c in (first, *others)]
+    words = [
+        f"{' '.join(mesh_plan.flags(flat(c.cfg), flat(cfg)))} ({c.seconds:.3g} s a step predicted)"
+        for c in (first, *others)
+    ]
     line = f"mesh     {words[0]}, chosen for {len(devices)} devices"
     return first.cfg, line + (f"; runner-up {words[1]}" if others else "")

@@ -50,7 +50,7 @@ def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
 def abstract_batch(job: Job) -> Batch:
     """Returns the shapes, dtypes and shardings of a batch."""
     return batches.abstract_batch(
-        families.of(job.model).batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch)
+        families.batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch)
     )
 
 
@@ -75,8 +75,6 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     was then up to 25% too low or 40% too high.
 
     Args:
-      state: the abstract state of `training.state.abstract_state`.
-      batch: an abstract batch.
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
     if not has_formulas(job.model):

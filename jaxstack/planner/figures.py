@@ -185,7 +185,6 @@ def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False
     """Returns the FLOPs of a step by every convention, and the days for a budget of tokens at the chips' peak.
 
     Args:
-      time: its predicted step.
       budget: training tokens.
       classic: count recomputation as Megatron-LM does.
 

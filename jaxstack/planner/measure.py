@@ -17,7 +17,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import Config, ModelConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels import implementation
-from jaxstack.models import layers, params
+from jaxstack.models import layers, params, rope
 from jaxstack.models.batches import random_batch
 from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context
@@ -50,7 +50,6 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
     `step` where the mesh has one device.
 
     Args:
-      ctx: the context of `roofline.context`.
       device: the device that does a device's share of the work.
     """
     sizes = shards.mesh_sizes(job.ctx)
@@ -142,10 +141,11 @@ def _pointwise(
     seconds = _forward_and_backward(activation, (up, up) if model.gated else (up,), _runs(ops, name))
     seconds += 2 * seconds_per_call(jax.jit(jnp.add), x, x)
     if model.positions == "rope":
-        rope = layers.rope_tables(model, jnp.arange(length))
+        tables = rope.rope_tables(model, jnp.arange(length))
 
         def rotate(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return layers.rotate(q, rope), layers.rotate(k, rope)
+            q = rope.rotate(q, tables, model.rotary_interleaved)
+            return q, rope.rotate(k, tables, model.rotary_interleaved)
 
         q, kv = _heads(model, str(ctx.dtype), rows, length, tensor)
         seconds += _forward_and_backward(rotate, (q, kv), _runs(ops, "rotation"))
@@ -239,7 +239,7 @@ def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)
-    batch = random_batch(families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
+    batch = random_batch(families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
     train_step, optimizer = assemble.jit_train_step(cfg, ctx, abstract), make_optimizer(Recipe.of(cfg))
 
     def run_steps(count: int) -> TrainState:

@@ -19,7 +19,7 @@ from jaxstack.config import Config, ConfigError, with_values
 from jaxstack.families.context import make_context
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, hlo
+from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.sharding import ShardingError, abstract_mesh
@@ -108,15 +108,18 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     return Room(f"a device ({kind})", limit, limit, larger=larger)
 
 
-def context(cfg: Config, devices: int, platform: str) -> Context:
+def context(cfg: Config, devices: int | None = None, platform: str | None = None) -> Context:
     """Builds the context of a resolved configuration on devices that this machine need not have.
+
+    Without a number of devices there are as many as the mesh names. Without a platform, every op has its default.
 
     Raises:
       ConfigError: if the configuration does not fit the devices.
     """
     if cfg.pipeline.partition == "auto":  # it is measured where the run begins
         cfg = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
-    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    count = devices or math.prod(cfg.mesh.known_sizes.values())
+    return make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, count), platform)
 
 
 def need(cfg: Config, devices: int, platform: str) -> Need:
@@ -139,21 +142,17 @@ def need_of(job: Job, state: TrainState, platform: str) -> Need:
     return Need(parts, platform, not has_formulas(job.model))
 
 
-def plan(cfg: Config, target: str) -> str:
-    """Returns a report for a target without compiling: memory by purpose, whether it fits, and bytes sent.
+def plan(job: Job, name: str) -> str:
+    """Returns a report for chips without compiling: memory by purpose, whether it fits, and bytes sent.
 
     Args:
-      cfg: the resolved configuration.
-      target: chip and topology, see `aot.parse_target`.
-
-    Raises:
-      ConfigError: the target is unknown, or the configuration does not fit it.
+      job: the step, on a mesh of these chips.
+      name: of the chip in `CHIPS`.
     """
-    name, topology = aot.parse_target(target)
+    assert job.ctx.layout.mesh is not None
     chip = CHIPS[name]
-    count = math.prod(topology) * CHIPS[name].devices
-    found = need(cfg, count, chip.platform)
-    ctx = context(cfg, count, chip.platform)
+    count = job.ctx.layout.mesh.size
+    found = need_of(job, abstract_state(Recipe.of(job.cfg), job.ctx), chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -167,20 +166,17 @@ def plan(cfg: Config, target: str) -> str:
         size = 0.75 * chip.hbm_bytes / GIB
         more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
         lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
-    if cfg.train.dtype not in chip.flops and cfg.train.dtype == "bfloat16":
+    if job.train.dtype not in chip.flops and job.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
     if verdict != "it fits":
-        lines += ["", Savings(cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
-    if traffic := list(estimate.traffic(Job(cfg, ctx))):
+        lines += ["", Savings(job.cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
+    if traffic := list(estimate.traffic(job)):
         lines += ["", hlo.format_traffic(None, traffic)]
     return "\n".join(lines)
 
 
 def check(job: Job, state: TrainState) -> str | None:
     """Compares a run's need with the memory of its devices, before anything is compiled.
-
-    Args:
-      state: its abstract state.
 
     Returns:
       A warning if the run may not fit, or None. Families without formulas are not compared.

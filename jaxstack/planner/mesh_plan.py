@@ -1,7 +1,7 @@
 """Searches a mesh for a target or for the available devices, and puts the result into words and flags."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -39,10 +39,6 @@ class Devices:
     platform: str
     room: Room
     clock: Clock
-
-    def space(self, cfg: Config, given: Collection[str], times: int = 1) -> Space:
-        """Returns what a search on a multiple of these devices may choose from, see `mesh_search.Space`."""
-        return Space(cfg, times * self.count, self.platform, given)
 
     def search(self, space: Space) -> Search:
         """Returns a search with the memory and the times of the devices."""
@@ -89,14 +85,13 @@ def search(cfg: Config, devices: Devices, given: Collection[str] = (), count: in
 
     Args:
       cfg: the resolved configuration.
-      devices: to search for.
       given: keys of `config.SEARCHED_KEYS` whose values in `cfg` are kept.
       count: meshes to return at most.
 
     Raises:
       ConfigError: no mesh is possible, or none fits. The message names the nearest that is possible and fits.
     """
-    space = devices.space(cfg, given)
+    space = Space(cfg, devices.count, devices.platform, given)
     found = mesh_search.search(space, devices.room, devices.clock, count)
     if not found.meshes:
         raise _impossible(space, devices.name)
@@ -120,7 +115,7 @@ def padding_note(cfg: Config, devices: Devices, given: Collection[str], meshes: 
         return ""
     size = -(-vocabulary // multiple) * multiple
     padded = with_values(cfg, {"model.pad_vocab_to": size})
-    run = devices.search(devices.space(padded, given))
+    run = devices.search(Space(padded, devices.count, devices.platform, given))
     more = sum(run.first(one) is not None for one in run.space.meshes()) - meshes
     if more <= 0:
         return ""
@@ -160,16 +155,16 @@ def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
     least = found.least
     assert least is not None
     needed = least.need.formula * room.sharing / mesh_search.HEADROOM / GIB
-    help_ = [f"{needed:.3g} GiB of memory with {' '.join(flags(least.cfg, cfg))}"]
+    help_ = [f"{needed:.3g} GiB of memory with {' '.join(flags(flat(least.cfg), flat(cfg)))}"]
     for batch in mesh_search.smaller_batches(cfg.data):
         smaller = with_values(cfg, {"data.batch_size": batch, "train.grad_accum": 1})
-        run = devices.search(devices.space(smaller, space.given))
+        run = devices.search(replace(space, cfg=smaller))
         if run.can_fit({f"mesh.{axis}": size for axis, size in least.cfg.mesh.sizes.items()}):
             help_.append(f"--data.batch_size={batch}")
             break
     if room.sharing == 1 and not any(key.startswith("mesh.") for key in space.given):
         for times in (2, 4, 8, 16, 32, 64):
-            if devices.search(devices.space(cfg, space.given, times)).any_fits:
+            if devices.search(replace(space, devices=times * devices.count)).any_fits:
                 help_.append(f"{devices.count * times} devices")
                 break
     return ConfigError(
@@ -180,13 +175,11 @@ def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
     )
 
 
-def flags(cfg: Config, base: Config) -> list[str]:
-    """Returns the flags that turn `base` into a candidate, with every axis that splits something."""
-    values = flat(cfg)
-    before = flat(base)
+def flags(values: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
+    """Returns the flags that turn the values of a configuration into others, with every axis that splits something."""
     shown = []
     for key in SEARCHED_KEYS:
-        if key in PIPELINE_KEYS and cfg.mesh.pipe == 1:
+        if key in PIPELINE_KEYS and values["mesh.pipe"] == 1:
             continue
         axis = key.startswith("mesh.") and values[key] != 1
         if axis or key == "mesh.data" or values[key] != before[key] or (key in PIPELINE_KEYS and values[key] != 1):
@@ -194,13 +187,15 @@ def flags(cfg: Config, base: Config) -> list[str]:
     return shown
 
 
-def table(found: Found, cfg: Config) -> str:
-    """Returns the ranked candidates with predicted time and memory, one in a line."""
+def table(found: Found, before: Mapping[str, object], tokens: int) -> str:
+    """Returns the ranked candidates with predicted time and memory, one in a line.
+
+    `before` has the values that their flags change, and `tokens` is the number of tokens of a batch.
+    """
     lines = [f"{'rank':<5} {'step s':>9} {'tokens/s':>12} {'GiB':>8}  flags"]
-    tokens = cfg.data.batch_size * cfg.data.seq_len
     for rank, c in enumerate(found.ranked, 1):
         rate = f"{tokens / c.seconds:,.0f}"
-        words = " ".join(flags(c.cfg, cfg))
+        words = " ".join(flags(flat(c.cfg), before))
         lines.append(f"{rank:<5} {c.seconds:>9.4g} {rate:>12} {c.need.formula / GIB:>8.2f}  {words}")
     return "\n".join(lines)
 

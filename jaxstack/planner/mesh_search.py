@@ -336,9 +336,7 @@ def search(space: Space, room: Room, clock: Clock, count: int = 8) -> Found:
     """Returns the fastest candidates that fit, one for each mesh.
 
     Args:
-      space: what to choose from.
       room: memory of a device, or of all devices if they share it.
-      clock: predicts times.
       count: meshes to return at most.
     """
     run = Search(space, room, clock)

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxstack import families
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common.tree import Batch, PyTree, flatten
-from jaxstack.config import Config, ConfigError, PipelineConfig
+from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig
 from jaxstack.families.context import make_context
 from jaxstack.models import params
 from jaxstack.models.context import Context
@@ -117,7 +117,7 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     batch = random_batch(Job(small, ctx))
     boundary_bytes, stash_bytes, pair_bytes = activation_bytes(Job(small, ctx), values, batch)
     seconds = _part_seconds(Job(small, ctx), values, batch)
-    state_bytes, shared_bytes = _state_bytes(cfg, mesh)
+    state_bytes, shared_bytes = _state_bytes(Recipe.of(cfg), stage_layout(cfg.mesh, cfg.pipeline.gather, mesh))
     bandwidth = BANDWIDTH
     latency = LATENCY
     link = "link assumed"
@@ -202,33 +202,38 @@ def _part_seconds(job: Job, values: PyTree, batch: Batch) -> dict[str, float]:
     return seconds
 
 
-def _state_bytes(cfg: Config, mesh: Mapping[str, int]) -> tuple[float, float]:
+def stage_layout(keys: MeshConfig, gather: str, mesh: Mapping[str, int]) -> Layout:
+    """Returns the layout of parameters on a mesh whose axes have these sizes; its devices need not exist."""
+    devices = AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES)
+    return Layout(devices, transformer(keys), gather=gather)  # type: ignore[arg-type]
+
+
+def _state_bytes(recipe: Recipe, layout: Layout) -> tuple[float, float]:
     """Returns the bytes of state on a device while a pipeline runs: of one group of layers, and of everything else.
 
     Parameters and optimizer state are counted as they are stored. Gradients are counted as the executor sums them:
     gathered, in float32. Copies of weights are counted where the executor reads them gathered or in another dtype.
     With `pipeline.gather=layer`, gradients and copies are shards too.
     """
-    sizes = {axis: mesh[axis] for axis in AXES}
-    on = AbstractMesh(tuple(sizes.values()), AXES)
-    ctx = Context(Layout(on, transformer(cfg.mesh), gather=cfg.pipeline.gather))  # type: ignore[arg-type]
-    one_group = len(cfg.model.windows) * mesh["pipe"]  # on each stage
-    one = replace(cfg, model=replace(cfg.model, num_layers=one_group))
-    spec, state = families.spec(one.model), abstract_state(Recipe.of(one), ctx)
+    assert layout.mesh is not None
+    one_group = len(recipe.model.windows) * layout.mesh.shape["pipe"]  # on each stage
+    model = replace(recipe.model, num_layers=one_group)
+    spec = families.spec(model)
+    state = abstract_state(recipe._replace(model=model), Context(layout))
 
     def local_shapes(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), tree)
 
     gathered = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(ctx.layout.sharding(where).shard_shape(leaf.shape), leaf.dtype),
+        lambda leaf, where: jax.ShapeDtypeStruct(layout.sharding(where).shard_shape(leaf.shape), leaf.dtype),
         state.params,
-        ctx.layout.within_stage.parameters(spec),
+        layout.within_stage.parameters(spec),
     )
-    read = jax.eval_shape(lambda values: params.cast_matrices(spec, values, jnp.dtype(cfg.train.dtype)), gathered)
+    read = jax.eval_shape(lambda values: params.cast_matrices(spec, values, jnp.dtype(recipe.train.dtype)), gathered)
     stored = local_shapes(state.params)
     copied = jax.tree.map(lambda a, b: None if (a.shape, a.dtype) == (b.shape, b.dtype) else a, read, stored)
     leaves = flatten({"params": stored, "optimizer": local_shapes(state.opt_state), "grads": gathered, "read": copied})
-    name, _ = families.only_stack(one.model)
+    name, _ = families.only_stack(model)
     layers = [leaf for path, leaf in leaves.items() if f"/{name}/" in path]
     shared = [leaf for path, leaf in leaves.items() if f"/{name}/" not in path]
     return bytes_of_arrays(layers), bytes_of_arrays(shared)

@@ -52,9 +52,7 @@ def initial_values(model: ModelConfig, ctx: Context) -> PyTree:
 
 def random_batch(job: Job) -> Batch:
     """Returns a made-up batch; with packing, each row is one document."""
-    return batches.random_batch(
-        families.of(job.model).batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch)
-    )
+    return batches.random_batch(families.batch_spec(job.model, job.data), job.ctx.layout.sharding(job.ctx.layout.batch))
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ class _Stage:
       microbatches: both microbatches.
     """
 
+    objective: losses.Objective
     fns: pipeline.PipelineFns
     layer: SplitVJP
     shared: PyTree
@@ -80,18 +79,18 @@ class _Stage:
         """Builds the stage on a device's shards of parameters and batch."""
         values = job.ctx.layout.defer_grad_sync(families.spec(job.model), values)
         batch = job.ctx.layout.shard_sequence(batch)
-        terms = job.model.objective.terms
+        objective = objective_of(job.model, job.cfg.learned_preference)
+        terms = objective.terms
         rows, length = batch[terms[0].weights].shape
         if job.model.dropout:
             batch = batch | {"rows": job.ctx.layout.row_indices(rows), "key": jax.random.key_data(jax.random.key(0))}
         name, stack = families.only_stack(job.model)
         counts = Counts({name: float(rows * length)}, {name: float(rows)})
         totals = losses.BatchTotals({t.name: 1.0 for t in terms}, counts)
-        fns = pipeline_fns(job.model, job.ctx, objective_of(job.model), job.pipeline.split or (), totals)
+        fns = pipeline_fns(job.model, job.ctx, objective, job.pipeline.split or (), totals)
         shared, stacks = families.split_stacks(job.model, values)
-        stage = cls(
-            fns, SplitVJP(fns.layer), shared, group_layers(stack.period, stacks[name]), split_microbatches(batch, 2)
-        )
+        groups = group_layers(stack.period, stacks[name])
+        stage = cls(objective, fns, SplitVJP(fns.layer), shared, groups, split_microbatches(batch, 2))
         if job.pipeline.split:
             split = [split_matrices(job.pipeline.split, families.spec(job.model)[name])] * stack.period
             i = jnp.int32(0)
@@ -113,7 +112,7 @@ class _Stage:
     def loss(self, shared: PyTree, y: PyTree, i: jax.Array) -> jax.Array:
         """Returns the loss of microbatch `i`, given the stream after the last layer."""
         assert self.fns.loss is not None
-        return losses.add_up(self.fns.loss(shared, y, self.inputs(i)))
+        return self.objective.total(self.fns.loss(shared, y, self.inputs(i)))
 
 
 def _zeros(tree: PyTree) -> PyTree:

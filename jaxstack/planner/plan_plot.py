@@ -19,7 +19,6 @@ def draw_memory(policies: Mapping[str, Sequence[Figure]], hbm: float, path: Path
     Args:
       policies: bytes by purpose under each policy.
       hbm: bytes of a device's memory.
-      path: file of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure as Picture

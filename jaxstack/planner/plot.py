@@ -70,7 +70,6 @@ def draw_scaling_law(
     """Draws the loss of runs over their training FLOPs, the law's lowest loss for every budget, and chosen points.
 
     Args:
-      fitted: the law.
       runs: parameters, tokens and loss of each run.
       budgets: training FLOPs whose best points are marked.
       path: file to write, PNG.
@@ -111,7 +110,6 @@ def draw_budget(fitted: Fit, flops: float, chosen: tuple[float, float], path: Pa
       fitted: the law, with samples.
       flops: training FLOPs of the chosen point.
       chosen: its parameters and tokens.
-      path: file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
     from matplotlib.figure import Figure

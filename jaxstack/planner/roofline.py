@@ -5,23 +5,17 @@ et al. 2009, Communications of the ACM 52). Operations run one after the other, 
 describes how FLOPs and bytes are counted, and `roofline_step` lists the operations.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jax.sharding import AbstractMesh
-
 from jaxstack.common.hardware import Chip
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError
 from jaxstack.families import flops
-from jaxstack.families.context import make_context
-from jaxstack.models.context import Context
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import PARTS, Op, Traffic
 from jaxstack.planner.roofline_step import one_layer, operations
-from jaxstack.sharding import AXES, BATCH_AXES
 
 
 @dataclass(frozen=True)
@@ -97,25 +91,6 @@ class ChipLimits:
         moving = op.bytes / (self.chip.hbm_bandwidth * self.bandwidth_efficiency)
         computing = op.flops / (self.peak(op.dtype) * self.matmul_efficiency) if op.kind == "contraction" else 0.0
         return max((computing, "compute"), (moving, "memory"))
-
-
-def context(cfg: Config, devices: int = 1) -> Context:
-    """Builds the context of a run on devices that this machine need not have.
-
-    An axis of size -1 takes the devices that the other axes leave.
-
-    Raises:
-      ConfigError: if the mesh does not divide the batch.
-    """
-    sizes = cfg.mesh.resolved_sizes(devices)
-    replicas = math.prod(sizes[axis] for axis in BATCH_AXES)
-    sequences = cfg.microbatch_size
-    if sequences % replicas:
-        raise ConfigError(
-            f"a batch of {sequences} sequences does not divide among {replicas} replicas of the mesh. Set "
-            f"data.batch_size to a multiple of {replicas * cfg.train.grad_accum}."
-        )
-    return make_context(cfg, AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxstack import families
 from jaxstack.common.hardware import Chip
-from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
+from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, DataConfig, ModelConfig, flat, with_values
 from jaxstack.families import flops
 from jaxstack.models import params
 from jaxstack.planner import memory, mesh_plan, recipe
@@ -38,10 +38,10 @@ class Machine:
     watts: float | None
     price: float | None
 
-    def seconds(self, cfg: Config, tokens: float) -> float:
+    def seconds(self, model: ModelConfig, keys: DataConfig, dtype: str, tokens: float) -> float:
         """Returns the seconds that a model takes for this many tokens."""
-        per_token = flops.flops_per_token(cfg.model, cfg.data.seq_len, cfg.data.target_length).full
-        return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(cfg.train.dtype) * self.mfu)
+        per_token = flops.flops_per_token(model, keys.seq_len, keys.target_length).full
+        return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * self.mfu)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,10 @@ class RunPlan:
     @property
     def seconds(self) -> float | None:
         """Seconds of the run without evaluations, saves and compiling."""
-        return None if self.machine is None else self.machine.seconds(self.cfg, self.tokens)
+        cfg = self.cfg
+        if self.machine is None:
+            return None
+        return self.machine.seconds(cfg.model, cfg.data, cfg.train.dtype, self.tokens)
 
     @property
     def warnings(self) -> list[str]:
@@ -162,7 +165,8 @@ def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes
     budget = seconds * machine.devices * ChipLimits(machine.chip).peak(base.train.dtype) * machine.mfu
     for _ in range(ROUNDS):
         cfg = _sized(base, given, budget, sizes)
-        budget *= seconds / machine.seconds(cfg, cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len)
+        tokens = cfg.train.steps * cfg.data.batch_size * cfg.data.seq_len
+        budget *= seconds / machine.seconds(cfg.model, cfg.data, cfg.train.dtype, tokens)
     # Sizes and batches are discrete, so the rounds end near the time; steps fill it.
     found = plan_budget(base, given, budget, sizes, machine)
     assert found.seconds is not None

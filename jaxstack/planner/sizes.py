@@ -76,8 +76,21 @@ FORMULAS = ("decoder", "encoder")
 
 
 def has_formulas(model: ModelConfig) -> bool:
-    """Returns whether the formulas of this room count the layers of a model."""
-    return model.family in FORMULAS
+    """Returns whether the formulas of this room count the layers of a model. Other models are traced."""
+    return _uncounted(model) is None
+
+
+def _uncounted(model: ModelConfig) -> str | None:
+    """Returns the key, with its value, for which the formulas do not count a model's layers, or `None`."""
+    if model.family not in FORMULAS:
+        return f"model.family={model.family}"
+    if not model.pre_norm:
+        return "model.pre_norm=false"
+    if model.parallel != "no":
+        return f"model.parallel={model.parallel}"
+    if model.qk_norm_over != "head":
+        return f"model.qk_norm_over={model.qk_norm_over}"
+    return "model.moe.shared_gate=true" if model.moe.shared_gate else None
 
 
 def require_formulas(model: ModelConfig, what: str) -> None:
@@ -89,9 +102,9 @@ def require_formulas(model: ModelConfig, what: str) -> None:
     Raises:
       ConfigError: the model is of another family.
     """
-    if not has_formulas(model):
+    if (key := _uncounted(model)) is not None:
         raise ConfigError(
-            f"{what} counts model.family={' and '.join(FORMULAS)} only, not model.family={model.family}. Use "
+            f"{what} counts model.family={' and '.join(FORMULAS)} with usual layers only, not {key}. Use "
             f"`jaxstack plan memory`, `plan time`, `plan flops` or `plan mesh` without it."
         )
 

@@ -299,7 +299,6 @@ def format_program(program: Program, bandwidth: float, largest: int = 0) -> str:
     """Returns a table of the bytes and FLOPs of each part, then the loops, then the largest operations.
 
     Args:
-      program: from `read_program`.
       bandwidth: bytes/s of the chip's memory, for the least time of the bytes.
       largest: how many operations to list.
     """

@@ -214,9 +214,7 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
     Communication in the layers is not counted here, because `traffic` counts it in every tick.
 
     Args:
-      ctx: the context.
       in_layers: the operations of the layers.
-      limits: the chip.
       split: part of the work for gradients of weights that weight units do; backward units do the rest.
     """
     if ctx.layout.pipeline is None:

@@ -70,7 +70,7 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
     ctx = replace(ctx, layout=replace(ctx.layout, partitioner="manual"), ops=replace(ctx.ops, **plain))
     state = abstract_state(Recipe.of(cfg), ctx)
-    batch = families.of(cfg.model).batch_spec(cfg.model, cfg.data)
+    batch = families.batch_spec(cfg.model, cfg.data)
     arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
     key = jax.eval_shape(lambda: jax.random.key(0)) if cfg.model.dropout else None
     program = jax.make_jaxpr(make_gradients(cfg, ctx))(state.params, arrays, key).jaxpr

@@ -22,6 +22,7 @@ from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.reading import yaml_check
 from jaxstack.config.sentences import SentencesConfig
+from jaxstack.config.training import PreferenceConfig
 from jaxstack.report.evaluations import Result, by_name
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, describe_damage, is_step, read_log
@@ -57,6 +58,8 @@ class LoggedRun:
     @property
     def objective(self) -> Objective:
         """What the run learns. Losses of different objectives cannot be compared."""
+        if self.config.get("data.source") == "preferences":
+            return PreferenceConfig().objective
         labels = bool(self.config.get("model.labels"))
         family, each = (self.config.get(f"model.{key}") for key in ("family", "label_each"))
         sentences = SentencesConfig(tuple(self.config.get("model.sentences.tasks") or ())).terms

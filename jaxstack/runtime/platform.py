@@ -16,6 +16,8 @@ MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
 CPU_FLAG = ("xla_cpu_multi_thread_eigen", "false")
 """The flag of XLA for several CPU devices. With a shared thread pool, devices would wait for each other."""
 _MOST_DEVICES = 4096  # simulated ones; each needs threads
+_MOST_OF_A_MACHINE = 64
+"""More devices than any machine has for a process. A CPU simulates more only if the user asks for them."""
 
 
 def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
@@ -26,7 +28,6 @@ def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
     split over them, uses all cores.
 
     Args:
-      mesh: sizes of the axes.
       batch: number of sequences in one microbatch; 0 if the devices need not divide it.
       processes: number of processes that share the mesh.
     """
@@ -50,12 +51,11 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     """Sets the variables that JAX reads when it is imported. They do not affect accelerators.
 
     Args:
-      mesh: sizes of the axes.
       batch: number of sequences in one microbatch; 0 if the devices need not divide it.
       processes: number of processes that share the mesh.
 
     Raises:
-      ConfigError: JAX_NUM_CPU_DEVICES is not a number of devices.
+      ConfigError: JAX_NUM_CPU_DEVICES is not a number of devices; or the mesh needs more than a machine has.
     """
     given = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not (given.isdecimal() and 1 <= int(given) <= _MOST_DEVICES):
@@ -63,6 +63,13 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
             f"JAX_NUM_CPU_DEVICES={given} is not a number of devices. Use 1 to {_MOST_DEVICES}, or unset it."
         )
     devices = cpu_devices(mesh, batch, processes)
+    if devices > _MOST_OF_A_MACHINE and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.known_sizes.items() if size > 1)
+        raise ConfigError(
+            f"{sizes} needs {devices:,} devices in a process, and no machine has more than {_MOST_OF_A_MACHINE}. Lower "
+            f"it or start a process on each machine; `jaxstack plan memory --target` plans for machines that you do "
+            f"not have, and the variable JAX_NUM_CPU_DEVICES={devices} simulates them on this one."
+        )
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
         os.environ["XLA_FLAGS"] = f"--{'='.join(CPU_FLAG)}"  # each device has its own core

@@ -41,9 +41,7 @@ class Texts:
         """Hands the prompts to the worker.
 
         Args:
-          asked: the request.
           model: what it is for.
-          worker: has the model.
           seed: of sampling, if the request has none.
           end: tokens that end a text.
         """
@@ -146,7 +144,6 @@ class TextsResponse(Response):
         """Prepares the response.
 
         Args:
-          asked: the request.
           model: what it is for.
           texts: of the request.
           seconds: time of the request.

@@ -58,7 +58,6 @@ class Server:
         """Makes the application.
 
         Args:
-          worker: has the model.
           model: what requests are read for.
           limits: what is refused.
           end: tokens that end a text.

@@ -26,7 +26,6 @@ class ApiError(Exception):
         Args:
           message: what is wrong, and what to do.
           param: the parameter of the request that is wrong.
-          status: code of HTTP.
           code: OpenAI's name of the error, for programs.
           retry_after: see the class.
         """

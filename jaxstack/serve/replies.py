@@ -54,9 +54,7 @@ class Reply:
         """Begins the answer to a request.
 
         Args:
-          asked: the request.
           model: name of the model.
-          tokenizer: shows single tokens.
         """
         self._asked = asked
         self._tokenizer = tokenizer

@@ -87,7 +87,6 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
     """Returns a request for texts.
 
     Args:
-      body: of the HTTP request.
       model: what it is for.
       chat: whether it is a chat completion.
 

@@ -33,7 +33,6 @@ class AnswerText:
         """Begins an answer.
 
         Args:
-          tokenizer: converts ids to text.
           prompt: the ids before it, or none if it is decoded alone, as in a chat.
           end: tokens that end it.
           stop: strings that end it.

@@ -44,7 +44,6 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
     A `PartitionerWarning` names the nnx modules whose gradients XLA can get wrong on this mesh, and what to do.
 
     Args:
-      tree: the arrays to shard.
       rules: rules by names, by paths, or both.
       mesh: the devices, with automatic axes: from `make_mesh`, or your own mesh with any axes.
       like: the parameters (or the module) that an optimizer state belongs to, sharded or not.

@@ -31,7 +31,6 @@ def warn_of_wrong_gradients(tree: PyTree, specs: Mapping[str, PartitionSpec], me
     Args:
       tree: a tree that may contain nnx modules.
       specs: how each array is split, by its path in the tree.
-      mesh: the devices.
     """
     if sum(size > 1 for size in mesh.shape.values()) < 2:
         return  # every case needs an axis that splits the batch, and one that does not
@@ -73,12 +72,36 @@ def _problems(module: Any, spec: PartitionSpec) -> Iterator[str]:
                 "XLA's gradient of a convolution with strides can be wrong if its kernel is split by input and by "
                 "output channels. Split only the output channels, over both axes. See docs/flax.md."
             )
-    elif isinstance(module, nnx.Linear) and module.kernel.ndim > 2 and _differ(spec, module.kernel.ndim):
+    elif _splits_layers_of_a_loop(module, spec):
         yield (
             "XLA's gradient of a loop over layers can be wrong if their kernels are split by inputs and by outputs "
             "over different axes, and one of these splits the batch too. Split only the outputs, over both axes. See "
             "docs/flax.md."
         )
+
+
+def _splits_layers_of_a_loop(module: Any, spec: PartitionSpec) -> bool:
+    """Returns whether a module is a stack of layers, of whose kernel `spec` splits inputs and outputs.
+
+    A loop over a stack has one dimension more than the kernel of a layer. Heads are among the outputs of the
+    projections of attention. The letters of an einsum do not say which are inputs, so any two dimensions count.
+    """
+    nnx: Any = sys.modules["flax.nnx"]
+    if isinstance(module, nnx.Einsum):
+        layer = range(module.kernel.ndim - len(module.kernel_shape), module.kernel.ndim)
+        groups = [[d] for d in layer]
+    elif isinstance(module, nnx.LinearGeneral):
+        outputs = module.kernel.ndim - len(module.out_features)
+        inputs = outputs - len(module.in_features)
+        groups = [[*range(inputs, outputs)], [*range(outputs, module.kernel.ndim)]]
+        layer = range(inputs - len(module.batch_axis), module.kernel.ndim)
+    elif isinstance(module, nnx.Linear):
+        layer = range(module.kernel.ndim - 2, module.kernel.ndim)
+        groups = [[d] for d in layer]
+    else:
+        return False
+    entries = (*spec, *(None,) * (module.kernel.ndim - len(spec)))
+    return layer.start > 0 and sum(any(names_of(entries[d]) for d in group) for group in groups) > 1
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

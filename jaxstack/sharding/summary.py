@@ -21,7 +21,6 @@ def summarize(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], me
     Args:
       leaves: the arrays, by path.
       specs: the sharding of each array, from `Rules.resolve` or `shardings_of`.
-      mesh: the devices.
     """
     _check_arguments("summarize", leaves, specs, mesh)
     rows = [("parameter", "shape", "axes", "spec", "bytes per device")]

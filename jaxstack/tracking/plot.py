@@ -13,7 +13,6 @@ def plot_loss(
 
     Args:
       records: of metrics.jsonl.
-      path: of the PNG file.
       baseline: name and value of a loss to draw as a horizontal line.
       unit: of the losses.
     """

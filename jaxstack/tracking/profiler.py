@@ -32,7 +32,6 @@ class Profiler:
           cfg: the steps to trace.
           run: the run's directory. Traces are written to `profile/` there; of several processes, each has a
             directory of its own in it.
-          report: prints where the trace is.
           goodput: counts the profiler's own seconds as `profile`.
           throughput: is paused for these seconds, so that no step includes them.
         """

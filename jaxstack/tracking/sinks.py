@@ -9,12 +9,11 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxstack.common import files
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import ConfigError
 from jaxstack.tracking.jsonl import Record
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
@@ -245,10 +244,13 @@ class Sinks:
         for sink in self._sinks:
             sink.close(failed=kind is not None)
 
-    def open(self, cfg: Config, start: int) -> None:
-        """Opens the sinks that `run.sinks` names, for records of steps later than `start`."""
-        for name in cfg.run.sinks:
-            self._sinks.append(_KINDS[name](Path(cfg.run.dir), asdict(cfg), start))
+    def open(self, names: Sequence[str], folder: Path, values: dict[str, object], start: int) -> None:
+        """Opens the sinks that `run.sinks` names, for records of steps later than `start`.
+
+        `folder` is the run directory, and `values` has the configuration that a service shows.
+        """
+        for name in names:
+            self._sinks.append(_KINDS[name](folder, values, start))
 
     def write_again(self, records: Sequence[Record]) -> None:
         """Writes the files of every sink again, with all records so far, after the run directory was deleted."""

@@ -213,7 +213,7 @@ class StepLogger:
           sums: for each batch of each source, by the sources' names. They are waited for one at a time: if independent
             programs run at the same time, their collectives can block each other.
         """
-        objective = self._cfg.model.objective
+        objective = self._cfg.objective
         progress = self._watchdog.report_progress
         means = {name: mean_losses(objective.terms, batches, progress) for name, batches in sums.items()}
         losses = {name: mean.loss for name, mean in means.items()}
@@ -225,9 +225,10 @@ class StepLogger:
         if objective.accuracy:
             record["eval_accuracy"] = self._loader.mean_loss({name: mean.accuracy for name, mean in means.items()})
         terms = {}
-        for term in objective.terms if len(objective.terms) > 1 else ():
+        for term in objective.logged_terms:
             each = {name: mean.terms[term.name] for name, mean in means.items()}
-            terms[term.name] = record[f"eval_loss_{term.name}"] = self._loader.mean_loss(each)
+            name = f"eval_loss_{term.name}" if term.scale else f"eval_{term.name}"
+            terms[term.name] = record[name] = self._loader.mean_loss(each)
         if len(losses) > 1:
             record |= {f"eval_loss/{name}": value for name, value in losses.items()}
             per_token = {one.name: one.bytes_per_token if first else math.nan for one in self._loader.held_out}

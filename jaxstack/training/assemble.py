@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ModelConfig, TrainConfig
+from jaxstack.config.training import PreferenceConfig
 from jaxstack.models import shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -20,6 +21,7 @@ from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses, step
 from jaxstack.training.features import comparison, noise_scale, pipelined, qat, teacher
+from jaxstack.training.features.preference import preference_objective
 from jaxstack.training.features.watch import Watched, WatchProbe
 from jaxstack.training.gradients import Gradients, accumulated, over_devices, plain, summed_once
 from jaxstack.training.losses import EvalSums, Objective
@@ -27,8 +29,13 @@ from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import Probe, TrainStep
 
 
-def objective_of(model: ModelConfig) -> Objective:
-    """Returns what a model is trained for, unless you give `make_gradients` an objective of your own."""
+def objective_of(model: ModelConfig, preference: PreferenceConfig | None = None) -> Objective:
+    """Returns what a model is trained for, unless you give `make_gradients` an objective of your own.
+
+    `preference` says how it learns from pairs of completions, if it does; see `Groups.learned_preference`.
+    """
+    if preference is not None:
+        return preference_objective(model, preference)
     rows = comparison.comparing(model)
     loss = families.of(model).loss if rows is None else comparison.compared_loss(rows)
     return Objective(loss, model.objective.terms, families.of(model).extras(model))
@@ -44,7 +51,7 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     train = cfg.train
     spec = families.spec(model)
     ctx = within_step(ctx)
-    objective = objective or objective_of(model)
+    objective = objective or objective_of(model, cfg.learned_preference)
     if cfg.distill.teacher is not None:
         objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill))
 
@@ -89,9 +96,9 @@ def make_train_step(
     if watched is not None:
         probes.append(WatchProbe(watched, ctx))
         inner = replace(ctx, observer=watched.watcher)
+    objective = objective or objective_of(cfg.model, cfg.learned_preference)
     gradients = make_gradients(cfg, inner, objective)
-    extras = families.of(cfg.model).extras(cfg.model) if objective is None else objective.extras
-    return step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, extras, probes)
+    return step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, objective, probes)
 
 
 def jit_train_step(
@@ -115,15 +122,18 @@ def jit_train_step(
     )
 
 
-def make_eval_step(model: ModelConfig, ctx: Context, microbatches: int = 1) -> step.EvalStep:
-    """Builds `eval_step(params, batch) -> sums`, without dropout."""
+def make_eval_step(
+    model: ModelConfig, ctx: Context, microbatches: int = 1, objective: Objective | None = None
+) -> step.EvalStep:
+    """Builds `eval_step(params, batch) -> sums`, without dropout. By default the objective is the one of the model."""
     ctx = within_step(ctx)
+    goal = objective or objective_of(model)
     evaluate = losses.evaluate if comparison.comparing(model) is None else comparison.evaluate
 
     @shape_errors.explained()
     def work(params: Params, batch: Batch) -> EvalSums:
         batch = ctx.layout.shard_sequence(batch)
-        sums = evaluate(model, params, batch, ctx, microbatches)
+        sums = evaluate(goal, model, params, batch, ctx, microbatches)
         return jax.tree.map(lambda total: collectives.all_reduce(total, ctx.layout.token_axes), sums)
 
     if ctx.layout.mesh is None:

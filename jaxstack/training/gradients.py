@@ -21,7 +21,6 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params, Spec
 from jaxstack.models.values import Aux
 from jaxstack.sharding import totals as sharded
-from jaxstack.training import losses
 from jaxstack.training.losses import BatchTotals, Metrics, Objective, Sums
 
 Key: TypeAlias = jax.Array | None
@@ -61,7 +60,7 @@ def plain(model: ModelConfig, ctx: Context, objective: Objective) -> Share:
             params = parameters.combine(trained, frozen)
             hidden, aux = forward(model, params, batch, ctx, dropout_key=key)  # [B, S, D]
             terms = objective.shares(objective.loss(model, params, hidden, batch, ctx), totals)
-            return losses.add_up(terms) + objective.extras.loss(aux, totals.counts, None), (terms, aux)
+            return objective.total(terms) + objective.extras.loss(aux, totals.counts, None), (terms, aux)
 
         trained, frozen = parameters.partition(spec, params)
         (_, (terms, aux)), grads = jax.value_and_grad(loss, has_aux=True)(trained, frozen)
@@ -122,7 +121,7 @@ def over_devices(share: Share, ctx: Context, objective: Objective, spec: Spec) -
         terms, aux = sharded.reduce((terms, aux), ctx.layout.token_axes)
         aux |= objective.extras.totals(totals.counts)
         sums = {"tokens": totals.weights[first.name], **objective.metrics(terms), **aux, **figures}
-        return losses.add_up(terms), grads, sums
+        return objective.total(terms), grads, sums
 
     @shape_errors.explained()
     def on_mesh(params: Params, batch: Batch, key: Key = None) -> tuple[jax.Array, Params, Metrics]:

@@ -67,12 +67,15 @@ class Objective:
         return BatchTotals(weights, self.extras.count(batch, ctx))
 
     def share(self, term: Term, value: jax.Array, totals: BatchTotals) -> jax.Array:
-        """Returns what a sum of one term adds to the objective, or what a gradient of the sum does; see `shares`."""
+        """Returns what a sum of one term adds to the objective, or what a gradient of the sum does; see `shares`.
+
+        Of a term that is only logged, it is the mean.
+        """
         total = totals.weights[term.name]
         if len(self.terms) > 1:
             total = jnp.where(total == 0, 1.0, total)
         mean = value / total
-        return mean if term.scale == 1 else term.scale * mean
+        return mean if term.scale in (0, 1) else term.scale * mean
 
     def shares(self, sums: Sums, totals: BatchTotals) -> Sums:
         """Returns what each term adds to the objective: its scaled mean, or the share of it that the sums are.
@@ -81,16 +84,28 @@ class Objective:
         """
         return {term.name: self.share(term, sums[term.name], totals) for term in self.terms}
 
+    def total(self, shares: Sums) -> jax.Array:
+        """Returns the objective without `Extras.loss`, from `shares`."""
+        return functools.reduce(operator.add, (shares[term.name] for term in self.terms if term.scale))
+
     def metrics(self, shares: Sums) -> Metrics:
-        """Returns the mean of each term for the log, `loss_<name>`. Empty if there is one term, which is `loss`."""
-        if len(self.terms) == 1:
-            return {}
-        return {f"loss_{t.name}": shares[t.name] / t.scale for t in self.terms}
+        """Returns the mean of each term for the log: `loss_<name>`, or its own name if it is only logged.
 
+        If one term is the objective, its mean is left out: it is `loss`.
+        """
+        named = zip(self._logged, self.metric_names, strict=True)
+        return {name: shares[term.name] / (term.scale or 1.0) for term, name in named}
 
-def add_up(shares: Sums) -> jax.Array:
-    """Returns the objective without `Extras.loss`, from `Objective.shares`."""
-    return functools.reduce(operator.add, shares.values())
+    @property
+    def metric_names(self) -> list[str]:
+        """The names of `metrics`."""
+        return [f"loss_{term.name}" if term.scale else term.name for term in self._logged]
+
+    @property
+    def _logged(self) -> list[Term]:
+        """The terms of `metrics`."""
+        several = sum(term.scale > 0 for term in self.terms) > 1
+        return [term for term in self.terms if several or not term.scale]
 
 
 def loss_sums(
@@ -101,10 +116,8 @@ def loss_sums(
     They are sums, because only the caller has the totals of all microbatches, which means are divided by.
 
     Args:
-      cfg: the model.
       params: float32.
       batch: the arrays that the family reads, such as `tokens` and `targets` [B, S]; and the weights of each term.
-      ctx: execution context.
       dropout_key: `None` disables dropout.
     """
     model = families.of(cfg)
@@ -148,16 +161,16 @@ class EvalSums(NamedTuple):
     right: jax.Array | None
 
 
-def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, microbatches: int = 1) -> EvalSums:
+def evaluate(
+    objective: Objective, cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, microbatches: int = 1
+) -> EvalSums:
     """Returns this device's share of the sums over a batch, without dropout.
 
     A family that does not choose among classes has a function `count_right` of its own.
 
     Args:
-      cfg: the model.
       params: float32.
       batch: see `loss_sums`.
-      ctx: execution context.
       microbatches: parts of the batch that run one after the other, since all of it at once may need more memory than
         the training step.
     """
@@ -168,18 +181,18 @@ def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, micro
         right = None
         if cfg.objective.accuracy:
             right = (model.count_right or count_right)(cfg, params, hidden, micro, ctx)
-        return model.loss(cfg, params, hidden, micro, ctx), right
+        return objective.loss(cfg, params, hidden, micro, ctx), right
 
     if microbatches == 1:
         sums, right = work(batch)
     else:
         sums, right = jax.tree.map(jnp.sum, jax.lax.map(work, split_microbatches(batch, microbatches)))
-    return EvalSums(sums, term_weights(cfg, batch), right)
+    return EvalSums(sums, term_weights(objective, batch), right)
 
 
-def term_weights(cfg: ModelConfig, batch: Batch) -> Sums:
+def term_weights(objective: Objective, batch: Batch) -> Sums:
     """Returns the sum of each term's weights over this device's batch."""
-    return {term.name: batch[term.weights].sum() for term in cfg.objective.terms}
+    return {term.name: batch[term.weights].sum() for term in objective.terms}
 
 
 def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> jax.Array:
@@ -188,11 +201,9 @@ def count_right(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batc
     The logits of one row of the batch are in memory at a time. Of equal logits, the first one counts as the largest.
 
     Args:
-      cfg: the model.
       params: float32.
       hidden: hidden states [B, S, D].
       batch: `targets` and `loss_weights` [B, S].
-      ctx: execution context.
     """
 
     def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:

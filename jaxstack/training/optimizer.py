@@ -117,7 +117,6 @@ def updates_are_bounded(cfg: OptimConfig, steps: int) -> bool:
     parameter nearer to zero. For other settings a step checks its update, see `assemble.make_train_step`.
 
     Args:
-      cfg: the optimizer.
       steps: number of updates of the run.
     """
     gradient = min(cfg.clip_norm or LARGEST_GRADIENT, LARGEST_GRADIENT)

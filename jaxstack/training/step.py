@@ -16,7 +16,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.training import optimizer as optim
 from jaxstack.training.gradients import Gradients
-from jaxstack.training.losses import EvalSums, Extras, Metrics
+from jaxstack.training.losses import EvalSums, Metrics, Objective
 from jaxstack.training.state import Recipe, TrainState
 
 TrainStep: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -102,7 +102,7 @@ def one_step(
     optimizer: optax.GradientTransformation,
     recipe: Recipe,
     ctx: Context,
-    extras: Extras,
+    objective: Objective,
     probes: Sequence[Probe] = (),
 ) -> TrainStep:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
@@ -111,7 +111,7 @@ def one_step(
     of the loss, unless `train.spike.action` is `report`.
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
-    `skipped_in_a_row`, `spike` (0 or 1), with several losses also `Objective.metrics`. `extras` and `probes` add more.
+    `skipped_in_a_row`, `spike` (0 or 1), and `Objective.metrics`. `Objective.extras` and `probes` add more.
     """
     train = recipe.train
     spec = families.spec(recipe.model)
@@ -132,7 +132,7 @@ def one_step(
         def update(params: Params, opt_state: PyTree) -> tuple[Params, PyTree, list[Metrics]]:
             changes, opt_state = optimizer.update(grads, opt_state, params)
             new = optax.apply_updates(params, changes)
-            final = extras.after_update(new, sums, ctx)
+            final = objective.extras.after_update(new, sums, ctx)
             return final, opt_state, [probe.updates(params, changes, (new, final)) for probe in probes]
 
         def skip(params: Params, opt_state: PyTree) -> tuple[Params, PyTree, list[Metrics]]:
@@ -157,13 +157,13 @@ def one_step(
             params=parameters.combine(params, frozen),
             opt_state=opt_state,
         )
-        figures_of_model = extras.metrics(sums)
+        figures_of_model = objective.extras.metrics(sums)
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": schedule(updates),  # the optimizer does not count skipped steps
             "tokens": sums["tokens"],
-            **{name: value for name, value in sums.items() if name.startswith("loss_")},
+            **{name: sums[name] for name in objective.metric_names},
             **figures_of_model,
             "skipped": new.skipped,
             "skipped_in_a_row": new.skipped_in_a_row,

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
+import collective_windows
 import decode_gpu
 import programs
 import tune
@@ -30,7 +31,7 @@ from cases import (
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.kernels import tiles
-from jaxstack.planner import aot, hlo, hlo_text, overlap, step_bytes
+from jaxstack.planner import aot, hlo, hlo_text, step_bytes
 from jaxstack.runtime import xla_options
 
 
@@ -111,7 +112,7 @@ def test_weights_are_gathered_during_the_layer_before(mesh, exposed):
 
     def compiled():
         step = aot.compile(cfg, "h100:1x1x8")
-        return overlap.read_overlap(step.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], step.trip_counts)
+        return collective_windows.read_overlap(step.compiled.as_text(), cfg.mesh.sizes, CHIPS["h100"], step.trip_counts)
 
     def gathers(found):
         """Returns the gathers of layers' weights that are for the next turn, and the others."""
@@ -120,7 +121,7 @@ def test_weights_are_gathered_during_the_layer_before(mesh, exposed):
 
     found = compiled()
     ahead, late = gathers(found)
-    print(overlap.format_overlap(found))
+    print(collective_windows.format_overlap(found))
     assert ahead
     assert not late
     # The matrix products beside the gathers take at least as long as the gathers.

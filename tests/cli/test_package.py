@@ -104,7 +104,11 @@ def test_every_command_exists():
         ),
         (["plan"], ["--target is missing"]),
         (["profile"], ["--out is missing"]),
-        (["supervise", "--", "ls"], ["the command `ls` does not train"]),
+        (
+            ["supervise", "--", "ls"],
+            ["the command `ls` does not train", "own script, name its run.dir with --run_dir=DIR"],
+        ),
+        (["supervise", "--shrink", "--run_dir=x", "--", "ls"], ["--shrink changes the mesh of `jaxstack train`"]),
     ],
 )
 def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, capsys):
@@ -117,6 +121,15 @@ def test_a_mistake_is_one_line_by_the_name_of_the_command(argv, words, capsys):
     assert err.startswith(f"jaxstack {command}: error: " if command else "jaxstack: error: ")
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"), [("config.yaml", "use --run.dir="), ("config.json", "make a run of it: `jaxstack import ")]
+)
+def test_a_folder_in_place_of_a_flag(tmp_path, file, advice):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"unknown argument {tmp_path}\. .*{advice}{tmp_path}"):
+        parse.parse_config([str(tmp_path)])
 
 
 @pytest.mark.parametrize("tag", ["!!python/name:os.system", "!mine 3"])
@@ -156,6 +169,26 @@ def test_a_configuration_goes_by_its_path_or_by_its_name(tmp_path, monkeypatch):
 )
 def test_the_supervisor_knows_every_way_to_train(command):
     assert supervise.training_config([*command, "--run.dir=x"]).run.dir == "x"
+
+
+def test_the_supervisor_restarts_a_script_of_your_own(tmp_path, monkeypatch, capfd):
+    """It acts on the script's exit code and on its run directory."""
+    script = tmp_path / "my_train.py"
+    script.write_text(
+        """
+import pathlib, sys
+starts = pathlib.Path(sys.argv[1])
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+sys.exit(int(sys.argv[2 + len(starts.read_text()) - 1]))
+"""
+    )
+    monkeypatch.setattr(supervise.signal, "signal", lambda *_: None)
+    for name, codes, starts, end in (("a", "7 7 0", 3, 0), ("b", "7 2 0", 2, 2), ("c", "7 7 7 0", 3, 7)):
+        words = ["--tries=3", "--wait_s=0", f"--run_dir={tmp_path / 'run'}", "--", sys.executable, str(script)]
+        with pytest.raises(SystemExit) as ended:
+            parser.run("jaxstack", ["supervise", *words, str(tmp_path / name), *codes.split()])
+        assert (len((tmp_path / name).read_text()), ended.value.code) == (starts, end)
+    assert "Gave up after 3 tries without a new checkpoint" in capfd.readouterr().err
 
 
 def test_bash_completes(tmp_path, capsys):

@@ -34,6 +34,9 @@ PARAMETERS = {  # published counts, embeddings counted once
     "gemma2_2b": 2_614_341_888,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
+    "olmo2_7b": 7_298_617_344,
+    "pythia_160m": 162_322_944,
+    "smollm3_3b": 3_075_098_624,
 }
 
 
@@ -57,9 +60,7 @@ def test_every_config_builds_abstractly(path):
     mesh = make_mesh(cfg.mesh, cfg.data.batch_size // cfg.train.grad_accum, jax.devices()[:1])
     ctx = make_context(cfg, mesh)
     state = abstract_state(Recipe.of(cfg), ctx)
-    batch = abstract_batch(
-        families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
-    )
+    batch = abstract_batch(families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
     new, metrics = jax.eval_shape(assemble.make_train_step(cfg, ctx), state, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert metrics["loss"].shape == ()

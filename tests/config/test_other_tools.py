@@ -81,7 +81,7 @@ MISSING = {
     "multi-token prediction": "mtp",
     "offloading to the host": "offload",
     "CPU offloading": "offload",
-    "preference optimisation": "preference dpo grpo",
+    "reinforcement learning": "reinforce grpo rl",
     "Cloud Storage paths": "gcs",
     "MX formats": "mxfp",
     "asynchronous tensor parallelism": "async",

@@ -7,7 +7,10 @@ import mmap
 import os
 import pathlib
 import pickle
+import resource
 import struct
+import subprocess
+import sys
 import tempfile
 
 import numpy as np
@@ -16,6 +19,7 @@ import pytest
 from jaxstack import data
 from jaxstack.config import ConfigError, DataConfig, SourceConfig
 from jaxstack.data import binary, ngram
+from jaxstack.data.file_ids import FileIds, Place
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import ByteTokenizer
 
@@ -57,10 +61,12 @@ def npy_bytes(array):
 
 
 def is_mapped(tokens):
-    base = tokens.ids.base
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return isinstance(getattr(base, "obj", base), mmap.mmap)
+    bases = []
+    for _, base in tokens.ids.parts:
+        while isinstance(base, np.ndarray):
+            base = base.base
+        bases.append(getattr(base, "obj", base))
+    return all(isinstance(base, mmap.mmap) for base in bases)
 
 
 @pytest.mark.random
@@ -163,7 +169,12 @@ def test_a_format_that_is_not_the_files(tmp_path):
         (tmp_path / "raw.bin", "megatron", r"raw\.idx does not exist"),
         (tmp_path / "a.npy", "jaxstack", r"a\.npy has the format nanogpt"),
         (tmp_path / "odd.bin", "nanogpt", r"odd\.bin has 3 bytes, so it does not contain ids of 2 bytes"),
-        (tmp_path / "folder", "nanogpt", r"train\.bin does not exist"),
+        (
+            tmp_path / "folder",
+            "nanogpt",
+            r"folder has no file of training ids, such as train\.bin or train_000001\.bin",
+        ),
+        (tmp_path / "folder", "megatron", r"folder has no file of training ids, such as train\.idx"),
     ):
         tokenizer = {"tokenizer": "bytes", "vocab_size": None} if form == "jaxstack" else {}
         with pytest.raises(ConfigError, match=message) as error:
@@ -285,7 +296,7 @@ def test_the_width_of_ids_without_a_header(tmp_path, rng, vocab_size, dtype):
 @pytest.mark.parametrize("ids", [[0] * 40, [0, 1] * 20, [1] * 40, [3, 0, 7, 1] * 10, list(range(10)) * 4])
 def test_texts_of_few_characters_have_ids_of_two_bytes(tmp_path, ids):
     np.array(ids, "<u2").tofile(tmp_path / "train.bin")
-    assert load(tmp_path / "train.bin", "nanogpt", vocab_size=12).train.ids.tolist() == ids
+    assert load(tmp_path / "train.bin", "nanogpt", vocab_size=12).train.ids[:].tolist() == ids
 
 
 def test_ids_of_four_bytes_past_the_vocabulary(tmp_path, rng):
@@ -362,8 +373,219 @@ def test_files_that_are_not_ids_are_refused(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_of_several_shards(tmp_path):
-    for name in ("train_000001", "train_000002", "val_000000"):
-        np.arange(300, dtype="<u2").tofile(tmp_path / f"fineweb_{name}.bin")
-    with pytest.raises(ConfigError, match=r"has 2 files of the part train, such as fineweb_train_000001\.bin, and one"):
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def write_shards(folder, rng, sizes, write):
+    """Writes shards of both parts, and returns the ids of each part in the order of their numbers."""
+    folder.mkdir(exist_ok=True)
+    parts = {}
+    for part, numbers in sizes.items():
+        shards = [rng.integers(0, 300, size) for size in numbers.values()]
+        for number, ids in zip(numbers, shards, strict=True):
+            write(folder / f"fineweb_{part}_{number}", ids)
+        parts[part] = np.concatenate(shards)
+    return parts
+
+
+WRITERS = {
+    "modded-nanogpt": lambda path, ids: write_llmc(path.with_suffix(".bin"), ids),
+    "build-nanogpt": lambda path, ids: np.save(path.with_suffix(".npy"), ids.astype(np.uint16)),
+    "big-endian": lambda path, ids: np.save(path.with_suffix(".npy"), ids.astype(">i4")),
+    "no header": lambda path, ids: path.with_suffix(".bin").write_bytes(ids.astype("<u4").tobytes()),
+    "both widths of llm.c": lambda path, ids: write_llmc(
+        path.with_suffix(".bin"), ids, *((20240801, 7, "<u4") if ids.size % 2 else (20240520, 1, "<u2"))
+    ),
+}
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("writer", "form"),
+    [*((writer, "nanogpt") for writer in WRITERS), ("modded-nanogpt", "llmc"), ("both widths of llm.c", "llmc")],
+)
+def test_shards_are_one_text(tmp_path, rng, writer, form):
+    """Batches of shards are those of one file with all ids, from the first step and from a later one."""
+    sizes = {"train": {"000001": 101, "000002": 64, "000010": 33, "000003": 200}, "val": {"000000": 40, "000001": 77}}
+    ordered = {"train": dict(sorted(sizes["train"].items())), "val": sizes["val"]}
+    parts = write_shards(tmp_path / "shards", rng, ordered, WRITERS[writer])
+    found = load(tmp_path / "shards", form)
+    assert is_mapped(found.train)
+    assert is_mapped(found.eval)
+    np.testing.assert_array_equal(found.train.ids, parts["train"])
+    np.testing.assert_array_equal(found.eval.ids, parts["val"])
+    assert found.description == f"{tmp_path / 'shards'}: 1 document, 398 tokens train, 117 tokens held out"
+
+    (tmp_path / "one").mkdir()
+    for part, ids in parts.items():
+        ids.astype("<u4").tofile(tmp_path / "one" / f"{part}.bin")
+    whole = load(tmp_path / "one", "nanogpt")
+    order = {"seq_len": 8, "batch_size": 7, "seed": 5, "packing": False}
+    one, several = (data.batches(each.train, **order) for each in (whole, found))
+    for step in (0, 1, 6, 19, 40):
+        for key, expected in one[step].items():
+            np.testing.assert_array_equal(several[step][key], expected)
+    flat = parts["train"].tolist() * 2
+    assert all(row.tolist() in [flat[i : i + 8] for i in range(398)] for row in several[3]["tokens"])
+    fixed = {"seq_len": 8, "batch_size": 50, "steps": 3, "packing": False}
+    one, several = (data.eval_batches(each.eval, **fixed)[0] for each in (whole, found))
+    np.testing.assert_array_equal(one["tokens"], several["tokens"])
+
+
+def test_shards_are_in_the_order_of_their_numbers(tmp_path):
+    """Numbers that are not padded, too; hidden files, such as those of a Mac, are no shards."""
+    for number in range(12):
+        np.full(40, number, "<u2").tofile(tmp_path / f"part-train-{number}-of-12.bin")
+    (tmp_path / "._part-train-3-of-12.bin").write_bytes(b"Mac OS X")
+    (tmp_path / "interval.bin").write_bytes(b"no shard")
+    found = load(tmp_path, "nanogpt")
+    ids = np.concatenate([np.asarray(found.train.ids)[a:b] for one in (found.train, found.eval)
+                          for a, b in zip(one.starts, one.ends, strict=True)])  # fmt: skip
+    np.testing.assert_array_equal(ids, np.repeat(np.arange(12), 40))
+    assert (len(found.train), len(found.eval)) == (432, 48), "without a held-out file, the end is held out"
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("names", [("corpus_0", "corpus_1", "corpus_10"), ("train_0", "train_1", "train_10")])
+def test_pairs_of_megatron_in_a_folder(tmp_path, rng, names):
+    """Documents of all files are documents of one text, in order; a pair named val is held out."""
+    texts = {name: [[rng.integers(0, 300, n).tolist()] for n in rng.integers(1, 30, 15)] for name in (*names, "val_0")}
+    for name in names:
+        write_megatron(tmp_path / f"{name}_text_document", texts[name])
+    if names[0] == "train_0":
+        write_megatron(tmp_path / "val_0_text_document", texts["val_0"])
+    found = load(tmp_path, "megatron", packing=True)
+    read = {one: [one_text.ids[a:b].tolist() for a, b in zip(one_text.starts, one_text.ends, strict=True)]
+            for one, one_text in (("train", found.train), ("eval", found.eval))}  # fmt: skip
+    documents = [sequence for name in names for (sequence,) in texts[name]]
+    if names[0] == "train_0":
+        assert read["train"] == documents
+        assert read["eval"] == [sequence for (sequence,) in texts["val_0"]]
+    else:
+        assert sorted(read["train"] + read["eval"]) == sorted(documents)
+    batch = data.batches(found.train, seq_len=8, batch_size=40, seed=0, packing=True)[0]
+    assert batch["segment_ids"].max() > 1
+
+
+def test_folders_that_are_not_shards_of_one_text(tmp_path):
+    ids = np.arange(40)
+    several = r"which do not differ in their numbers alone\. Name one file, or make each text a source of data\.mixture"
+    for number, (files, message) in enumerate(
+        (
+            ({"wiki_train_1.bin": ids, "books_train_1.bin": ids}, several),
+            ({"train.bin": ids, "train_1.bin": ids}, several),
+            ({"a_train_1.bin": ids, "a_train_1.npy": None}, several),
+            ({"a_val_1.bin": ids, "a_val_2.bin": ids}, r"has no file of training ids"),
+            ({"retrieval.bin": ids, "restraining.bin": ids}, r"has no file of training ids"),
+            ({"train_1.bin": ids, "train_2.bin": ids + 270}, r"train_2\.bin has the id 300 at token 30, past the"),
+            ({"train_1.bin": ids, "train_2.bin": ids[:0]}, r"train_2\.bin has 0 bytes"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, content in files.items():
+            if content is None:
+                np.save(folder / name, ids)
+            else:
+                content.astype("<u2").tofile(folder / name)
+        with pytest.raises(ConfigError, match=message) as error:
+            load(folder, "nanogpt")
+        assert "\n" not in str(error.value)
+    write_megatron(tmp_path / "0" / "wiki_train_1", [[[1, 2, 3]]])
+    (tmp_path / "0" / "books_train_1.bin").unlink()
+    with pytest.raises(ConfigError, match=r"wiki_train_1\.bin has the format megatron"):
+        load(tmp_path / "0", "nanogpt")
+    (tmp_path / "w").mkdir()
+    np.arange(80, dtype="<u4").tofile(tmp_path / "w" / "train_1.bin")
+    np.arange(8, dtype="<u4").tofile(tmp_path / "w" / "train_2.bin")  # too few to tell their width
+    with pytest.raises(ConfigError, match=r"differ in their bytes: 4 in train_1\.bin, 2 in train_2\.bin\. Write all"):
+        load(tmp_path / "w", "nanogpt")
+
+
+def test_shards_of_a_large_text(tmp_path, monkeypatch):
+    """Evenly spaced parts of each shard are checked at the start, and every other id when it is read."""
+    monkeypatch.setattr(binary, "_FULL_CHECK_BYTES", 1200)
+    monkeypatch.setattr(binary, "_CHUNK", 128)
+    monkeypatch.setattr(binary, "_PIECES", 8)
+    shards = [np.arange(400, dtype="<u2") % 300 for _ in range(3)]
+    read = []
+    fromfile = np.fromfile
+    monkeypatch.setattr(np, "fromfile", lambda *args, **keys: read.append(fromfile(*args, **keys)) or read[-1])
+
+    def write():
+        for number, ids in enumerate(shards):
+            ids.tofile(tmp_path / f"train_{number}.bin")
+
+    write()
+    load(tmp_path, "nanogpt")
+    assert [ids.tolist() for ids in read] == 3 * [ids[i : i + 16].tolist() for ids in shards[:1] for i in (0, 134, 268)]
+    shards[1][20] = 350
+    write()
+    found = load(tmp_path, "nanogpt")
+    with pytest.raises(ConfigError, match=r"holds id 350, past the vocabulary of 300"):
+        data.batches(found.train, seq_len=8, batch_size=200, seed=0, packing=False)[0]
+    shards[1][140] = 350
+    write()
+    with pytest.raises(ConfigError, match=r"train_1\.bin has the id 350 at token 140, past"):
         load(tmp_path, "nanogpt")
+
+
+def test_a_shard_that_changes_during_the_run(tmp_path):
+    for number in (1, 2):
+        np.arange(100, dtype="<u2").tofile(tmp_path / f"train_{number}.bin")
+    found = load(tmp_path, "nanogpt")
+    read = data.batches(found.train, seq_len=8, batch_size=40, seed=0, packing=False)
+    before = load(tmp_path, "nanogpt").fingerprint
+    _ = read[0]
+    np.arange(100, 200, dtype="<u2").tofile(tmp_path / "train_2.bin")
+    with pytest.raises(ConfigError, match=r"train_2\.bin was changed during the run"):
+        _ = read[1]
+    assert load(tmp_path, "nanogpt").fingerprint != before
+    (tmp_path / "train_2.bin").rename(tmp_path / "val_2.bin")
+    assert load(tmp_path, "nanogpt").fingerprint != before
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    """A map keeps its file open, and 100 billion tokens of FineWeb are a thousand files."""
+    for number in range(300):
+        np.full(20, number, "<u2").tofile(tmp_path / f"train_{number}.bin")
+    script = """
+import resource, sys
+import numpy as np
+from jaxstack import data
+from jaxstack.config import ConfigError, DataConfig
+soft, hard = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+cfg = DataConfig(source="tokens", path=sys.argv[1], format="nanogpt", tokenizer="ids", vocab_size=300, seq_len=8)
+try:
+    found = data.load(cfg)
+    print(np.asarray(found.train.ids).sum(), len(found.train) + len(found.eval))
+except ConfigError as error:
+    print(error)
+"""
+    hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 4096)
+    out = [
+        subprocess.run([sys.executable, "-c", script, tmp_path, *map(str, limits)], capture_output=True, text=True)
+        for limits in ((100, hard), (100, 200))
+    ]
+    assert out[0].stdout.split() == [str(20 * sum(range(300))), "6000"], out[0].stderr
+    assert "300 files of ids cannot be mapped into memory (Too many open files). Allow more" in out[1].stdout
+
+
+@pytest.mark.random
+def test_ids_of_files_are_read_as_an_array(tmp_path, rng):
+    parts = [rng.integers(0, 300, size).astype(dtype) for size, dtype in ((7, "<u2"), (1, "<u4"), (12, ">u2"))]
+    places = [Place(tmp_path / str(i), ids.dtype) for i, ids in enumerate(parts)]
+    for place, ids in zip(places, parts, strict=True):
+        place.file.write_bytes(ids.tobytes())
+    ids = FileIds(places)
+    flat = np.concatenate(parts)
+    assert (ids.size, ids.shape, len(ids), ids.dtype) == (20, (20,), 20, np.uint32)
+    for index in (0, 6, 7, 8, 19, -1, -20, slice(None), slice(5, 9), slice(8, 3), slice(-4, None), slice(1, 99, 3),
+                  rng.integers(0, 20, (3, 4)), np.zeros((0, 2), int)):  # fmt: skip
+        np.testing.assert_array_equal(ids[index], flat[index])
+    assert [int(one) for one in ids] == flat.tolist()
+    np.testing.assert_array_equal(np.asarray(ids, np.int64), flat)
+    for index in (20, -21):
+        with pytest.raises(IndexError):
+            ids[index]

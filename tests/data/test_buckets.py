@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SourceConfig, resolve, with_buckets
+from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SourceConfig, resolve
 from jaxstack.data import ngram
 from jaxstack.data.buckets import (
     BucketReader,
@@ -182,10 +182,10 @@ def test_auto_is_filled_in_from_the_text_and_keeps_its_choice(tmp_path):
     # and with four 5 x 32 + 7 x 64 + 6 x 96 + 2 x 128 = 1,440 (21.5%).
     assert choose_lengths(cfg.data, [documents(range(10, 110, 5))]) == (32, 64, 96, 128)
     dataset = data.load(cfg.data)
-    found = resolve(with_buckets(cfg, dataset.buckets), dataset.vocab_size)
+    found = resolve(cfg, dataset.vocab_size, buckets=dataset.buckets)
     assert found.data.buckets == dataset.buckets == (32, 64, 96, 128)
-    assert with_buckets(found, data.load(found.data).buckets) == found
-    assert [one["batch_size"] for one in bucket_sizes(found)] == [48, 24, 16, 12]
+    assert resolve(found, dataset.vocab_size, buckets=data.load(found.data).buckets) == found
+    assert [one["batch_size"] for one in bucket_sizes(found.data)] == [48, 24, 16, 12]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 100])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxstack import data
-from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, SampleConfig
+from jaxstack.config import ConfigError, DataConfig, SampleConfig
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer
@@ -388,8 +388,8 @@ def test_room_does_not_import_jax():
 
 
 def prompts(dataset, seed=0, seq_len=64, **sample):
-    cfg = Config(run=RunConfig(seed=seed), data=DataConfig(seq_len=seq_len), sample=SampleConfig(**sample))
-    return held_out_prompts(cfg, [source.eval for source in dataset.sources], dataset.tokenizer)
+    texts = [source.eval for source in dataset.sources]
+    return held_out_prompts(SampleConfig(**sample), seq_len, seed, texts, dataset.tokenizer)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])

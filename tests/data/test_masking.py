@@ -127,9 +127,11 @@ def test_a_held_out_text_without_hidden_tokens_is_an_error(tokens):
     flags = ["--model.family=encoder", "--model.tied_embeddings=true", "--train.ngram_baseline=false"]
     flags += ["--model.vocab_size=257", "--data.mask_id=256", "--data.seq_len=8", "--data.batch_size=128"]
 
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
     def read(share):
         cfg = parse_config([*flags, f"--data.mask_share={share}"])
-        return HeldOut(source, 1.0, None, cfg, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        return HeldOut(source, 1.0, None, cfg.model, cfg.data, cfg.train.eval_steps, where)
 
     with pytest.raises(ConfigError, match=r"data\.mask_share=0\.015625 hides none .* of short\. Raise"):
         read(1 / 64)

@@ -220,13 +220,13 @@ def test_texts_that_changed_since_a_checkpoint():
     """A mixture is named as a whole. A checkpoint of a version with fewer keys is compared by those that it has."""
     cfg = Config(data=DataConfig(mixture=(SourceConfig("stdlib"),)))
     saved = {"data": "old", "config": json.loads(json.dumps(dataclasses.asdict(cfg)))}
-    run_dir.require_same_data(saved, cfg, "old")
+    run_dir.require_same_data(saved, cfg.data, "old", "runs/a")
     with pytest.raises(ConfigError, match=r"the text of data\.mixture has changed since the checkpoints"):
-        run_dir.require_same_data(saved, cfg, "new")
-    run_dir.require_same_data(saved, Config(), "new")
+        run_dir.require_same_data(saved, cfg.data, "new", "runs/a")
+    run_dir.require_same_data(saved, DataConfig(), "new", "runs/a")
     older = {"data": "old", "config": {"data": {"source": "stdlib", "seq_len": 256}}}
     with pytest.raises(ConfigError, match=r"the text of data\.source=stdlib, data\.path=None has changed"):
-        run_dir.require_same_data(older, Config(), "new")
+        run_dir.require_same_data(older, DataConfig(), "new", "runs/a")
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

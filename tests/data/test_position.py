@@ -130,7 +130,7 @@ def loader_of(folder, *flags, batch_size=4, seq_len=16):
     path = [] if any("mixture" in flag for flag in flags) else [f"--data.path={folder}/a"]
     flags = [*(FLAGS if path else FLAGS[1:]), *path, *flags]
     cfg = parse_config([*flags, f"--data.seq_len={seq_len}", f"--data.batch_size={batch_size}"])
-    dataset = data.load_for(cfg)
+    dataset = data.load_for(cfg.model, cfg.data)
     cfg = resolve(cfg, dataset.vocab_size, dataset.image)
     return DataLoader(cfg, dataset, jax.sharding.SingleDeviceSharding(jax.devices()[0])), cfg, dataset
 

@@ -135,7 +135,8 @@ def test_held_out_windows_have_tasks_that_are_always_the_same(rng):
     cfg = parse_config([*FLAGS, "--model.sentences.tasks=[next,reordering]", "--model.token_types=2"])
     source = data.Source("text", text(rng), text(rng, 3), "", "")
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    one, other = (HeldOut(source, 1.0, None, cfg, where).local_batches for _ in range(2))
+    steps = cfg.train.eval_steps
+    one, other = (HeldOut(source, 1.0, None, cfg.model, cfg.data, steps, where).local_batches for _ in range(2))
     for a, b in zip(one, other, strict=True):
         for name, array in a.items():
             np.testing.assert_array_equal(array, b[name])
@@ -143,12 +144,13 @@ def test_held_out_windows_have_tasks_that_are_always_the_same(rng):
     assert {name: array.shape for name, array in one[0].items()} == dict.fromkeys(one[0], shape)
     windows = (len(source.eval) - 1) // S
     rows = sum(batch["next_weights"].sum() + batch["reordering_weights"].sum() for batch in one)
-    assert rows == min(windows, cfg.train.eval_steps * 8)  # rows that fill up the last batch have no task
+    assert rows == min(windows, steps * 8)  # rows that fill up the last batch have no task
 
 
 def test_texts_that_do_not_have_every_answer_are_errors(rng):
     def sizes(*tasks):
-        return window_sizes(parse_config([*FLAGS, f"--model.sentences.tasks=[{','.join(tasks)}]"]))
+        cfg = parse_config([*FLAGS, f"--model.sentences.tasks=[{','.join(tasks)}]"])
+        return window_sizes(cfg.model, cfg.data)
 
     def read(tokens, *tasks):
         return MixtureReader([tokens], ["text"], [(0, (1.0,))], sizes(*tasks), 0).batches()[0]

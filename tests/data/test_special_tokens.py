@@ -7,9 +7,11 @@ import pytest
 
 from jaxstack import data
 from jaxstack.checkpoint import run_dir
-from jaxstack.config import ConfigError, DataConfig
+from jaxstack.cli import export_model
+from jaxstack.config import Config, ConfigError, DataConfig
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import as_document, encode_prompt, tokenizer_from_json
+from jaxstack.hf.families import FAMILIES
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = ["<s>", "</s>", "<|im_end|>", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
@@ -158,3 +160,74 @@ def test_a_tokenizer_that_puts_nothing_around_texts_needs_no_key(tmp_path):
         run_dir.require_same_tokenizer(tmp_path / "tokenizer.json", earlier, now.to_json())
         assert now.describe_frame() == tokenizer_from_json(earlier).describe_frame() == ""
     assert on.to_json() == on.without_special_tokens().to_json()
+
+
+# --- an exported tokenizer --------------------------------------------------------------------------------------------
+
+
+def merges(folder, metaspace):
+    """Trains a byte pair encoding like GPT-2's, or one like Llama 2's with spaces as symbols, and returns its path."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None if not metaspace else "<unk>"))
+    level = tokenizers.pre_tokenizers.Metaspace if metaspace else tokenizers.pre_tokenizers.ByteLevel
+    made.pre_tokenizer = level() if metaspace else level(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.Metaspace() if metaspace else tokenizers.decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>"] if metaspace else ["<|endoftext|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False,
+                                             initial_alphabet=level.alphabet() if not metaspace else [])  # fmt: skip
+    made.train_from_iterator(TEXTS * 5, trainer)
+    if metaspace:
+        made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+TEXTS = [
+    "the cat sat on the mat",
+    "  two spaces, it's 1234 o'clock\n\n",
+    "w1 w2 w19 </s> <|im_end|>",
+    "un caf\xe9 , \u4f60\u597d !",
+]
+KINDS = {
+    "like GPT-2": lambda folder: merges(folder, False),
+    "like Llama": lambda folder: merges(folder, True),
+    "words": lambda folder: write_tokenizer(folder, ("<s>",), ("</s>",)),
+    "words without a frame": write_tokenizer,
+    "words of BERT": lambda folder: write_tokenizer(folder, ("[CLS]",), ("[SEP]",)),
+    "words with state": lambda folder: write_tokenizer(folder, ("<s>",), **STATE),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "bert", "t5", "gemma2", "mistral"])
+@pytest.mark.parametrize("special_tokens", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_an_exported_tokenizer(tmp_path, kind, special_tokens, family):
+    """It gives the ids of the run, whatever class it has for the model's family."""
+    transformers = pytest.importorskip("transformers")
+    ours = data.make_tokenizer(KINDS[kind](tmp_path), (), special_tokens=special_tokens)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"model_type": family}))
+    export_model.write_tokenizer(ours.to_json(), out, Config())
+    insists = family in export_model.OWN_TOKENIZER_CLASS
+    loader = transformers.PreTrainedTokenizerFast if insists else transformers.AutoTokenizer
+    theirs = loader.from_pretrained(out)
+    assert theirs.eos_token_id == ours.eos_id
+    for text in TEXTS:
+        if kind.startswith("words"):
+            text = " ".join(word for word in text.split() if word in WORDS)
+        assert theirs(text)["input_ids"] == [*ours.before, *ours.encode(text).tolist(), *ours.after]
+        assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
+
+
+def test_families_whose_tokenizer_class_cannot_be_chosen():
+    """For these, transformers ignores the class that a folder names, so that export says how to load the tokenizer."""
+    pytest.importorskip("transformers")
+    from transformers.models.auto import tokenization_auto as auto
+
+    theirs = {
+        family
+        for family in FAMILIES
+        if family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        and auto.TOKENIZER_MAPPING_NAMES[family] != "TokenizersBackend"
+    }
+    assert theirs == export_model.OWN_TOKENIZER_CLASS

@@ -47,9 +47,9 @@ def test_round_trip(file, suffix):
 
 def test_is_memory_mapped_and_a_split_copies_nothing(file):
     tokens, _ = data.read_token_file(file)
-    base = tokens.ids.base
-    assert isinstance(getattr(base, "obj", base), mmap.mmap)
-    assert not tokens.ids.flags.writeable
+    ((_, ids),) = tokens.ids.parts
+    assert isinstance(getattr(ids.base, "obj", ids.base), mmap.mmap)
+    assert not ids.flags.writeable
     for part in data.split(tokens, 0.5):
         assert part.ids is tokens.ids
     many = [Document(str(i), "x" * 9) for i in range(20)]
@@ -151,6 +151,8 @@ def test_changed_after_it_was_built(file, monkeypatch):
     ("values", "message"),
     [
         ({"version": 9}, "has format version 9"),
+        ({"dtype": [0] * 5000}, r"dtype \[0, 0, [0, ]{20,34}, but version 1"),
+        ({"version": [0] * 5000}, r"version \[0, 0, [0, ]{20,34} and dtype"),
         ({"dtype": "float64"}, "dtype float64"),
         ({"count": -1}, r"declares count, documents, vocab_size = \(-1,"),
         ({"documents": 4}, "does not hold 4 ascending document starts"),

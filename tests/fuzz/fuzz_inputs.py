@@ -200,6 +200,10 @@ _CHATS = [
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"instruction": "a", "input": "", "output": "b", "history": [["q", "r"]]},
 ]
+_PREFERENCES = [
+    {"prompt": "a", "chosen": "b", "rejected": "c", "system": "s"},
+    {"chosen": _CHATS[0]["messages"], "rejected": [*_CHATS[0]["messages"][:1], {"role": "assistant", "content": "d"}]},
+]
 _PAIR = {"source": "Yes", "target": "Ja", "language": "de"}
 _PO = """msgid ""
 msgstr "Content-Type: text/plain; charset=UTF-8\\n"
@@ -458,6 +462,7 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "yaml": st.one_of(damaged(_yaml()), _bomb()),
     "flags": _flags(),
     "conversations": _lines(*_CHATS) | _json([*_CHATS]),
+    "preferences": _lines(*_PREFERENCES) | _json([*_PREFERENCES]),
     "translations": _TRANSLATIONS,
     "token_header": _json(_HEADER, *(_HEADER | {"tokenizer": saved} for saved in _SAVED)),
     "token_starts": damaged(st.sampled_from([_npy(np.array(x)) for x in ([0, 10], [0, 99], [5, 1], [0.5, 1.5], [])])),

@@ -19,6 +19,7 @@ from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import binary, chat, images, tokenizers, tokens
 from jaxstack.data.chat import JinjaTemplate, PlainTemplate
 from jaxstack.data.conversations import read_conversations
+from jaxstack.data.preferences import read_preferences
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxstack.data.translations import read_translations
 from jaxstack.hf import configs, peft
@@ -75,6 +76,11 @@ def conversations(content: bytes, folder: Path) -> object:
 
 
 @reader()
+def preferences(content: bytes, folder: Path) -> object:
+    return [*read_preferences(str(write(folder / "pairs.jsonl", content)))]
+
+
+@reader()
 def translations(content: bytes, folder: Path) -> object:
     kind, _, rest = content.partition(b"\n")
     suffix = {b"tsv": ".tsv", b"jsonl": ".jsonl", b"po": ".po", b"mo": ".mo"}.get(kind, ".po")
@@ -92,7 +98,7 @@ def token_file(folder: Path) -> Path:
 def token_header(content: bytes, folder: Path) -> object:
     path = token_file(folder)
     write(folder / "tokens.json", content)
-    return tokens.read_token_file(path)[0].ids.sum()
+    return np.asarray(tokens.read_token_file(path)[0].ids).sum()
 
 
 @reader()
@@ -233,7 +239,7 @@ def nanogpt(content: bytes, folder: Path) -> object:
     write(folder / "train.bin", np.arange(2, dtype="<u2").tobytes())
     write(folder / "meta.pkl", content)
     cfg = DataConfig(source="tokens", path=str(folder / "train.bin"), format="nanogpt", tokenizer="chars")
-    return binary.open_binary(cfg).train.ids.sum()
+    return np.asarray(binary.open_binary(cfg).train.ids).sum()
 
 
 @reader()
@@ -243,7 +249,7 @@ def nanogpt_shard(content: bytes, folder: Path) -> object:
 
 def opened(path: Path, kind: str) -> object:
     cfg = DataConfig(source="tokens", path=str(path), format=kind, tokenizer="ids", vocab_size=1000)
-    return binary.open_binary(cfg).train.ids.sum()
+    return np.asarray(binary.open_binary(cfg).train.ids).sum()
 
 
 @reader()

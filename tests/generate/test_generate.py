@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import scipy
 import test_meshes
-from families import EXPERTS, FAMILIES
+from families import EXPERTS, FAMILIES, NEAR
 
 from jaxstack import families
 from jaxstack.checkpoint import run_dir as rundir
@@ -52,13 +52,14 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training.services import init_from
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
-MODELS = FAMILIES | EXPERTS
+MODELS = FAMILIES | NEAR | EXPERTS
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 UNROLLED = Context(ops=Ops(decode="unrolled"))
 QUICK = [("gpt2", "scan"), ("gemma2", "unrolled"), ("deepseek", "scan"), ("capacity", "unrolled")]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
+SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
 """One form for each model. The streams below have the other one."""
 
 
@@ -413,13 +414,15 @@ def test_samples_of_a_run_never_see_more_than_it_was_trained_on():
     short = decode.generate(shape, values_of(shape), prompts, cfg.sample, stop=(0,))
     nothing = Tokens(np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64), 256)
     dataset = Dataset(ByteTokenizer(), (Source("text", nothing, nothing, "", ""),))
-    assert decode.sample_texts(cfg, values_of(shape), dataset, Context()) == [
+
+    def samples(sample):
+        return decode.sample_texts(shape, sample, 0, cfg.data.seq_len, values_of(shape), dataset, Context())
+
+    assert samples(cfg.sample) == [
         (prompt, decode.decode_text(ByteTokenizer(), row)) for prompt, row in zip(("ab", "c"), short, strict=True)
     ]
     longer = replace(cfg, sample=replace(cfg.sample, tokens=80))
-    for (_, text), beginning in zip(
-        decode.sample_texts(longer, values_of(shape), dataset, Context()), short, strict=True
-    ):
+    for (_, text), beginning in zip(samples(longer.sample), short, strict=True):
         assert text.startswith(decode.decode_text(ByteTokenizer(), beginning)[:20])
     with pytest.raises(ConfigError, match="the limit of beam search"):
         replace(longer, sample=replace(longer.sample, temperature=0, repetition_penalty=1, beams=2))

@@ -5,6 +5,7 @@ Most tests need only safetensors. The slow tests compare imports and exports wit
 
 import dataclasses
 import json
+import math
 import shutil
 import struct
 import subprocess
@@ -63,6 +64,25 @@ MODELS = {
     "mixtral": dataclasses.replace(EXPERTS["mixtral"], num_layers=3),
     "qwen3_moe": dataclasses.replace(FAMILIES["qwen3"], moe=MoEConfig(num_experts=4, d_ff=24, normalize=False)),
 }
+PLAIN = dataclasses.replace(FAMILIES["llama3"], rope_scaling=RopeScaling())
+NEAR = {
+    "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_over": "all"},
+    "exaone4": {"pre_norm": False, "post_norm": True, "qk_norm": True},
+    "smollm3": {"num_layers": 4, "windows": (0, 0), "rope_layers": (True, False)},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "head_scale": 0.125},
+    "cohere": {"norm": "layer", "parallel": "one_norm", "rotary_interleaved": True, "head_scale": 0.5},
+    "ernie4_5": {"rotary_interleaved": True, "bias": True},
+    "glm": {"rotary_interleaved": True, "rotary_fraction": 0.5},
+    "glm4": {"rotary_interleaved": True, "rotary_fraction": 0.5, "attention_bias": "qkv", "post_norm": True},
+    "phi3": {"rotary_fraction": 0.75, "windows": (6,)},
+    "arcee": {"gated": False, "activation": "relu2"},
+    "stablelm": {"norm": "layer", "norm_bias": True, "rotary_fraction": 0.5, "parallel": "one_norm"},
+    "nemotron": {"norm": "layer", "norm_bias": True, "norm_unit_offset": True, "gated": False, "rotary_fraction": 0.5},
+    "gpt_neox": {"norm": "layer", "bias": True, "gated": False, "parallel": "two_norms", "num_kv_heads": None},
+    "olmoe": {"qk_norm": True, "qk_norm_over": "all", "moe": MoEConfig(4, normalize=False, d_ff=96)},
+    "qwen2_moe": {"moe": MoEConfig(4, normalize=False, d_ff=24, shared_experts=2, shared_gate=True)},
+}
+MODELS |= {name: dataclasses.replace(PLAIN, **changes) for name, changes in NEAR.items()}
 
 
 def random_values(cfg, rng):
@@ -145,6 +165,25 @@ def in_their_words(name, cfg, values):
                     L["mlp"][f"{kind}_{ours}"][i] for kind in "wb"
                 )
         return found
+    if name == "gpt_neox":
+        found |= {"gpt_neox.embed_in.weight": V["embedding"]["tokens"], "embed_out.weight": linear(V["head"]["w"])}
+        last = {"weight": V["final_norm"]["scale"], "bias": V["final_norm"]["bias"]}
+        found |= {f"gpt_neox.final_layer_norm.{kind}": value for kind, value in last.items()}
+        for i in range(cfg.num_layers):
+            h = f"gpt_neox.layers.{i}."
+            # Each head has its queries, its keys and its values, one after the other.
+            rows = [np.concatenate([att[f"w_{x}"][i][:, head].T for x in "qkv"]) for head in range(cfg.num_heads)]
+            found[h + "attention.query_key_value.weight"] = np.concatenate(rows)
+            values = [np.concatenate([att[f"b_{x}"][i][head] for x in "qkv"]) for head in range(cfg.num_heads)]
+            found[h + "attention.query_key_value.bias"] = np.concatenate(values)
+            found[h + "attention.dense.weight"] = linear(att["w_o"][i], inputs=2)
+            found[h + "attention.dense.bias"] = att["b_o"][i]
+            for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
+                found[h + theirs + ".weight"], found[h + theirs + ".bias"] = L[ours]["scale"][i], L[ours]["bias"][i]
+            for theirs, ours in (("dense_h_to_4h", "up"), ("dense_4h_to_h", "down")):
+                found[f"{h}mlp.{theirs}.weight"] = linear(L["mlp"][f"w_{ours}"][i])
+                found[f"{h}mlp.{theirs}.bias"] = L["mlp"][f"b_{ours}"][i]
+        return found
     found |= {"model.embed_tokens.weight": V["embedding"]["tokens"], "model.norm.weight": V["final_norm"]["scale"]}
     if not cfg.tied_embeddings:
         found["lm_head.weight"] = linear(V["head"]["w"])
@@ -152,12 +191,27 @@ def in_their_words(name, cfg, values):
     if cfg.post_norm:
         norms |= {"post_attention_layernorm": "attention_post_norm", "pre_feedforward_layernorm": "mlp_norm"}
         norms["post_feedforward_layernorm"] = "mlp_post_norm"
+    if name == "glm4":
+        norms = {"input_layernorm": "attention_norm", "post_self_attn_layernorm": "attention_post_norm"}
+        norms |= {"post_attention_layernorm": "mlp_norm", "post_mlp_layernorm": "mlp_post_norm"}
+    norms = {theirs: ours for theirs, ours in norms.items() if ours in L}  # some families have fewer
+    if cfg.norm_bias:
+        found["model.norm.bias"] = V["final_norm"]["bias"]
     for i in range(cfg.num_layers):
         h = f"model.layers.{i}."
         found |= {f"{h}{theirs}.weight": L[ours]["scale"][i] for theirs, ours in norms.items()}
-        found |= {f"{h}self_attn.{x}_proj.weight": linear(att[f"w_{x}"][i]) for x in "qkv"}
+        if cfg.norm_bias:
+            found |= {f"{h}{theirs}.bias": L[ours]["bias"][i] for theirs, ours in norms.items()}
+        three = {x: linear(att[f"w_{x}"][i]) for x in "qkv"}
+        if name == "phi3":
+            found[h + "self_attn.qkv_proj.weight"] = np.concatenate(list(three.values()))
+        else:
+            found |= {f"{h}self_attn.{x}_proj.weight": three[x] for x in "qkv"}
         found[h + "self_attn.o_proj.weight"] = linear(att["w_o"][i], inputs=2)
-        if cfg.bias:
+        if name == "ernie4_5":
+            found |= {f"{h}self_attn.{x}_proj.bias": att[f"b_{x}"][i].ravel() for x in "qkvo"}
+            found |= {f"{h}mlp.{x}_proj.bias": L["mlp"][f"b_{x}"][i] for x in ("gate", "up", "down")}
+        elif cfg.bias:
             found |= {f"{h}{theirs}.bias": L[ours]["bias"][i] for theirs, ours in norms.items()}
             found |= {f"{h}self_attn.{x}_proj.bias": att[f"b_{x}"][i].ravel() for x in "qkvo"}
             for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
@@ -168,15 +222,22 @@ def in_their_words(name, cfg, values):
         if cfg.attention_bias == "qkv":
             found |= {f"{h}self_attn.{x}_proj.bias": att[f"b_{x}"][i].ravel() for x in "qkv"}
         if cfg.qk_norm:
-            found |= {f"{h}self_attn.{x}_norm.weight": att[f"{x}_norm"]["scale"][i] for x in "qk"}
+            found |= {f"{h}self_attn.{x}_norm.weight": att[f"{x}_norm"]["scale"][i].ravel() for x in "qk"}
         if not cfg.moe.num_experts:
-            found |= {f"{h}mlp.{x}_proj.weight": linear(L["mlp"][f"w_{x}"][i]) for x in ("gate", "up", "down")}
+            parts = {x: linear(L["mlp"][f"w_{x}"][i]) for x in ("gate", "up", "down") if f"w_{x}" in L["mlp"]}
+            if name in ("phi3", "glm", "glm4"):
+                parts = {"gate_up": np.concatenate([parts["gate"], parts["up"]]), "down": parts["down"]}
+            found |= {f"{h}mlp.{x}_proj.weight": w for x, w in parts.items()}
             continue
         # Mixtral computes w2(silu(w1 x) * w3 x).
         room, *theirs = {
             "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-            "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+            **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe"), ("mlp", "gate_proj", "up_proj", "down_proj")),
         }[name]
+        if cfg.moe.shared_gate:
+            found[f"{h}mlp.shared_expert_gate.weight"] = linear(L["moe"]["shared_gate"][i])
+            for x in ("gate", "up", "down"):
+                found[f"{h}mlp.shared_expert.{x}_proj.weight"] = linear(L["moe"]["shared"][f"w_{x}"][i])
         found[f"{h}{room}.gate.weight"] = linear(L["moe"]["router"][i])
         for e in range(cfg.moe.num_experts):
             for their, ours in zip(theirs, ("w_gate", "w_up", "w_down"), strict=True):
@@ -380,8 +441,21 @@ def test_what_acts_on_training_alone_is_named():
         ("llama3_8b", {"hidden_act": "tanh"}, 'hidden_act="tanh" is not supported. Use one of silu'),
         ("llama3_8b", {"hidden_act": ["silu"]}, "hidden_act="),
         ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
-        ("llama3_8b", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'rope_type="yarn" is not supported'),
-        ("llama3_8b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear"'),
+        (
+            "llama3_8b",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            'rope_type="dynamic" is not supported',
+        ),
+        ("llama3_8b", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, 'rope_type="longrope"'),
+        ("llama3_8b", {"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "x"}}, 'beta_fast="x"'),
+        (
+            "llama3_8b",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0.5}},
+            "rope_scaling.beta_slow=1.0",
+        ),
+        ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate=1"),
+        ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1]}}, "short_factor=[1]"),
         ("llama3_8b", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
         ("llama3_8b", {"rope_scaling": LLAMA3["rope_scaling"] | {"beta_fast": 32}}, "beta_fast=32"),
         ("llama3_8b", {"rope_scaling": LLAMA3["rope_scaling"] | {"factor": 0.5}}, "model.rope_scaling.factor=0.5"),
@@ -394,6 +468,8 @@ def test_what_acts_on_training_alone_is_named():
         ("qwen3_0.6b", {"layer_types": ["full_attention"] * 27}, "for each of 28 layers"),
         ("qwen3_0.6b", {"layer_types": ["linear_attention"] * 28}, "layer_types="),
         ("gemma2_2b", {"sliding_window": None}, "sliding_window=null"),
+        ("gemma2_2b", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not supported. Use 1 to 10000"),
+        ("gemma2_2b", {"num_hidden_layers": -1}, "num_hidden_layers=-1 is not supported"),
         ("gemma2_2b", {"sliding_window": 4096.0}, "sliding_window=4096.0"),
         ("gemma2_2b", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not supported. Give a positive"),
         ("gemma2_2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
@@ -440,6 +516,18 @@ def test_an_import_names_code_that_is_not_run_and_an_export_does_not(folder, tmp
     assert [line in each for each in printed.splitlines()].count(True) == 1
     execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
+def test_yarn_is_read_as_transformers_does():
+    """Without an original context it is `max_position_embeddings`; DeepSeek's two scales give one factor."""
+    read = hf.from_json("x", LLAMA3 | {"rope_scaling": {"type": "yarn", "factor": 4.0}})[1].rope_scaling
+    assert read == RopeScaling("yarn", factor=4.0, original_max_position=LLAMA3["max_position_embeddings"])
+    both = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 99, "mscale": 2.0, "mscale_all_dim": 0.5}
+    read = hf.from_json("x", LLAMA3 | {"rope_scaling": both})[1].rope_scaling
+    expected = (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert read.attention_factor == pytest.approx(expected, rel=1e-12)
+    again = hf.from_json("x", hf.to_json("llama", hf.from_json("x", LLAMA3 | {"rope_scaling": both})[1], 1))[1]
+    assert again.rope_scaling == read
 
 
 def test_both_ways_to_write_rope_and_windows_say_the_same():
@@ -788,7 +876,8 @@ def test_what_came_with_an_import_goes_back(tokenizer, folder, tmp_path):
         (run / "tokenizer.json").write_text(json.dumps(saved))
         execute(["export", str(run), str(out)])
         assert json.loads((out / "tokenizer.json").read_text()) == saved["tokenizer"]
-        assert not (out / "tokenizer_config.json").exists()
+        settings = json.loads((out / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "and not the settings of the original one"
         assert json.loads((out / "config.json").read_text()) == config | {"eos_token_id": 3, "torch_dtype": "float32"}
 
 

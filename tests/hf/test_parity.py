@@ -37,6 +37,13 @@ BATCH, LENGTH = 8, 72
 
 CONTEXTS = {"xla": Context(), "cpu": Context(ops=Ops(**implementations("cpu")))}
 
+_PLAIN = {"rope_scaling": RopeScaling(), "rope_theta": 100.0}
+_OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_over": "all"}
+_COHERE = {"norm": "layer", "parallel": "one_norm", "rotary_interleaved": True, "head_scale": 0.25}
+_COHERE |= {"tied_embeddings": True, "attention_bias": "all"}
+_GLM = {"rotary_interleaved": True, "rotary_fraction": 0.5, "attention_bias": "qkv", "head_dim": 12}
+_NEOX = {"norm": "layer", "bias": True, "gated": False, "activation": "gelu", "rotary_fraction": 0.25}
+_NEOX |= {"num_kv_heads": None}
 CHANGES: dict[str, dict] = {
     "gpt2": {"max_positions": 80},
     # Wavelengths of 6, 20, 63 and 199 tokens: one is unchanged, one is scaled in part, two are scaled in full.
@@ -70,10 +77,45 @@ CHANGES: dict[str, dict] = {
         "rope_theta": 1000.0,
         "rope_theta_local": 50.0,
     },
+    "olmo2": _PLAIN | _OLMO,
+    # Layers with a window are not scaled, and the others are.
+    "olmo3": _OLMO
+    | {"num_layers": 4, "windows": (6, 6, 6, 0), "rope_theta_local": 100.0, "rope_theta": 100.0}
+    | {"rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position=16, attention_factor=1.3)},
+    "exaone4": _PLAIN
+    | {"num_layers": 4, "windows": (6, 6, 6, 0), "rope_layers": (True, True, True, False)}
+    | {"pre_norm": False, "post_norm": True, "qk_norm": True},
+    "smollm3": _PLAIN | {"num_layers": 4, "windows": (0,) * 4, "rope_layers": (True, True, True, False)},
+    "seed_oss": _PLAIN | {"attention_bias": "qkv", "head_dim": 16},
+    "arcee": {"gated": False, "activation": "relu2", "rope_theta": 100.0}
+    | {"rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position=32)},
+    "linear": {"rope_scaling": RopeScaling("linear", factor=4.0)},
+    "granite": _PLAIN
+    | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_scale": 0.3, "head_scale": 1 / 6},
+    "cohere": _PLAIN | _COHERE,
+    "cohere2": _PLAIN | _COHERE | {"num_layers": 4, "windows": (6, 6, 6, 0), "rope_layers": (True, True, True, False)},
+    "ernie4_5": _PLAIN | {"rotary_interleaved": True, "bias": True, "head_dim": 16},
+    "helium": _PLAIN | {"rotary_interleaved": True, "attention_bias": "qkv"},
+    "glm": _PLAIN | _GLM,
+    "glm4": _PLAIN | _GLM | {"post_norm": True},
+    "phi3": _PLAIN | {"rotary_fraction": 0.75, "windows": (6,)},
+    "stablelm": _PLAIN | {"norm": "layer", "norm_bias": True, "rotary_fraction": 0.25, "attention_bias": "qkv"},
+    "stablelm_parallel": _PLAIN | {"norm": "layer", "norm_bias": True, "rotary_fraction": 0.5, "parallel": "one_norm"},
+    "nemotron": _PLAIN
+    | {"norm": "layer", "norm_bias": True, "norm_unit_offset": True, "rotary_fraction": 0.5}
+    | {"gated": False, "activation": "relu2"},
+    "gpt_neox": _PLAIN | _NEOX | {"parallel": "two_norms"},
+    "redpajama": _PLAIN | _NEOX,
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
+    "qwen2_moe": _PLAIN
+    | {"attention_bias": "qkv"}
+    | {"moe": MoEConfig(5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
+    "olmoe": _PLAIN
+    | {"qk_norm": True, "qk_norm_over": "all"}
+    | {"moe": MoEConfig(5, top_k=3, d_ff=96, normalize=False, aux_loss_weight=0)},
 }
 LIKE = {
     "mistral": "llama3",
@@ -84,10 +126,64 @@ LIKE = {
     "biased": "llama3",
     "qwen3_moe": "qwen3",
 }
+LIKE |= dict.fromkeys(CHANGES.keys() - FAMILIES.keys() - {"mixtral"} - LIKE.keys(), "llama3")
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
-THEIRS = {"llama3": "llama", "biased": "llama"}  # their `model_type`, if our name differs
+THEIRS = {"llama3": "llama", "biased": "llama", "linear": "llama", "redpajama": "gpt_neox"}
+THEIRS |= {"stablelm_parallel": "stablelm"}  # their `model_type`, if our name differs
+
+
+def _kinds(cfg: ModelConfig) -> list[str]:
+    return [SLIDING if window else FULL for window in cfg.layer_windows]
+
+
+def _scaled(cfg: ModelConfig) -> dict:
+    """Returns their keys of scaled RoPE."""
+    scaling = cfg.rope_scaling
+    keys = {"rope_type": scaling.kind, "rope_theta": cfg.rope_theta, "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        keys |= {"original_max_position_embeddings": scaling.original_max_position}
+        keys |= {"attention_factor": scaling.attention_factor} if scaling.attention_factor else {}
+    return keys
+
+
+_WINDOWS = {"layer_types": _kinds, "sliding_window": lambda cfg: cfg.windows[0]}
+_EXPERTS = {"num_experts": lambda cfg: cfg.moe.num_experts, "num_experts_per_tok": lambda cfg: cfg.moe.top_k}
+_EXPERTS |= {"norm_topk_prob": lambda cfg: cfg.moe.normalize}
+HF_KEYS: dict[str, dict] = {
+    **{name: {} for name in ("olmo2", "glm", "glm4", "nemotron", "gpt_neox")},
+    "olmo3": _WINDOWS
+    | {"rope_parameters": lambda cfg: {FULL: _scaled(cfg), SLIDING: {"rope_type": "default", "rope_theta": 100.0}}},
+    "exaone4": _WINDOWS,
+    "smollm3": {"no_rope_layers": lambda cfg: [1, 1, 1, 0]},
+    "seed_oss": {"attention_dropout": lambda cfg: 0.0, "residual_dropout": lambda cfg: 0.0},
+    "arcee": {"rope_parameters": _scaled},
+    "linear": {"rope_parameters": _scaled},
+    "granite": {
+        "embedding_multiplier": lambda cfg: cfg.embedding_multiplier,
+        "residual_multiplier": lambda cfg: cfg.residual_multiplier,
+        "attention_multiplier": lambda cfg: cfg.attention_scale,
+        "logits_scaling": lambda cfg: 1 / cfg.head_scale,
+    },
+    "cohere": {"logit_scale": lambda cfg: cfg.head_scale, "attention_bias": lambda cfg: True},
+    "cohere2": _WINDOWS | {"logit_scale": lambda cfg: cfg.head_scale, "attention_bias": lambda cfg: True},
+    "ernie4_5": {"use_bias": lambda cfg: True},
+    "helium": {"attention_bias": lambda cfg: True},
+    "phi3": {"sliding_window": lambda cfg: cfg.windows[0]},
+    "stablelm": {"use_qkv_bias": lambda cfg: True},
+    "stablelm_parallel": {"use_parallel_residual": lambda cfg: True},
+    "redpajama": {"use_parallel_residual": lambda cfg: False},
+    "qwen2_moe": _EXPERTS
+    | {
+        "moe_intermediate_size": lambda cfg: cfg.expert_width,
+        "shared_expert_intermediate_size": lambda cfg: cfg.moe.shared_experts * cfg.expert_width,
+    },
+    "olmoe": _EXPERTS | {"intermediate_size": lambda cfg: cfg.expert_width},
+}
+"""Their keys by family, beside the usual ones."""
+NO_HEAD_DIM = {"granite", "smollm3", "olmo2", "olmo3", "olmoe", "cohere", "phi3", "stablelm", "stablelm_parallel"}
+NO_HEAD_DIM |= {"gpt_neox", "redpajama"}
 
 
 def their_config(family: str, cfg: ModelConfig):
@@ -111,6 +207,18 @@ def their_config(family: str, cfg: ModelConfig):
         "rms_norm_eps": cfg.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
     }
+    kind = transformers.CONFIG_MAPPING[THEIRS.get(family, family)]
+    if family in HF_KEYS:
+        own = {key: value(cfg) for key, value in HF_KEYS[family].items()}
+        if cfg.norm == "layer":
+            common["layer_norm_eps"] = common["norm_eps"] = common.pop("rms_norm_eps")
+        if cfg.rotary_fraction != 1:
+            common["rope_parameters"]["partial_rotary_factor"] = cfg.rotary_fraction
+        if family in NO_HEAD_DIM:
+            del common["head_dim"]
+        if family != "linear":
+            common["hidden_act"] = {"gelu": "gelu", "relu2": "relu2"}.get(cfg.activation, "silu")
+        return kind(**common | own)
     if family == "llama3":
         scaling = dataclasses.asdict(cfg.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
@@ -178,6 +286,8 @@ def as_saved(family: str, named):
         whole = tensor.numpy(force=True)
         if family == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if THEIRS.get(family, family) == "gpt_neox":
+            name = name.replace("lm_head.", "embed_out.")
         room, experts, last = name.partition(".experts.")
         for i, one in enumerate(whole if experts else ()):
             parts = np.split(one, 2) if last == "gate_up_proj" else [one]

@@ -41,7 +41,8 @@ def config(kind, packing=False, **own):
 
 
 def read(cfg, tokens, rows=None, step=1):
-    return MixtureReader([tokens], ["text"], [(0, (1.0,))], window_sizes(cfg), seed=3).batches(rows)[step]
+    sizes = window_sizes(cfg.model, cfg.data)
+    return MixtureReader([tokens], ["text"], [(0, (1.0,))], sizes, seed=3).batches(rows)[step]
 
 
 def alone(cfg: ModelConfig, values, name):

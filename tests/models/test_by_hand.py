@@ -11,23 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import EXPERTS, FAMILIES, SMALL
+from families import EXPERTS, FAMILIES, NEAR, SMALL
 
 from jaxstack import families
-from jaxstack.config import LoraConfig, ModelConfig, MoEConfig
+from jaxstack.config import LoraConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training import losses
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
-MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | EXPERTS).items()} | {
+MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | NEAR | EXPERTS).items()} | {
     "gated_bias": ModelConfig(
         **SMALL, **ODD, norm="layer", positions="none", activation="gelu", bias=True, head_dim=12, num_kv_heads=1,
         attention_scale=0.41, post_norm=True, embedding_scale=True, qk_norm=True, windows=(3,),
     ),
     "plain_relu2": ModelConfig(
         **SMALL, **ODD, gated=False, activation="relu2", norm_unit_offset=True, rope_theta=77.0, logit_softcap=2.0
+    ),
+    "layer_unit_offset": ModelConfig(
+        **SMALL, **ODD, norm="layer", norm_bias=True, norm_unit_offset=True, rope_scaling=RopeScaling("linear", 3.0)
     ),
     "switch": ModelConfig(
         **SMALL, **ODD,
@@ -62,29 +65,53 @@ def activate(name, x):
 
 def norm(cfg, p, x, kind=None):
     if (kind or cfg.norm) == "layer":
-        y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps) * p["scale"]
-        return y + p["bias"] if cfg.bias else y
+        gain = p["scale"] + 1 if cfg.norm_unit_offset else p["scale"]
+        y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps) * gain
+        return y + p["bias"] if cfg.bias or cfg.norm_bias else y
     gain = p["scale"] + 1 if cfg.norm_unit_offset else p["scale"]
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * gain
 
 
 def rotated(cfg, x, position):
-    """Rotates one head's vector at a position: each pair (i, i + K/2) is a complex number."""
-    half = len(x) // 2
-    frequency = np.array([cfg.rope_theta ** (-2 * i / len(x)) for i in range(half)])
-    s = cfg.rope_scaling
-    for i, f in enumerate(frequency if s.factor > 1 else ()):
+    """Rotates the first R elements of a head at a position: each pair (i, i + R/2) is a complex number."""
+    width = int(len(x) * cfg.rotary_fraction)
+    half = width // 2
+    frequency = np.array([cfg.rope_theta ** (-2 * i / width) for i in range(half)])
+    s, sharper = cfg.rope_scaling, 1.0
+    if s.factor > 1 and s.kind == "yarn":
+        # Where an element turns `beta` times in the original context: theta^(2 i / R) = original / (2 pi beta).
+        first, last = (
+            width * np.log(s.original_max_position / (2 * np.pi * beta)) / (2 * np.log(cfg.rope_theta))
+            for beta in (32, 1)
+        )
+        first, last = max(np.floor(first), 0), min(np.ceil(last), width - 1)
+        for i, f in enumerate(frequency):
+            slowed = min(max((i - first) / (last - first), 0), 1)
+            frequency[i] = slowed * f / s.factor + (1 - slowed) * f
+        sharper = 0.1 * np.log(s.factor) + 1
+    if s.kind == "linear":
+        frequency /= s.factor
+    for i, f in enumerate(frequency if s.factor > 1 and s.kind == "llama3" else ()):
         wavelength = 2 * np.pi / f
         if wavelength > s.original_max_position / s.low_freq_factor:
             frequency[i] = f / s.factor
         elif wavelength > s.original_max_position / s.high_freq_factor:
             part = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
             frequency[i] = (1 - part) * f / s.factor + part * f
-    turned = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequency)
-    return np.concatenate([turned.real, turned.imag])
+    first, second = (x[:width:2], x[1:width:2]) if cfg.rotary_interleaved else (x[:half], x[half:width])
+    turned = sharper * (first + 1j * second) * np.exp(1j * position * frequency)
+    both = np.stack([turned.real, turned.imag], 1 if cfg.rotary_interleaved else 0).ravel()
+    return np.concatenate([both, x[width:]])
 
 
-def attention(cfg, p, x, window, segments, positions):
+def head_norm(cfg, p, x):
+    """Normalises queries or keys [S, H, K], each head or all heads of a token."""
+    if cfg.qk_norm_over == "head":
+        return norm(cfg, p, x, "rms")
+    return norm(cfg, {"scale": p["scale"].ravel()}, x.reshape(len(x), -1), "rms").reshape(x.shape)
+
+
+def attention(cfg, p, x, window, segments, positions, rotates=True):
     """Computes attention of one sequence [S, D]."""
     heads, groups, width = (
         cfg.num_heads,
@@ -95,8 +122,8 @@ def attention(cfg, p, x, window, segments, positions):
     if cfg.bias:
         q, k, v = q + p["b_q"], k + p["b_k"], v + p["b_v"]
     if cfg.qk_norm:
-        q, k = norm(cfg, p["q_norm"], q, "rms"), norm(cfg, p["k_norm"], k, "rms")
-    if cfg.positions == "rope":
+        q, k = head_norm(cfg, p["q_norm"], q), head_norm(cfg, p["k_norm"], k)
+    if cfg.positions == "rope" and rotates:
         q, k = (
             np.array([[rotated(cfg, h, t) for h in row] for row, t in zip(a, positions, strict=True)]) for a in (q, k)
         )
@@ -161,6 +188,7 @@ def experts(cfg, p, x, gates, counts, sums):
         sums["entropy"] -= (scores * np.log(scores)).sum()
         sums["z"] += sum(np.log(np.exp(routed[t][3]).sum()) ** 2 for t in np.flatnonzero(counts))
     y = mlp(cfg, p["shared"], x) if moe.shared_experts else np.zeros_like(x)
+    y = y * sigmoid(x @ p["shared_gate"]) if moe.shared_gate else y
     for t, e, w in kept:
         y[t] += w * mlp(cfg, {name: p[name][e] for name in ("w_up", "w_gate", "w_down") if name in p}, x[t : t + 1])[0]
     return y
@@ -173,17 +201,22 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
     rows = []
     for ids, segment, position, gate, counts in zip(tokens, segments, positions, gates, weights != 0, strict=True):
         x = values["embedding"]["tokens"][ids] * (math.sqrt(cfg.d_model) if cfg.embedding_scale else 1)
+        x = x * cfg.embedding_multiplier
         if cfg.positions == "learned":
             x = x + values["embedding"]["positions"][position]
         for layer in range(cfg.num_layers):
             p = jax.tree.map(lambda a, i=layer: a[i], values["layers"])
             window = cfg.windows[layer % len(cfg.windows)]
-            y = attention(cfg, p["attention"], norm(cfg, p["attention_norm"], x), window, segment, position)
-            x = x + (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
-            y = norm(cfg, p["mlp_norm"], x)
-            y = experts(cfg, p["moe"], y, gate, counts, sums) if E else mlp(cfg, p["mlp"], y)
-            x = x + (norm(cfg, p["mlp_post_norm"], y) if cfg.post_norm else y)
-        x = norm(cfg, values["final_norm"], x)
+            rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
+            start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
+            y = attention(cfg, p["attention"], read, window, segment, position, rotates)
+            x = x + cfg.residual_multiplier * (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
+            if cfg.parallel != "one_norm":
+                y = x if cfg.parallel == "no" else start
+                read = norm(cfg, p["mlp_norm"], y) if cfg.pre_norm else y
+            y = experts(cfg, p["moe"], read, gate, counts, sums) if E else mlp(cfg, p["mlp"], read)
+            x = x + cfg.residual_multiplier * (norm(cfg, p["mlp_post_norm"], y) if cfg.post_norm else y)
+        x = cfg.head_scale * norm(cfg, values["final_norm"], x)
         scores = x @ (values["embedding"]["tokens"].T if cfg.tied_embeddings else values["head"]["w"])
         rows.append(cfg.logit_softcap * np.tanh(scores / cfg.logit_softcap) if cfg.logit_softcap else scores)
     return np.array(rows), sums
@@ -213,13 +246,17 @@ def shapes_of(cfg):
     """Returns every parameter's shape by its path."""
     V, D, L, H = cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads
     G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
-    norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * (cfg.norm == "layer" and cfg.bias))}  # noqa: E731
+    biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
+    norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * biased)}  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
-    block |= {"q_norm/scale": (K,), "k_norm/scale": (K,)} if cfg.qk_norm else {}
+    each = cfg.qk_norm_over == "head"
+    block |= {"q_norm/scale": (K,) if each else (H, K), "k_norm/scale": (K,) if each else (G, K)} if cfg.qk_norm else {}
     block = {f"attention/{name}": shape for name, shape in block.items()}
     for name in ("attention", "mlp"):
-        block |= norm(f"{name}_norm", (D,)) | (norm(f"{name}_post_norm", (D,)) if cfg.post_norm else {})
+        reads = cfg.pre_norm and (name == "attention" or cfg.parallel != "one_norm")
+        block |= norm(f"{name}_norm", (D,)) if reads else {}
+        block |= norm(f"{name}_post_norm", (D,)) if cfg.post_norm else {}
 
     def weights(path, F, *lead):
         names = {"up": ((D, F), (F,)), "down": ((F, D), (D,))} | ({"gate": ((D, F), (F,))} if cfg.gated else {})
@@ -233,6 +270,7 @@ def shapes_of(cfg):
         block |= weights("moe/shared", width * moe.shared_experts) if moe.shared_experts else {}
         block |= {"moe/router": (D, E)} if moe.router in ("softmax", "sigmoid") else {}
         block |= {"moe/balance": (E,)} if moe.router == "sigmoid" else {}
+        block |= {"moe/shared_gate": (D, 1)} if moe.shared_gate else {}
     else:
         block |= weights("mlp", F)
     return (

@@ -20,6 +20,7 @@ from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.layers import AttentionMask, LayerInputs
 from jaxstack.models.ops import Ops, implementations
+from jaxstack.models.rope import rope_tables, rotate
 from jaxstack.sharding import make_mesh
 
 CONTEXTS = {
@@ -249,7 +250,7 @@ def test_rope_against_complex_numbers_in_float64(scaling, rng):
         assert len(set(frequencies * 10000.0 ** (np.arange(K // 2) * 2 / K)) - {1.0, 1 / 8}) >= 1
     turned = (x[..., : K // 2] + 1j * x[..., K // 2 :]) * np.exp(1j * positions[..., None] * frequencies)[:, :, None]
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    got = layers.rotate(jnp.asarray(x, jnp.float32), layers.rope_tables(cfg, jnp.asarray(positions)))
+    got = rotate(jnp.asarray(x, jnp.float32), rope_tables(cfg, jnp.asarray(positions)))
     # float32 angles up to 200 radians carry an error of 200 * 2^-24 = 1.2e-5, times |x| of about 4.
     np.testing.assert_allclose(got, expected, atol=1e-4)
 

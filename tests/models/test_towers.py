@@ -25,7 +25,6 @@ from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.sharding import make_mesh
 from jaxstack.train import main
-from jaxstack.training import losses
 from jaxstack.training.assemble import make_eval_step, objective_of
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
@@ -139,7 +138,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(model, rng):
 
         def objective(values, ctx=ctx):
             hidden, _ = families.of(cfg).hidden_states(cfg, values, batch, ctx)
-            return losses.add_up(goal.shares(goal.loss(cfg, values, hidden, batch, ctx), totals))
+            return goal.total(goal.shares(goal.loss(cfg, values, hidden, batch, ctx), totals))
 
         found, grads = jax.jit(jax.value_and_grad(objective))(values)
         assert float(found) == pytest.approx(float(wanted), rel=bound)

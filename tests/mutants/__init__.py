@@ -29,6 +29,7 @@ PARTS = (
     "compress",
     "evaluate",
     "watch",
+    "posttrain",
 )
 """Files of this folder in the order of their mutants, which is that of the committed results."""
 

@@ -283,6 +283,20 @@ mistakes(
     ("if other := _other_file(begin):", "if other := None:"),
     ("array.ndim != 1 or", ""),
     ("magic not in {known for known, _ in _LLMC}", "True"),
+    ("int(part) if part.isdecimal() else part for part", "part for part"),
+    ("layout.edges[:-1] + begin for", "layout.edges[:-1] for"),
+    ("and not file.name.startswith", "or not file.name.startswith"),
+    ("if file.suffix != part[0].suffix or", "if"),
+    ("        if layouts[1:]:\n            digest", "        if False:\n            digest"),
+    ("-(-layout.size // -(-_PIECES // files))", "-(-layout.size // _PIECES)"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/file_ids.py", "data/test_binary.py",
+    ('side="right") - 1', 'side="left") - 1'),
+    ("            state.require_unchanged()\n", ""),
+    ("if places[1:]:", "if False:"),
+    ("[int(at)])  # also", "[abs(int(at))])  # also"),
 )  # fmt: skip
 
 mistakes(

@@ -8,10 +8,10 @@ mistakes(
     "hf", "hf/weights.py", HF + " -k lies",
     ('"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", TRANSPOSED)',
      '"layers/attention/w_o": ("model.layers.{}.self_attn.o_proj.weight", SAME)'),
-    ('"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0]),\n'
-     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1])',
-     '"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", THIRDS[1]),\n'
-     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", THIRDS[0])'),
+    ('"layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", SAME),\n'
+     '        "layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", SAME)',
+     '"layers/attention/w_k": ("transformer.h.{}.attn.c_attn.weight", SAME),\n'
+     '        "layers/attention/w_q": ("transformer.h.{}.attn.c_attn.weight", SAME)'),
     ('w_gate="w1", w_up="w3", w_down="w2"', 'w_gate="w3", w_up="w1", w_down="w2"'),
     ('"layers/mlp/w_gate": ("model.layers.{}.mlp.gate_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.up_proj.weight"',
      '"layers/mlp/w_gate": ("model.layers.{}.mlp.up_proj.weight", TRANSPOSED),\n    "layers/mlp/w_up": ("model.layers.{}.mlp.gate_proj.weight"'),
@@ -24,12 +24,12 @@ mistakes(
 
 mistakes(
     "hf", "hf/tensor_layout.py", HF,
-    ("skipped = self.part * prod(own[d] for d in axes[-1])", "skipped = self.part * own[-1]", HF + " -k 'out_and_in or lies'"),
+    (" + self.start + places % block", " + places % block", HF + " -k 'out_and_in or lies'"),
 )  # fmt: skip
 
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
-    ('family.default_of("query_pre_attn_scalar")) ** -0.5', 'family.default_of("query_pre_attn_scalar")) ** -1'),
+    ('found["attention_scale"] = scalar**-0.5', 'found["attention_scale"] = scalar**-1'),
 )  # fmt: skip
 
 mistakes(
@@ -55,7 +55,7 @@ mistakes(
 
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
-    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\"))",
+    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\", max_positions))",
      "scaling[\"original_max_position\"] = 8192", HF),
     ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF,
      {"equivalent": "where p does not divide n the two tuples differ in length, and so are never equal"}),

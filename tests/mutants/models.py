@@ -5,20 +5,27 @@ from mutants.rows import BY_HAND, GENERATE, STEP, mistakes
 ARITHMETIC = "training/test_arithmetic.py"
 
 mistakes(
+    "layers", "models/rope.py", BY_HAND,
+    ("-(jnp.arange(half, dtype=jnp.float32) / half)", "-(jnp.arange(half, dtype=jnp.float32) / cfg.head_width)"),
+    ("return keep + (1 - keep) / factor", "return keep / factor + (1 - keep)"),
+    ("turns = scaling.original_max_position * frequencies / (2 * jnp.pi)",
+     "turns = scaling.original_max_position * frequencies"),
+    ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin"),
+    ("wide[..., ::2] if interleaved else wide[..., :half]", "wide[..., ::2]"),
+    ("return frequencies / scaling.factor, 1.0", "return frequencies, 1.0"),
+    ("0.1 * math.log(scaling.factor) + 1", "1.0"),
+    ("rotated if width == x.shape[-1] else", "rotated if True else"),
+)  # fmt: skip
+
+mistakes(
     "layers", "models/layers.py", BY_HAND,
     ('params.get("bias"), eps=cfg.norm_eps', 'params.get("bias"), eps=1e-6'),
     ('x, params["scale"], eps=cfg.norm_eps, unit_offset', 'x, params["scale"], eps=1e-6, unit_offset'),
     ("unit_offset=cfg.norm_unit_offset, implementation", "unit_offset=False, implementation"),
-    ("-(jnp.arange(half, dtype=jnp.float32) / half)", "-(jnp.arange(half, dtype=jnp.float32) / cfg.head_width)"),
-    ("frequencies * (keep + (1 - keep) / scaling.factor)", "frequencies * (keep / scaling.factor + (1 - keep))"),
-    ("turns = scaling.original_max_position * frequencies / (2 * jnp.pi)",
-     "turns = scaling.original_max_position * frequencies"),
-    ("[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]"),
-    ("a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)",
-     "a, b = x.astype(jnp.float32)[..., ::2], x.astype(jnp.float32)[..., 1::2]"),
+    ("inverse = jax.lax.rsqrt(squares / (heads * x.shape[-1])", "inverse = jax.lax.rsqrt(squares / x.shape[-1]"),
     ("cfg.head_width**-0.5 if cfg.attention_scale is None", "cfg.d_model**-0.5 if cfg.attention_scale is None"),
     ('"softcap": cfg.attention_softcap', '"softcap": cfg.logit_softcap'),
-    ('norm(cfg, params["k_norm"], k, ctx, "rms")', 'norm(cfg, params["q_norm"], k, ctx, "rms")'),
+    ('head_norm(cfg, params["k_norm"], k, ctx)', 'head_norm(cfg, params["q_norm"], k, ctx)'),
     ("activate(cfg.activation, gate, ctx) * up", "activate(cfg.activation, up, ctx) * gate"),
     ('approximate=name == "gelu_tanh"', "approximate=False"),
     ("cfg.d_model**0.5, x.dtype", "cfg.vocab**0.5, x.dtype"),
@@ -49,7 +56,7 @@ mistakes(
 
 mistakes(
     "layers", "models/layers.py", BY_HAND,
-    ('init="zeros" if unit_offset else "ones"', 'init="ones" if unit_offset else "zeros"', "models/test_model.py -k spread"),
+    ('init="zeros" if cfg.norm_unit_offset else "ones"', 'init="ones" if cfg.norm_unit_offset else "zeros"', "models/test_model.py -k spread"),
 )  # fmt: skip
 
 mistakes(
@@ -79,7 +86,7 @@ mistakes(
 
 mistakes(
     "model", "models/decoder.py", BY_HAND,
-    ("rope = layers.rope_tables(cfg, positions)", "rope = layers.rope_tables(cfg, ctx.layout.token_index(length))",
+    ("rope = rope_tables(cfg, positions)", "rope = rope_tables(cfg, ctx.layout.token_index(length))",
      GENERATE + " -k 'greedy and gemma2'"),
 )  # fmt: skip
 

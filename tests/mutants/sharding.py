@@ -69,5 +69,7 @@ mistakes(
     ("if module.feature_group_count > 1:", "if module.feature_group_count > 2:"),
     ("math.prod(_numbers(module.strides)) > 1 and _differ(spec, rank)", "math.prod(_numbers(module.strides)) > 1"),
     ("if sum(size > 1 for size in mesh.shape.values()) < 2:", "if sum(size > 1 for size in mesh.shape.values()) < 1:"),
-    ("module.kernel.ndim > 2 and _differ", "module.kernel.ndim > 1 and _differ"),
+    ("layer.start > 0 and sum", "sum"),
+    ("for group in groups) > 1", "for group in groups) > 0"),
+    ("outputs = module.kernel.ndim - len(module.out_features)", "outputs = module.kernel.ndim - 1"),
 )  # fmt: skip

@@ -45,7 +45,7 @@ mistakes(
 
 mistakes(
     "step", "training/gradients.py", STEP,
-    ("return losses.add_up(terms) + objective.extras.loss(aux, totals.counts, None), (terms, aux)", "return losses.add_up(terms), (terms, aux)",
+    ("return objective.total(terms) + objective.extras.loss(aux, totals.counts, None), (terms, aux)", "return objective.total(terms), (terms, aux)",
      "moe/test_experts.py -k balance"),
 )  # fmt: skip
 

@@ -47,7 +47,7 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.sharding import BATCH_AXES, collectives, make_mesh
-from jaxstack.training import assemble, losses
+from jaxstack.training import assemble
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import Recipe, abstract_state, make_state
@@ -143,6 +143,15 @@ SHARDED: list[Case] = [
     case("lora", ONE, 2, 4, layers=5, fsdp=2, remat="selective", gather=LAYER),
 ]
 """Pipelines whose units gather the weights of one layer at a time. The first one is quick."""
+NEAR: list[Case] = [
+    case("cohere2", ONE, 2, 4, layers=6, fsdp=2, tensor=2, dropout=0.3),
+    case("cohere2", ZERO, 2, 4, layers=4, tensor=2, packing=True),
+    case("olmo2", TWO, 2, 4, 2, layers=7, tensor=2, accum=2),
+    case("olmo2", ONE, 2, 4, fsdp=2, remat="full", gather=LAYER),
+    case("granite", ALL, 4, 4, layers=5, data=2, packing=True),
+    case("shared_gate", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+]
+"""Pipelines of decoders with other norms, rotations and sums, in docs/huggingface.md."""
 ENCODERS: list[Case] = [
     case("bert_pairs", ONE, 2, 4, layers=5, fsdp=2, tensor=2, dropout=0.3),
     case("bert", TWO, 2, 4, 2, layers=7, data=2, packing=True, accum=2),
@@ -204,7 +213,7 @@ CONTRASTIVE: list[Case] = [
     case("clip", ALL, 4, 4, layers=4, tensor=2, sequence_parallel=False),
 ]
 """Pipelines of contrastive models, in docs/contrastive.md. None is quick: a mesh of theirs with accumulation is."""
-APART = [*STATIC, *ZERO_BUBBLE, *SHARDED, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES, *CONTRASTIVE]
+APART = [*STATIC, *ZERO_BUBBLE, *SHARDED, *NEAR, *ENCODERS, *DIFFUSION, *PAIRS, *BRANCHES, *CONTRASTIVE]
 OTHER = os.environ.get("JAXSTACK_TEST_SCHEDULE", "")
 
 
@@ -298,7 +307,7 @@ def by_autodiff(cfg: Config, ctx: Context) -> Any:
 
         def full(values: Any) -> Any:
             hidden, aux = families.of(cfg.model).hidden_states(cfg.model, values, batch, ctx)
-            total = losses.add_up(objective.shares(objective.loss(cfg.model, values, hidden, batch, ctx), totals))
+            total = objective.total(objective.shares(objective.loss(cfg.model, values, hidden, batch, ctx), totals))
             return total + objective.extras.loss(aux, totals.counts, None), (total, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(full, has_aux=True)(values)

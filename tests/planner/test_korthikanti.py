@@ -12,7 +12,7 @@ from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.families.flops import matmul_params
-from jaxstack.planner import megatron, roofline
+from jaxstack.planner import megatron, memory
 from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import CALIBRATED
 
@@ -66,7 +66,7 @@ def test_utilisation_of_megatron_follows_from_its_times(name, mfu, hfu):
 
 def gpt3(style_bytes: int = 16, **mesh: int):
     cfg = with_vocabulary(parse_config(["--config=gpt3", *(f"--mesh.{axis}={size}" for axis, size in mesh.items())]))
-    ctx = roofline.context(cfg, 1024)
+    ctx = memory.context(cfg, 1024 if cfg.mesh.open_axis else None)
     return cfg, ctx, megatron.memory(Job(cfg, ctx), style_bytes)
 
 
@@ -76,13 +76,13 @@ def test_gpt3_needs_more_than_35_a100():
     assert state == pytest.approx(2.8e12, rel=0.005)
     assert 34.9 < state / 80e9 < 35
     assert sum(f.value for f in figures) / 80e9 > 35  # with any activations
-    eighteen = megatron.memory(Job(cfg, roofline.context(cfg, 1024)), 18)
+    eighteen = megatron.memory(Job(cfg, memory.context(cfg)), 18)
     assert sum(f.value for f in eighteen[:-1]) == pytest.approx(state * 18 / 16)
 
 
 def test_gpt3_takes_430_zettaflops_and_16000_days():
     cfg, _, _ = gpt3(data=1)
-    step = megatron.hardware_flops(Job(cfg, roofline.context(cfg)))
+    step = megatron.hardware_flops(Job(cfg, memory.context(cfg)))
     s, h, V, L = 2048, 12288, 51200, 96
     assert step == pytest.approx(96 * 1536 * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h)), rel=1e-3)
     total = 95_000 * step
@@ -100,10 +100,10 @@ def test_activations_are_those_of_the_paper(remat, sequence_parallel, bytes_per_
     """5 a s / h is 80 for GPT-3; eight stages with three chunks hold 8 (1 + 7/24) microbatches of 12 layers."""
     row = published.ROWS["175B"]
     cfg = published.config(row, remat, sequence_parallel)
-    found = megatron.activations(Job(cfg, roofline.context(cfg)))
+    found = megatron.activations(Job(cfg, memory.context(cfg)))
     assert found.value == pytest.approx(2048 * 12288 * bytes_per_element * 96 * (1 + 7 / 24))
     alone = replace(cfg, mesh=replace(cfg.mesh, pipe=1), pipeline=type(cfg.pipeline)())
-    saved = megatron.activations(Job(alone, roofline.context(alone)))
+    saved = megatron.activations(Job(alone, memory.context(alone)))
     assert saved.value == pytest.approx(2048 * 64 * 12288 * bytes_per_element * 96)
     numbers = re.sub(r"[a-z]+", "", found.explanation.replace(" x ", " * "))
     assert eval(numbers) == pytest.approx(found.value, rel=1e-3)  # of what is printed

@@ -211,32 +211,31 @@ def test_auto_is_parsed_beside_other_keys():
         parser.read_arguments(["plan", "--mesh=auto"])
 
 
-def test_a_resumed_run_keeps_its_mesh(monkeypatch, capsys):
+def test_a_resumed_run_keeps_its_mesh(monkeypatch):
     cfg = start.open_mesh(with_values(DENSE, {"mesh.fsdp": 2}), ())
     assert cfg.mesh.sizes == {"pipe": 1, "data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     before = with_values(DENSE, {"mesh.data": 2, "mesh.context": 4, "train.remat": "full"})
     monkeypatch.setattr(run_dir, "earlier_config", lambda run: before)
     monkeypatch.setattr(auto_mesh, "find_devices", jax.devices)
     kept = start.earlier_mesh(cfg, ())
-    assert (
-        auto_mesh.choose(cfg, (), kept)
-        == kept
-        == with_values(cfg, {"mesh.data": 2, "mesh.context": 4, "train.remat": "full"})
-    )
-    assert "mesh     of the run so far: --mesh.data=2 --mesh.context=4" in capsys.readouterr().out
+    chosen, line = auto_mesh.choose(cfg, (), kept)
+    assert chosen == kept == with_values(cfg, {"mesh.data": 2, "mesh.context": 4, "train.remat": "full"})
+    assert line.startswith("mesh     of the run so far: --mesh.data=2 --mesh.context=4")
     assert start.earlier_mesh(with_values(cfg, {"mesh.tensor": 2}), {"mesh.tensor"}) is None  # asked for another one
     assert start.earlier_mesh(replace(cfg, data=DataConfig(seq_len=16, batch_size=3)), ()) is None
     before = with_values(DENSE, {"mesh.data": 4})  # a run on fewer devices: searched again
-    assert math.prod(auto_mesh.choose(cfg, (), start.earlier_mesh(cfg, ())).mesh.sizes.values()) == 8
-    assert "; runner-up --mesh." in capsys.readouterr().out
+    chosen, line = auto_mesh.choose(cfg, (), start.earlier_mesh(cfg, ()))
+    assert math.prod(chosen.mesh.sizes.values()) == 8
+    assert "; runner-up --mesh." in line
     before = DENSE  # an open axis was not chosen by a search
     assert start.earlier_mesh(cfg, ()) is None
 
 
-def test_one_device_has_nothing_to_choose(monkeypatch, capsys):
+def test_one_device_has_nothing_to_choose(monkeypatch):
     monkeypatch.setattr(auto_mesh, "find_devices", lambda: jax.devices()[:1])
-    assert set(auto_mesh.choose(DENSE, (), None).mesh.sizes.values()) == {1}
-    assert capsys.readouterr().out == "mesh     one device, so that --mesh=auto has nothing to choose\n"
+    chosen, line = auto_mesh.choose(DENSE, (), None)
+    assert set(chosen.mesh.sizes.values()) == {1}
+    assert line == "mesh     one device, so that --mesh=auto has nothing to choose"
 
 
 @pytest.mark.matrix

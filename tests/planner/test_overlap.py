@@ -1,9 +1,9 @@
 """What runs beside the collectives of programs whose times are known by hand."""
 
+import collective_windows
 import pytest
 
 from jaxstack.common.hardware import Chip
-from jaxstack.planner import overlap
 
 # A gather of 64 bytes sends 48 and takes one second, an all-reduce of 64 bytes two. A product takes half a second.
 CHIP = Chip(("x",), {"bfloat16": 1024.0}, 1e12, 1, 48.0, "")
@@ -79,7 +79,7 @@ ENTRY %main (r: {state}) -> {state} {{
     ],
 )
 def test_times_by_hand(body, exposed, beside):
-    found = overlap.read_overlap(program(*body), MESH, CHIP)
+    found = collective_windows.read_overlap(program(*body), MESH, CHIP)
     assert [w.times for w in found.windows] == [3] * len(exposed)
     assert [w.exposed for w in found.windows] == pytest.approx(exposed)
     assert [w.hidden_by for w in found.windows] == pytest.approx(beside)
@@ -88,13 +88,13 @@ def test_times_by_hand(body, exposed, beside):
     products = sum(" dot(" in line for line in body)
     assert found.compute == pytest.approx(1.5 * products)
     assert found.collectives == pytest.approx(3 * sum(w.seconds for w in found.windows))
-    assert f"of which {1e3 * found.exposed:.1f} ms are exposed" in overlap.format_overlap(found)
+    assert f"of which {1e3 * found.exposed:.1f} ms are exposed" in collective_windows.format_overlap(found)
 
 
 @pytest.mark.parametrize("result", ["%w", "%d", "%k"])
 def test_a_gather_for_the_next_turn(result):
     """Its result is a result of the turn, through a copy at most."""
     body = (f"%g = {START}", "%d = bf16[8,4]{1,0} all-gather-done(%g)", "%k = bf16[8,4]{1,0} copy(%d)")
-    (window,) = overlap.read_overlap(program(*body, result=result), MESH, CHIP).windows
+    (window,) = collective_windows.read_overlap(program(*body, result=result), MESH, CHIP).windows
     assert window.next_turn == (result != "%w")
     assert (window.kind, window.axes, window.sent) == ("all-gather", ("fsdp",), 48)

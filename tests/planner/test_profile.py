@@ -24,6 +24,7 @@ from jaxstack.planner import pipeline_programs as programs
 from jaxstack.planner import timing
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
+from jaxstack.training.state import Recipe
 
 MESH = {"pipe": 2, "data": 1, "fsdp": 2, "tensor": 2}
 TINY = [
@@ -118,10 +119,10 @@ def test_state_is_counted_to_the_byte(gather, shards):
     in eight. Gradients and bfloat16 copies are sharded in two and in four, or as often as parameters if units gather
     layers. Norms are neither sharded nor copied."""
     cfg = config(dtype="bfloat16")
-    cfg = replace(cfg, pipeline=replace(cfg.pipeline, gather=gather))
     D, F, V = cfg.model.d_model, cfg.model.ff_width, cfg.model.vocab
     layer, norms = 4 * D * D + 3 * D * F, 2 * D  # 8 heads of 8 for queries, keys and values
-    state, shared = profile._state_bytes(cfg, {**MESH, "expert": 1, "context": 1})
+    layout = profile.stage_layout(cfg.mesh, gather, {**MESH, "expert": 1, "context": 1})
+    state, shared = profile._state_bytes(Recipe.of(cfg), layout)
     assert state == 12 * (layer / 4 + norms) + 4 * (layer / 2 / shards + norms) + 2 * layer / 2 / shards
     ends = 2 * V * D
     counters = 2 * 4  # the steps of the moments and of the learning rate
@@ -169,7 +170,7 @@ def test_a_cut_by_costs_gives_the_loss_and_gradients_of_one_device(tmp_path, sch
     # A weight unit of the first layer takes as long as those of all others together, too.
     weight = {} if schedule == "1f1b" else {"weight": (4.0, *[1.0] * 4), "pair_bytes": (1.0,) * 5}
     cfg = cut_by(tmp_path / "costs.json", unequal(5, **weight), cfg)
-    program = resolve(cfg, 2, cfg.data.batch_size)
+    program = resolve(cfg.pipeline, cfg.model, 2, cfg.data.batch_size)
     assert program.stages.layers == (1, 4)
     assert program.explain().startswith(f"5 layers by {schedule}: 2 stages")
     one = meshes.gradients(pipelines.config("llama3", {}, layers=5), 0)
@@ -180,16 +181,17 @@ def test_a_cut_by_costs_gives_the_loss_and_gradients_of_one_device(tmp_path, sch
 
 def test_layers_that_alternate_are_cut_in_their_groups(tmp_path):
     cfg = cut_by(tmp_path / "costs.json", unequal(4), pipelines.config("gemma2", {"pipe": 2}, layers=8))
-    program = resolve(cfg, 2, cfg.data.batch_size)
+    program = resolve(cfg.pipeline, cfg.model, 2, cfg.data.batch_size)
     assert program.stages.layers == (2, 6)
     assert program.explain().startswith("4 groups of 2 layers by 1f1b: 2 stages")
 
 
 def test_equal_layers_are_cut_evenly_and_without_costs_nothing_is_explained(tmp_path):
     cfg = pipelines.config("llama3", {"pipe": 4}, layers=7)
-    plain = resolve(cfg, 4, cfg.data.batch_size)
+    plain = resolve(cfg.pipeline, cfg.model, 4, cfg.data.batch_size)
     same = replace(unequal(7), forward=(1.0,) * 7, backward=(2.0,) * 7)
-    measured = resolve(cut_by(tmp_path / "costs.json", same, cfg), 4, cfg.data.batch_size)
+    cut = cut_by(tmp_path / "costs.json", same, cfg)
+    measured = resolve(cut.pipeline, cut.model, 4, cut.data.batch_size)
     assert measured.stages == plain.stages
     assert plain.explain() == ""
 
@@ -214,7 +216,7 @@ def test_costs_that_do_not_fit_are_refused_in_one_line(layers, change, says, tmp
     cfg = pipelines.config("llama3", {"pipe": 2}, layers=5)
     cfg = cut_by(tmp_path / "costs.json", unequal(layers, **change), cfg)
     with pytest.raises(ConfigError, match=says) as error:
-        resolve(cfg, 2, cfg.data.batch_size)
+        resolve(cfg.pipeline, cfg.model, 2, cfg.data.batch_size)
     assert "\n" not in str(error.value)
 
 
@@ -228,7 +230,7 @@ def test_costs_that_do_not_fit_are_refused_in_one_line(layers, change, says, tmp
 def test_a_partition_that_cannot_be_had_here_is_refused_in_one_line(partition, says):
     cfg = pipelines.config("llama3", {"pipe": 2}, layers=5)
     with pytest.raises(ConfigError, match=says) as error:
-        resolve(replace(cfg, pipeline=replace(cfg.pipeline, partition=partition)), 2, cfg.data.batch_size)
+        resolve(replace(cfg.pipeline, partition=partition), cfg.model, 2, cfg.data.batch_size)
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"is empty\. Use even, auto"):
         PipelineConfig(partition="")

@@ -122,7 +122,7 @@ def test_the_sentences_have_the_figures_of_the_result():
         f"{rows['looked_up']} steps",
         f"{rows['predicted']} of them",
         f"{percent(RESULT['left_one_project_out']['covered_by_interval'])} of the held-out steps",
-        f"{percent(RESULT['left_one_project_out']['all']['within_25%'])} within 25%",
+        f"{percent(RESULT['left_one_project_out']['all']['within_25%'])} are within 25%",
     ):
         assert text in " ".join(PLANNING.split()), text
 

@@ -28,7 +28,7 @@ from jaxstack.config import (
     TrainConfig,
 )
 from jaxstack.families import flops as plan
-from jaxstack.planner import aot, estimate, roofline
+from jaxstack.planner import aot, estimate, memory, roofline
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import PARTS, DeviceShapes, Op, OpBuilder
@@ -67,7 +67,7 @@ def multiplied(ops) -> float:
 def in_program(cfg: Config) -> float:
     """Counts the FLOPs of one device's matmuls in the traced training step."""
     n = math.prod(cfg.mesh.sizes.values())
-    ctx = roofline.context(cfg)
+    ctx = memory.context(cfg)
     mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:n])
     ctx = replace(ctx, layout=replace(ctx.layout, mesh=mesh), ops=replace(ctx.ops, moe="ragged"))
     shape = (cfg.data.batch_size, cfg.data.seq_len)
@@ -85,7 +85,7 @@ def in_program(cfg: Config) -> float:
 )
 def test_flops_are_those_of_the_program(name, remat):
     cfg = config(MODELS[name], remat)
-    assert multiplied(operations(Job(cfg, roofline.context(cfg)), "unfused")) == in_program(cfg)
+    assert multiplied(operations(Job(cfg, memory.context(cfg)), "unfused")) == in_program(cfg)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_device_does_its_share(name, mesh):
     if mesh.get("tensor", 1) > 1:
         m = replace(m, vocab_size=64)  # so that the vocabulary divides
     cfg = config(m, "selective", **mesh)
-    assert multiplied(operations(Job(cfg, roofline.context(cfg)), "unfused")) == in_program(cfg)
+    assert multiplied(operations(Job(cfg, memory.context(cfg)), "unfused")) == in_program(cfg)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -114,7 +114,7 @@ def test_flops_without_recomputation_are_the_two_conventions(name):
     if m.moe.capacity_factor is not None:
         m = replace(m, moe=replace(m.moe, capacity_factor=None))  # the model's FLOPs leave out empty places
     cfg, tokens = config(m), 16 * 24
-    flops, ctx = plan.flops_per_token(m, 24), roofline.context(cfg)
+    flops, ctx = plan.flops_per_token(m, 24), memory.context(cfg)
     for traffic, per_token in (("unfused", flops.full), ("fused", flops.causal)):
         ops = [op for op in operations(Job(cfg, ctx), traffic) if not op.recomputes]
         assert multiplied(ops) == pytest.approx(per_token * tokens, rel=1e-12)
@@ -124,16 +124,16 @@ def test_accumulated_and_pipelined_steps_multiply_as_much():
     whole = config(FAMILIES["llama3"])
     for cfg in (config(FAMILIES["llama3"], accum=4), config(replace(FAMILIES["llama3"], vocab_size=64), pipe=2)):
         shares = math.prod(cfg.mesh.sizes.values())
-        ops = operations(Job(cfg, roofline.context(cfg)), "unfused")
+        ops = operations(Job(cfg, memory.context(cfg)), "unfused")
         expected = config(cfg.model) if shares > 1 else whole
-        assert multiplied(ops) * shares == multiplied(operations(Job(expected, roofline.context(expected)), "unfused"))
+        assert multiplied(ops) * shares == multiplied(operations(Job(expected, memory.context(expected)), "unfused"))
 
 
 def test_bytes_by_hand():
     """Checks one matmul, one norm, the optimizer and the cast of weights, in a minimal model."""
     m = ModelConfig(num_layers=1, d_model=8, num_heads=1, d_ff=16, vocab_size=32, gated=False, positions="none")
     cfg = config(m)
-    ops = {op.name: op for op in operations(Job(cfg, roofline.context(cfg)))}
+    ops = {op.name: op for op in operations(Job(cfg, memory.context(cfg)))}
     tokens, weights = 16 * 24, 4 * 64 + 2 * 128 + 2 * 256 + 3 * 8
     assert ops["mlp/w_up"].bytes == 2 * (tokens * 8 + 8 * 16 + tokens * 16)
     assert ops["attention norm"].bytes == 2 * 2 * tokens * 8
@@ -147,7 +147,7 @@ def test_bytes_by_hand():
 
 def test_communication_is_the_formulas():
     cfg = config(replace(FAMILIES["llama3"], vocab_size=64), fsdp=2, tensor=2)
-    ctx = roofline.context(cfg)
+    ctx = memory.context(cfg)
     sent = sum(c.sent for c in estimate.traffic(Job(cfg, ctx)))
     ops = [op for op in operations(Job(cfg, ctx)) if op.kind == "transfer"]
     assert sum(op.bytes * op.times for op in ops) == pytest.approx(sent)
@@ -162,7 +162,7 @@ def test_fused_attention_moves_no_scores():
         moved = []
         for seq in (1024, 2048):
             cfg = replace(config(m), data=DataConfig(seq_len=seq, batch_size=1))
-            ops = operations(Job(cfg, roofline.context(cfg)), traffic)
+            ops = operations(Job(cfg, memory.context(cfg)), traffic)
             moved.append(sum(op.bytes * op.times for op in ops if op.part == "attention"))
         assert moved[1] / moved[0] == pytest.approx(2**power, rel=0.05)  # queries and keys grow linearly
 
@@ -182,7 +182,7 @@ def bert_large() -> list[Op]:
         mesh=MeshConfig(data=1),
     )  # fmt: skip
     build = OpBuilder("unfused", "none", "float16", 2)
-    ops = one_layer(operations(Job(cfg, roofline.context(cfg)), "unfused"))
+    ops = one_layer(operations(Job(cfg, memory.context(cfg)), "unfused"))
     ops = [replace(op, dtype="float16") for op in ops]
     # Our models have no dropout of attention weights and none after the activation.
     shapes = DeviceShapes(m, 8, 512, 512)
@@ -259,7 +259,7 @@ def test_a_peak_that_a_chip_does_not_have_is_an_error():
 def test_eight_bits_take_two_of_three_products(quant):
     cfg = config(FAMILIES["llama3"])
     low = replace(cfg, train=replace(cfg.train, quant=quant))
-    plain, eight = (operations(Job(c, roofline.context(c))) for c in (cfg, low))
+    plain, eight = (operations(Job(c, memory.context(c))) for c in (cfg, low))
     assert multiplied(eight) == multiplied(plain)
     layers = sum(op.flops * op.times for op in plain if op.part == "matmul" and op.of_layer)
     in_eight = sum(op.flops * op.times for op in eight if op.dtype == ("int8" if quant == "int8" else "float8"))
@@ -272,7 +272,7 @@ def test_muon_pays_for_its_iterations():
     adamw = config(FAMILIES["llama3"])
     muon = replace(adamw, optim=OptimConfig(name="muon"))
     by_part = [
-        sum(op.flops * op.times for op in operations(Job(cfg, roofline.context(cfg))) if op.part == "optimizer")
+        sum(op.flops * op.times for op in operations(Job(cfg, memory.context(cfg))) if op.part == "optimizer")
         for cfg in (adamw, muon)
     ]
     assert by_part[1] > 2 * by_part[0]
@@ -330,7 +330,7 @@ def test_the_device_at_hand_is_measured():
         (("roofline", *TINY, "--chip", "h100", "--devices", "1.5"), "--devices=1.5 is not valid. Use an integer >= 1"),
         (("roofline", *TINY, "--chip", "h100", "--traffic", "much"), "Use one of fused, unfused"),
         (("roofline", *TINY, "--chip", "h100", "--measure", "yes"), "Use --chip here"),
-        (("roofline", *TINY, "--chip", "h100", "--mesh.data=-1", "--devices", "3"), "does not divide among 3 replicas"),
+        (("roofline", *TINY, "--chip", "h100", "--mesh.data=-1", "--devices", "3"), "mesh.data=3 does not divide the"),
     ],
 )
 def test_mistakes_are_named(words, says):

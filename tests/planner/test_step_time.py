@@ -14,7 +14,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelCo
 from jaxstack.families.flops import flops_per_token
 from jaxstack.pipeline import zb_h1
 from jaxstack.pipeline.stages import Stages
-from jaxstack.planner import memory, roofline, traffic
+from jaxstack.planner import memory, traffic
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
@@ -39,7 +39,7 @@ def config(
 
 
 def predict(cfg: Config, limits: ChipLimits = H100) -> StepTime:
-    return step_time(Job(cfg, roofline.context(cfg)), limits)
+    return step_time(Job(cfg, memory.context(cfg)), limits)
 
 
 def place(limits: ChipLimits = H100, **sizes: int) -> Placement:
@@ -49,7 +49,7 @@ def place(limits: ChipLimits = H100, **sizes: int) -> Placement:
 
 def test_parts_add_up_to_all_operations_and_collectives():
     cfg = config(fsdp=4, tensor=2)
-    ctx = roofline.context(cfg)
+    ctx = memory.context(cfg)
     found = predict(cfg)
     work = sum(op.times * H100.seconds(op)[0] for op in local_operations(Job(cfg, ctx)))
     assert found.layers + found.recomputation + found.head + found.update == pytest.approx(work)
@@ -76,7 +76,7 @@ def test_recomputation_is_counted_once_more_by_each_convention():
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb1", 1)])
 def test_the_bubble_is_that_of_the_schedule(schedule, chunks):
     cfg = config(pipe=4, microbatches=8, chunks=chunks, schedule=schedule)
-    ctx = roofline.context(cfg)
+    ctx = memory.context(cfg)
     found = predict(cfg)
     inside = [op for op in local_operations(Job(cfg, ctx)) if op.of_layer]
     forward = sum(op.times * H100.seconds(op)[0] for op in inside if not op.in_backward)
@@ -101,7 +101,7 @@ def test_gradients_of_weights_fill_the_bubble():
 
 
 def test_a_backward_pass_takes_twice_the_forward_pass_without_recomputation():
-    ops = [op for op in local_operations(Job(config("none"), roofline.context(config("none")))) if op.part == "matmul"]
+    ops = [op for op in local_operations(Job(config("none"), memory.context(config("none")))) if op.part == "matmul"]
     forward = sum(op.times * op.flops for op in ops if not op.in_backward)
     assert sum(op.times * op.flops for op in ops if op.in_backward) == pytest.approx(2 * forward)
 

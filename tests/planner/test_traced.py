@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import step_memory
-from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS
+from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, EXPERTS, NEAR
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, PipelineConfig, TrainConfig
@@ -32,6 +32,8 @@ MODELS = {
     "dit": DIFFUSION["dit"],
     "experts": DIFFUSION["dit_experts"],
     "coca": CONTRASTIVE["coca"],
+    **NEAR,
+    "qwen2_moe": EXPERTS["qwen2_moe"],
 }
 
 
@@ -39,7 +41,7 @@ def of_family(
     name: str, *, remat: str = "none", accum: int = 1, micro: int = 0, attention: str = "auto", **mesh: int
 ) -> Config:
     model = MODELS[name]
-    source = {"encoder_decoder": "pairs", "branches": "stdlib"}.get(model.family, "digits")
+    source = {"encoder_decoder": "pairs", "branches": "stdlib", "decoder": "stdlib"}.get(model.family, "digits")
     data = DataConfig(
         source=source, path="pairs.jsonl" if source == "pairs" else None, seq_len=32, batch_size=16,
         target_len=16 if model.family in ("encoder_decoder", "contrastive") else None,
@@ -148,7 +150,14 @@ def plan(name: str, **options) -> tuple[Config, Context]:
 
 
 @pytest.mark.parametrize(
-    "name", ["t5", "experts", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("branches", "dit", "coca"))]
+    "name",
+    [
+        *("t5", "experts", "cohere2"),
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in sorted(MODELS.keys() - {"t5", "experts", "cohere2"})
+        ),
+    ],
 )
 def test_traced_flops_are_those_of_the_formula(name):
     """All matmuls that `train.remat` does not repeat, on one device, with attention that computes all pairs."""
@@ -206,6 +215,10 @@ def test_a_family_without_formulas_is_refused_by_the_roofline_and_by_megatron():
         roofline.operations(Job(cfg, ctx))
     with pytest.raises(ConfigError, match=r"--style=megatron-fp16 counts .*not model.family=diffusion"):
         figures.memory_by_policy(Job(cfg, ctx), 16)
+    keys = {"olmo2": "pre_norm=false", "cohere2": "parallel=one_norm", "qwen2_moe": "moe.shared_gate=true"}
+    for name, key in keys.items():
+        with pytest.raises(ConfigError, match=rf"counts .* with usual layers only, not model.{key}. Use `jaxstack"):
+            roofline.operations(Job(*plan(name)))
 
 
 def test_committed_programs_are_within_the_bounds():
@@ -236,6 +249,7 @@ def test_the_trace_of_today_is_within_the_bounds_of_committed_programs(case):
         ("t5", {"fsdp": 2, "tensor": 2, "remat": "selective"}),
         ("dit", {"tensor": 2, "fsdp": 2, "accum": 2}),
         ("coca", {"fsdp": 4, "remat": "full"}),
+        ("olmo2", {"fsdp": 2, "tensor": 2, "remat": "selective"}),
         ("branches", {"pipe": 2, "fsdp": 2, "micro": 4, "remat": "full"}),
     ],
 )

@@ -13,7 +13,7 @@ from jaxstack.families.context import make_context
 from jaxstack.pipeline import zb1
 from jaxstack.pipeline.program import Program
 from jaxstack.pipeline.stages import Stages
-from jaxstack.planner import estimate, roofline, step_bytes, weight_split
+from jaxstack.planner import estimate, memory, step_bytes, weight_split
 from jaxstack.planner.job import Job
 from jaxstack.sharding import make_mesh
 from jaxstack.training.assemble import make_gradients
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_what_the_executor_stores(monkeypatch, family, split,
 def test_cheap_pairs_are_chosen_while_they_fit(monkeypatch):
     """By hand, in float32: tokens x (input + outputs) for 2 waiting units of 2 layers, FLOPs 2 x tokens x weights."""
     cfg = config(split=None)
-    ctx = roofline.context(cfg)
+    ctx = memory.context(cfg)
     m, tokens = cfg.model, cfg.data.seq_len * cfg.data.batch_size // 4
     D, F, Q, KV = m.d_model, m.ff_width, m.num_heads * m.head_width, m.kv_heads * m.head_width
     elements = {"w_q": D + Q + 2 * KV, "w_o": Q + D, "w_up": D + 2 * F, "w_down": F + D}
@@ -97,13 +97,13 @@ def test_memory_is_at_most_a_tenth_above_1f1b():
     other = config(schedule="1f1b", remat="selective")
     totals = []
     for one in (cfg, other):
-        ctx = roofline.context(one)
+        ctx = memory.context(one)
         totals.append(sum(estimate.memory(Job(one, ctx), *estimate.abstract_inputs(Job(one, ctx))).values()))
-    resolved, line = estimate.resolve_split(Job(cfg, roofline.context(cfg)))
+    resolved, line = estimate.resolve_split(Job(cfg, memory.context(cfg)))
     assert 1 <= totals[0] / totals[1] <= 1.1
     assert resolved.pipeline.split is not None
     assert "bubble" in line
-    job = Job(other, roofline.context(other))
+    job = Job(other, memory.context(other))
     assert estimate.resolve_split(job) == (job, "")
 
 
@@ -135,6 +135,6 @@ def test_uneven_stages_are_as_slow_as_the_largest():
 def test_mistakes_are_named():
     cfg = config(split=("mlp/.*", "ffn"))
     with pytest.raises(ConfigError, match=r"'ffn' matches no matrix of a layer .* Use names among attention/w_k, "):
-        estimate.resolve_split(Job(cfg, roofline.context(cfg)))
+        estimate.resolve_split(Job(cfg, memory.context(cfg)))
     with pytest.raises(ConfigError, match=r"pipeline.split=null is chosen where a run starts"):
         jax.eval_shape(*traced(config(split=None)))

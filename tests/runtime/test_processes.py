@@ -603,6 +603,21 @@ def test_a_number_of_devices_that_is_none(value, monkeypatch):
         platform.configure(MeshConfig(), 8)
 
 
+def test_a_mesh_that_no_machine_has_is_refused_before_jax_starts(monkeypatch):
+    """JAX made 4096 devices, which took minutes, and then the memory did not suffice."""
+    for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "NPROC"):
+        monkeypatch.setenv(name, "")  # it is restored after the test
+        monkeypatch.delenv(name)
+    mesh = MeshConfig(data=1024, tensor=4)
+    with pytest.raises(ConfigError, match=r"^mesh\.data=1024, mesh\.tensor=4 needs 4,096 devices in a process, and no"):
+        platform.configure(mesh, 4096)
+    assert "JAX_NUM_CPU_DEVICES" not in os.environ
+    platform.configure(mesh, 4096, processes=512)
+    assert os.environ["JAX_NUM_CPU_DEVICES"] == "8", "a share of the mesh"
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4096")
+    platform.configure(mesh, 4096)
+
+
 @pytest.mark.parametrize(("fsdp", "threads"), [(2, "4"), (64, "128")])
 def test_simulated_devices_have_threads_of_their_own(fsdp, threads, monkeypatch):
     """With a thread for each of two cores, eight devices of an interleaved pipeline waited for each other for ever, and

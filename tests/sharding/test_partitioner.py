@@ -111,6 +111,21 @@ def test_a_loop_over_layers_split_by_one_of_them_is_right(w_spec, mesh, stack):
     assert_equal(layers, mesh, stack[0], P(BATCH), stack[1], w_spec)
 
 
+def heads(x, w):
+    """Layers whose outputs have two dimensions, as the projections of attention have."""
+    return lax.scan(lambda x, w: (jnp.sin(jnp.tensordot(x, w, 1)).reshape(x.shape), None), x, w)[0]
+
+
+@WRONG
+def test_a_loop_over_projections_to_heads_split_by_inputs_and_heads(mesh, stack):
+    assert_equal(heads, mesh, stack[0], P(BATCH), stack[1].reshape(3, 16, 4, 4), P(None, "fsdp", "tensor"))
+
+
+def test_a_loop_over_projections_to_heads_split_by_heads_is_right(mesh, stack):
+    w_spec = P(None, None, ("tensor", "fsdp"))
+    assert_equal(heads, mesh, stack[0], P(BATCH), stack[1].reshape(3, 16, 4, 4), w_spec)
+
+
 @WRONG
 def test_overlapping_windows_of_a_maximum_with_split_space(mesh, rng):
     x = rng.normal(size=(8, 8, 4)).astype(np.float32)
@@ -130,6 +145,9 @@ class Model(nnx.Module):
         self.same = nnx.Conv(8, 16, (3, 3), rngs=nnx.Rngs(0))
         self.up = nnx.ConvTranspose(8, 16, (3, 3), strides=2, rngs=nnx.Rngs(0))
         self.layers = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(keys)
+        self.attention = nnx.vmap(lambda key: nnx.MultiHeadAttention(2, 8, 8, rngs=nnx.Rngs(key)))(keys)
+        self.einsums = nnx.vmap(lambda key: nnx.Einsum("ab,bc->ac", (8, 8), rngs=nnx.Rngs(key)))(keys)
+        self.one = nnx.MultiHeadAttention(2, 8, 8, rngs=nnx.Rngs(0))
         self.head = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
 
@@ -176,6 +194,25 @@ def test_stacked_layers_are_named_if_inputs_and_outputs_are_split(model, mesh):
     texts = said(model, mesh, layers=P(None, "fsdp", "tensor"))
     assert [t for t in texts if t.startswith("layers: XLA's gradient of a loop over layers")]
     assert len(said(model, mesh, layers=P(None, None, ("fsdp", "tensor")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "is_named"),
+    [
+        ("attention/query", P(None, "fsdp", "tensor", None), True),
+        ("attention/query", P(None, "fsdp", None, "tensor"), True),
+        ("attention/query", P(None, None, "fsdp", "tensor"), False),
+        ("attention/out", P(None, "tensor", None, "fsdp"), True),
+        ("attention/out", P(None, "fsdp", "tensor", None), False),
+        ("einsums", P(None, "fsdp", "tensor"), True),
+        ("einsums", P(None, None, ("fsdp", "tensor")), False),
+        ("one/query", P("fsdp", "tensor", None), False),
+        ("one/out", P("tensor", None, "fsdp"), False),
+    ],
+)
+def test_stacks_of_other_products_are_named(name, spec, is_named, model, mesh):
+    texts = said(model, mesh, **{name: spec})
+    assert [t.split(":")[0] for t in texts if "a loop over layers" in t] == [name] * is_named
 
 
 def test_a_mesh_with_one_axis_has_no_idle_one(model):

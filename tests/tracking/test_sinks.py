@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,9 @@ RECORDS = [
 ]
 
 
-def config(run_dir: Path, *names: str) -> Config:
-    return Config(run=RunConfig(dir=str(run_dir), sinks=names))
+def begin(others: sinks.Sinks, run_dir: Path, name: str, start: int = 0) -> None:
+    """Opens a sink for a run in a folder."""
+    others.open((name,), run_dir, asdict(Config()), start)
 
 
 def events(directory: Path) -> list:
@@ -57,7 +58,7 @@ def curve(found: list, tag: str) -> dict[int, float]:
 
 def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     with sinks.Sinks() as others:
-        others.open(config(tmp_path, "tensorboard"), 0)
+        begin(others, tmp_path, "tensorboard")
         log = jsonl.JsonLines(tmp_path / "metrics.jsonl", others)
         for record in RECORDS:
             log.write(record)
@@ -72,7 +73,7 @@ def test_tensorboard_has_every_line_and_forgets_what_is_run_again(tmp_path):
     ]
     assert texts == [b"spike; step 1: text", b"rolled back"]
     with sinks.Sinks() as others:
-        others.open(config(tmp_path, "tensorboard"), 1)
+        begin(others, tmp_path, "tensorboard", 1)
         others.write({"step": 2, "loss": 3.0})
     assert curve(events(tmp_path / "tensorboard"), "loss") == {1: 5.5, 2: 3.0}
 
@@ -118,11 +119,11 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for record in RECORDS[:2], RECORDS[2:]:
         with sinks.Sinks() as others:
-            others.open(config(tmp_path, "wandb"), 0)
+            begin(others, tmp_path, "wandb")
             for line in record:
                 others.write(line)
     others = sinks.Sinks()
-    others.open(config(tmp_path, "wandb"), 0)
+    begin(others, tmp_path, "wandb")
     others.__exit__(KeyError)
     assert len({how["id"] for how in wandb.begun}) == 1
     assert all(how["resume"] == "allow" and how["dir"] == str(tmp_path) for how in wandb.begun)
@@ -136,10 +137,10 @@ def test_weights_and_biases_has_every_line_and_one_run(tmp_path, monkeypatch):
     ]
     wandb.init = lambda **_: (_ for _ in ()).throw(Wandb.Error("no API key\nmore"))
     with pytest.raises(ConfigError, match=r"run.sinks=\[wandb\] cannot be used: no API key"):
-        sinks.Sinks().open(config(tmp_path, "wandb"), 0)
+        begin(sinks.Sinks(), tmp_path, "wandb")
     wandb.init = lambda **_: (_ for _ in ()).throw(ValueError("1 error\nmode\n  input_value=''"))  # WANDB_MODE=
     with pytest.raises(ConfigError, match=r"cannot be used: 1 error mode input_value=''\. .* set WANDB_MODE=offline"):
-        sinks.Sinks().open(config(tmp_path, "wandb"), 0)
+        begin(sinks.Sinks(), tmp_path, "wandb")
 
 
 def test_trackio_has_every_line_and_one_run(tmp_path, monkeypatch):
@@ -152,7 +153,7 @@ def test_trackio_has_every_line_and_one_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     for record in RECORDS[:2], RECORDS[2:]:
         with sinks.Sinks() as others:
-            others.open(config(tmp_path, "trackio"), 0)
+            begin(others, tmp_path, "trackio")
             for line in record:
                 others.write(line)
     assert len({how["name"] for how in begun}) == 1
@@ -170,7 +171,7 @@ def test_trackio_has_every_line_and_one_run(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"run.sinks=\[trackio\] cannot be used: no such space. Unset TRACKIO_SPACE_ID"
     ):
-        sinks.Sinks().open(config(tmp_path, "trackio"), 0)
+        begin(sinks.Sinks(), tmp_path, "trackio")
 
 
 @pytest.mark.slow
@@ -180,7 +181,7 @@ def test_trackio_on_this_machine(tmp_path):
     code = (
         "import sys; from pathlib import Path; from jaxstack.tracking import sinks; import test_sinks as t\n"
         "with sinks.Sinks() as others:\n"
-        "    others.open(t.config(Path(sys.argv[1]), 'trackio'), 0)\n"
+        "    t.begin(others, Path(sys.argv[1]), 'trackio')\n"
         "    [others.write(line) for line in t.RECORDS if line['step'] == int(sys.argv[2])]\n"
     )
     places = [str(Path(__file__).parent), *sys.path]

@@ -60,7 +60,7 @@ def make_batch(cfg: Config, length: int, rng: np.random.Generator) -> dict[str, 
     if pairs:
         fields = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
         tokens = PairTokens(**fields, middles=starts + inputs_D, lengths=(32, 16))
-    reader = BucketReader([tokens], ["text"], [(0, (1.0,))], bucket_sizes(cfg), seed=1)
+    reader = BucketReader([tokens], ["text"], [(0, (1.0,))], bucket_sizes(cfg.data), seed=1)
     index = next(k for k in range(100) if reader.row_figures(k)["bucket"] == reader.lengths[number])
     return reader.batches()[index]
 
@@ -151,9 +151,7 @@ def test_in_bfloat16_a_batch_is_near_each_document_alone_in_float32(rng):
 
 def ahead_of(cfg: Config, ctx: Context) -> CompileAhead:
     """Builds what compiles the steps of a run ahead."""
-    return CompileAhead(
-        cfg.data, families.of(cfg.model).batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch)
-    )
+    return CompileAhead(cfg.data, families.batch_spec(cfg.model, cfg.data), ctx.layout.sharding(ctx.layout.batch))
 
 
 def toy(cfg: Config, step, lengths) -> tuple[CompileAhead, Any, list[dict[str, np.ndarray]]]:

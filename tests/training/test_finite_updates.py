@@ -178,7 +178,13 @@ def test_a_state_that_overflows_is_skipped_though_the_update_is_finite(rng, monk
 
 def test_debug_names_optimizer_parameter_and_reason(rng):
     cfg = config(optim=NO_EPS, model=dataclasses.replace(TINY, num_layers=1))
-    lines = [*explain_update(cfg, Context(), init_state(Recipe.of(cfg)), unseen_tokens(cfg, rng))]
+
+    def explained(cfg):
+        recipe = Recipe.of(cfg)
+        gradients = assemble.make_gradients(cfg, Context())
+        return [*explain_update(recipe, gradients, Context(), init_state(recipe), unseen_tokens(cfg, rng))]
+
+    lines = explained(cfg)
     text = "\n".join(lines)
     assert lines[0].startswith("update   optim.name=adamw makes ")
     assert lines[1].startswith("where    the parameter embedding/tokens, first at [5, 0]: float32 ")
@@ -187,4 +193,4 @@ def test_debug_names_optimizer_parameter_and_reason(rng):
     assert lines[-1].startswith("fix      optim.eps=0 ")
     assert lines[-1].endswith("Use optim.eps=1e-08.")
     fine = dataclasses.replace(cfg, optim=OptimConfig(warmup_steps=0))
-    assert [*explain_update(fine, Context(), init_state(Recipe.of(fine)), unseen_tokens(fine, rng))] == []
+    assert explained(fine) == []

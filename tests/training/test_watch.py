@@ -32,6 +32,10 @@ ROUNDING = 3e-7
 """Error of an element between two meshes, as a part of the RMS: five units of float32, as was found in T5."""
 
 
+def watched_of(cfg):
+    return watch.watched_of(cfg.model, cfg.debug.patterns, cfg.data, cfg.train.dtype)
+
+
 def statistics(x):
     """Returns the statistics of an array in float64. `frexp` gives a mantissa of 0.5 to 1, and a power of two."""
     x = np.abs(np.asarray(x, np.float64)).ravel()
@@ -82,7 +86,7 @@ def draw(rng, shape):
 
 def names_of(cfg):
     """Returns the names that the model of a run has."""
-    return watch.all_names(cfg.model, families.of(cfg.model).batch_spec(cfg.model, cfg.data), cfg.train.dtype)
+    return watch.all_names(cfg.model, families.batch_spec(cfg.model, cfg.data), cfg.train.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,7 +197,7 @@ def run_step(cfg, batch, names, with_gradients=False):
     mesh = make_mesh(cfg.mesh, cfg.microbatch_size, jax.devices()[: math.prod(cfg.mesh.sizes.values())])
     ctx = make_context(cfg, mesh)
     state = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx))
-    step, gradients = make_train_step(cfg, ctx, watch.watched_of(cfg)), make_gradients(cfg, ctx)
+    step, gradients = make_train_step(cfg, ctx, watched_of(cfg)), make_gradients(cfg, ctx)
 
     @jax.jit
     def run(state, batch):
@@ -327,8 +331,8 @@ def test_a_pattern_without_a_match_names_the_nearest():
     with pytest.raises(
         ConfigError, match=r"watch=layers/1/mpl/up matches no name\. The nearest names are layers/1/mlp/up, "
     ):
-        watch.watched_of(wrong)
-    right = watch.watched_of(dataclasses.replace(cfg, debug=DebugConfig(watch="layers/1/mlp/*")))
+        watched_of(wrong)
+    right = watched_of(dataclasses.replace(cfg, debug=DebugConfig(watch="layers/1/mlp/*")))
     assert right.watcher.names == {"mlp/up", "mlp/gate", "mlp/hidden", "mlp/out"}
     assert {name for name in right.names if "w_up" in name} == {
         f"layers/mlp/w_up/{kind}" for kind in ("gradient", "update", "update_ratio")
@@ -347,7 +351,7 @@ def test_nothing_is_measured_between_the_steps():
     plain = jit_train_step(cfg, ctx, abstract).lower(abstract, batch).as_text()
     on = dataclasses.replace(cfg, debug=DebugConfig(watch="*/mlp/out", watch_every=3))
     mesh = ctx.layout.mesh
-    steps = start.make_steps(Setup(on, None, mesh, ctx, abstract, watch.watched_of(on)))
+    steps = start.make_steps(Setup(on, None, mesh, ctx, abstract, watched_of(on)))
     usual = steps.train
     chosen = [steps.choose(number, on.debug.watch_every, usual) for number in range(1, 8)]
     assert [step is usual for step in chosen] == [True, True, False, True, True, False, True]

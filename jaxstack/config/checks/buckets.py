@@ -71,7 +71,6 @@ def require_lengths(cfg: Groups, mesh: MeshConfig, microbatches: int) -> None:
     """Checks that a mesh divides the batches of all buckets.
 
     Args:
-      cfg: the run.
       mesh: the sizes of its axes; an open one counts as 1.
       microbatches: of a pipeline.
 

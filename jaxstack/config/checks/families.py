@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from jaxstack.config.bounds import require
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.groups import Groups
 from jaxstack.config.model import ModelConfig
 from jaxstack.config.pictures import PICTURES
@@ -50,7 +51,12 @@ ONLY = (
     Only("data.mask_id", _MASKED, "encoders and branches", None),
     Only("data.mask_words", _MASKED, "encoders and branches", False),
     Only("model.encoder_layers", ("encoder_decoder", "contrastive"), "encoder-decoders", None),
-    Only("model.head_scale", ("encoder_decoder",), "encoder-decoders", 1.0),
+    Only("model.head_scale", ("encoder_decoder", "decoder"), "encoder-decoders and decoders", 1.0),
+    Only("model.embedding_multiplier", ("decoder",), "decoders", 1.0),
+    Only("model.residual_multiplier", ("decoder",), "decoders", 1.0),
+    Only("model.pre_norm", ("decoder",), "decoders", True),
+    Only("model.parallel", ("decoder",), "decoders", "no"),
+    Only("model.rope_layers", ("decoder",), "decoders", (True,)),
     Only("model.moe.every", ("encoder_decoder",), "encoder-decoders", 1),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
@@ -169,8 +175,8 @@ def _check_sources(cfg: Groups) -> None:
     family = model.family
     names = [one.source for one in data.single_sources()]
     require(
-        "chat" not in names or family not in _NO_DECODER,
-        f"data.source=chat does not suit model.family={family}. Use data.source=path.",
+        not {*TEMPLATED} & {*names} or family not in _NO_DECODER,
+        f"data.source={names[0]} does not suit model.family={family}. Use data.source=path.",
     )
     require(
         "labels" not in names or bool(model.labels),

@@ -17,6 +17,7 @@ def check_training(cfg: Groups) -> None:
     _check_lengths(cfg)
     _check_base_width(cfg)
     _check_distill(cfg)
+    _check_preference(cfg)
     _check_qat(cfg)
     _check_keep_zeros(cfg)
 
@@ -108,6 +109,50 @@ def _check_distill(cfg: Groups) -> None:
     require(
         cfg.distill.teacher is None or cfg.model.family == "decoder",
         f"distill.teacher={cfg.distill.teacher} teaches decoders, but model.family={cfg.model.family}. Leave it null.",
+    )
+
+
+def _check_preference(cfg: Groups) -> None:
+    """Checks that a run learns from pairs alone, if it does, and has a reference.
+
+    Raises:
+      ConfigError: keys of the group are set without pairs, pairs are mixed with other data, or there is no reference.
+    """
+    pair = cfg.learned_preference
+    data = cfg.data
+    if pair is None:
+        for key, value in vars(cfg.preference).items():
+            require(
+                value == getattr(type(cfg.preference), key),
+                f"preference.{key}={value} is for pairs of completions, but data.source={data.source} has none. Use "
+                f"data.source=preferences, or leave it out.",
+            )
+        return
+    others = [one.source for one in data.mixture if one.source != "preferences"]
+    require(
+        not others,
+        f"data.mixture={list(data.mixture)} has another source beside preferences, whose loss differs. Use preferences "
+        f"alone; preference.nll_weight also learns the chosen completions.",
+    )
+    require(
+        cfg.model.family == "decoder" and cfg.model.moe.router not in ("domain", "timestep"),
+        f"data.source=preferences teaches plain decoders, but model.family={cfg.model.family} and "
+        f"model.moe.router={cfg.model.moe.router}. Use a decoder without domains.",
+    )
+    require(
+        not data.buckets,
+        f"data.buckets={data.buckets} is not supported with data.source=preferences. Use data.packing=true, which puts "
+        f"several pairs into a row.",
+    )
+    require(
+        cfg.distill.teacher is None,
+        f"distill.teacher={cfg.distill.teacher} teaches the next token, which data.source=preferences does not learn. "
+        f"Leave it null.",
+    )
+    require(
+        not pair.has_reference or pair.reference is not None or cfg.run.init_from is not None,
+        f"preference.loss={pair.loss} compares the model with the one that the run starts with, but run.init_from is "
+        f"not set. Name a run that was trained on conversations, or use preference.loss=orpo or simpo.",
     )
 
 

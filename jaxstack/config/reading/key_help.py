@@ -21,6 +21,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "data": ("source", "path", "tokenizer", "seq_len", "batch_size"),
     "train": ("steps", "grad_accum", "dtype", "remat", "eval_every"),
     "distill": (),
+    "preference": (),
     "optim": ("name", "lr", "schedule", "warmup_steps", "weight_decay"),
     "kernels": (),
     "mesh": ("data", "fsdp", "tensor"),
@@ -113,9 +114,7 @@ def short(options: str, groups: Sequence[Group], source: str, program: str) -> s
 
     Args:
       options: help of the arguments that are not keys.
-      groups: all groups of keys.
       source: where the values are from, such as `the values of quickstart`.
-      program: the command.
     """
     head = [options.rstrip("\n"), "", f"most used keys, with {source}:"]
     foot = [
@@ -142,7 +141,7 @@ def _common(groups: Sequence[Group]) -> dict[str, list[Key]]:
 def _others(common: dict[str, list[Key]]) -> Iterator[str]:
     """Yields a line that names the groups without a much used key, if there are any."""
     if rest := [name for name, keys in common.items() if not keys]:
-        yield f"other groups: {', '.join(rest)}"
+        yield f"more groups: {', '.join(rest)}"
 
 
 def _described(groups: Sequence[Group], width: int) -> Iterator[str]:

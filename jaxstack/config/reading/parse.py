@@ -5,6 +5,7 @@ here. Every mistake raises `ConfigError`.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import functools
@@ -13,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,7 +122,7 @@ class Parser(ArgumentParser):
         if self._default_config is not None:
             groups = self.instantiate(values)
             result.cfg = Config(**{name: groups[name] for name in GROUPS})
-            _check_secrets(result.cfg)
+            _check_secrets(flat(result.cfg))
             if values.print_config:
                 _check_vocabulary(result.cfg)
                 print(to_yaml(result.cfg), end="")
@@ -152,9 +153,14 @@ class Parser(ArgumentParser):
           kinds: type of every key.
         """
         if self._has_config:
-            for action in self._actions:  # who asks for help need not give them
-                action.required = action.required and bool(action.option_strings)
-            values, _, words = self._values(argv, kinds)
+            positionals = [action for action in self._actions if action.required and not action.option_strings]
+            for action in positionals:  # who asks for help need not give them
+                action.required = False
+            try:
+                values, _, words = self._values(argv, kinds)
+            finally:
+                for action in positionals:
+                    action.required = True
         else:
             values = self.get_defaults()
             words = []
@@ -169,11 +175,12 @@ class Parser(ArgumentParser):
         flags = ["the flags given"] if any(word.startswith("--") for word in words) else []
         files = _split_config(argv)[0] or [name for name in [self._default_config] if name]
         source = "the values of " + " and ".join([*files, *flags]) if files or flags else "their defaults"
-        self._action_groups = [g for g in self._action_groups if not {*g._group_actions} & {*sections}]
+        brief = copy.copy(self)
+        brief._action_groups = [g for g in self._action_groups if not {*g._group_actions} & {*sections}]
         return "\n\n".join(
             key_help.topic(topic, [*groups.values()], self._names())
             if topic
-            else key_help.short(self.format_help(), [*groups.values()], source, self._command)
+            else key_help.short(brief.format_help(), [*groups.values()], source, self._command)
             for topic in topics
         )
 
@@ -188,6 +195,11 @@ class Parser(ArgumentParser):
                 continue
             value = value if equals else following
             if os.path.isfile(value):
+                if key == "data" and Path(value).suffix not in (".yaml", ".yml"):
+                    raise ConfigError(
+                        f"--data={value} is not a YAML file of the group data. For a text, use --data.source=path "
+                        f"--data.path={value}."
+                    )
                 yaml_check.check_file(Path(value), kinds, key)
             elif value.lstrip().startswith("{"):
                 yaml_check.check_text(value, f"--{key}", kinds, key)
@@ -414,8 +426,8 @@ _SECRET = re.compile(
 )
 
 
-def _check_secrets(cfg: Config) -> None:
-    for key, value in flat(cfg).items():
+def _check_secrets(values: Mapping[str, object]) -> None:
+    for key, value in values.items():
         if _SECRET.search(str(value)):
             raise ConfigError(
                 f"{key} contains a password or an access token, which would be written to config.yaml, the screen and "

@@ -51,6 +51,16 @@ def unknown_argument(word: str, following: str, names: Names) -> str:
 
 def _stray(word: str, names: Names) -> str:
     """Returns a line about a word that is neither a flag nor expected as an argument."""
+    path = Path(word)
+    if "data.path" in names.flags and (path.exists() or path.suffix == ".py"):
+        if (path / "config.yaml").is_file():
+            return f"unknown argument {word}. To continue this run, use --run.dir={word}."
+        if (path / "config.json").is_file():
+            return f"unknown argument {word}. To begin with this model, make a run of it: `jaxstack import {word} RUN`."
+        text = "FILE" if path.suffix == ".py" else word
+        return (
+            f"unknown argument {word}. Use --config for a YAML file, --data.source=path --data.path={text} for a text."
+        )
     if "." in word or counterpart(word):
         return unknown_key(word, names, "")
     if close := difflib.get_close_matches(word, names.configs, n=1):
@@ -80,7 +90,7 @@ def unknown_key(name: str, names: Names, value: str | None = None) -> str:
         tools = "" if there.key in same else f" ({', '.join(there.tools)})"
         return f"unknown key {name}{tools}. Use {advice}.{how}"
     if not same:
-        same = difflib.get_close_matches(key, names.flags, n=1)
+        same = difflib.get_close_matches(key, names.flags, n=1, cutoff=0.65)
     if not same:
         words = difflib.get_close_matches(key.rpartition(".")[2], set(last.values()), n=1, cutoff=0.8)
         same = [flag for flag, word in last.items() if word in words]

@@ -99,7 +99,9 @@ def with_all_rows(share: Share, cfg: ModelConfig, ctx: Context, objective: Objec
     return compared
 
 
-def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, microbatches: int = 1) -> EvalSums:
+def evaluate(
+    objective: Objective, cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, microbatches: int = 1
+) -> EvalSums:
     """Returns what `losses.evaluate` does, for a family that compares rows: all rows of the batch are compared."""
     model = comparing(cfg)
     assert model is not None
@@ -117,4 +119,4 @@ def evaluate(cfg: ModelConfig, params: Params, batch: Batch, ctx: Context, micro
         features = merge_microbatches(features)
     right = model.count_right(cfg, params, features, batch, ctx)
     sums |= model.compare(cfg, params, features, batch, ctx)
-    return EvalSums(sums, term_weights(cfg, batch), right)
+    return EvalSums(sums, term_weights(objective, batch), right)

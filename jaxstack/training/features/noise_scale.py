@@ -92,7 +92,6 @@ def measure(ctx: Context, grads: Params, weights: jax.Array, total_weight: jax.A
     `small_batches` is 1 if a token of the batch counts, else 0.
 
     Args:
-      ctx: execution context within the step.
       grads: gradients of the small batch, summed over all axes but `replica_axes`, and divided by `total_weight`.
       weights: loss weights of this device's part of the small batch [B, S].
       total_weight: sum of the loss weights of the global batch.

@@ -30,9 +30,7 @@ def pipeline_fns(
     """Returns what the stages of a pipeline run, on parameters as `Context.within_stage` reads them.
 
     Args:
-      cfg: the model.
       ctx: execution context of the parameters as they are stored.
-      objective: what the run minimises.
       split: see `PipelineConfig.split`.
       totals: of the global batch.
     """
@@ -120,9 +118,6 @@ def pipelined(cfg: ModelConfig, ctx: Context, objective: Objective, split: Seque
     after it. With `pipeline.gather=layer` each unit does so for one layer at a time, and sums of gradients are shards.
 
     Args:
-      cfg: the model.
-      ctx: execution context.
-      objective: what the run minimises.
       split: see `PipelineConfig.split`. `None` is an error if the schedule has weight units.
     """
     program = ctx.layout.pipeline

@@ -48,8 +48,6 @@ def make_teach(distill: DistillConfig, model: ModelConfig, values: Params, ctx: 
 
     Args:
       distill: how many tokens it names, and its temperature.
-      model: the teacher.
-      values: its parameters.
       ctx: its execution context, for whole sequences.
     """
     count = min(distill.top_tokens, model.vocab)

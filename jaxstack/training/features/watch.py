@@ -7,7 +7,7 @@ parameter before it. A step returns one array for all layers of a stack, by the 
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten
-from jaxstack.config import Config, ConfigError, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.features.watching import TAPS, Watcher, moments
 from jaxstack.models import params as parameters
 from jaxstack.models.batches import BatchSpec
@@ -123,8 +123,6 @@ def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]
     One abstract forward pass on one device gives the names of activations. Nothing is computed.
 
     Args:
-      cfg: the model.
-      arrays: of a batch.
       dtype: of activations.
     """
     ctx = Context(dtype=jnp.dtype(dtype), observer=Watcher(frozenset(TAPS)))
@@ -148,17 +146,23 @@ def _by_distance(pattern: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(pattern, every, n=len(every), cutoff=0)
 
 
-def watched_of(cfg: Config) -> Watched | None:
-    """Returns what a run measures; `None` if `debug.watch` is empty.
+def watched_of(model: ModelConfig, patterns: Sequence[str], keys: DataConfig, dtype: str) -> Watched | None:
+    """Returns what a run measures; `None` if `debug.watch` has no patterns.
+
+    Args:
+      model: has the values that patterns name.
+      patterns: of `debug.watch`.
+      keys: the shape of a batch.
+      dtype: of activations.
 
     Raises:
       ConfigError: a pattern matches no name.
     """
-    if not cfg.debug.patterns:
+    if not patterns:
         return None
-    names = all_names(cfg.model, families.of(cfg.model).batch_spec(cfg.model, cfg.data), cfg.train.dtype)
+    names = all_names(model, families.batch_spec(model, keys), dtype)
     found: set[str] = set()
-    for pattern in cfg.debug.patterns:
+    for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
             near = {names[name]: name for name in _by_distance(pattern, names)[::-1]}  # one of each, not of each layer
@@ -168,4 +172,4 @@ def watched_of(cfg: Config) -> Watched | None:
                 f"any text."
             )
         found |= {names[name] for name in matches}
-    return Watched(cfg.model, frozenset(found))
+    return Watched(model, frozenset(found))

@@ -1,4 +1,4 @@
-"""Parameters of another run, or of a Hugging Face folder: initial ones, and the parameters of a teacher."""
+"""Parameters of another run, or of a Hugging Face folder: initial ones, and those of a teacher or a reference."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+from jaxstack.training.features.preference import Refer, make_refer
 from jaxstack.training.features.qat import evaluated_params
 from jaxstack.training.features.teacher import Teach, make_teach
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
@@ -76,8 +77,6 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     optimizer are not read.
 
     Args:
-      run: the run.
-      ctx: execution context.
       number: step of the checkpoint. `None` means the newest valid one.
       merge_adapters: whether the result has the parameters of `run.model.base` in place of `run.model`.
 
@@ -115,8 +114,6 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
     Args:
       source: the run or folder of the model.
       name: what names it, for errors: `run.init_from=DIR`.
-      cfg: the data.
-      tokenizer: of the data.
 
     Raises:
       ConfigError: the source has another tokenizer.
@@ -152,9 +149,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
 
     Args:
       cfg: the resolved configuration of this run.
-      ctx: its execution context.
       abstract: shapes, dtypes and shardings of its state.
-      tokenizer: of its data.
 
     Raises:
       ConfigError: a source that does not exist, has no checkpoint, or has another model or tokenizer, or no zeros
@@ -251,21 +246,66 @@ def _read_adapters(adapter: str, model: ModelConfig, source: Config | Pretrained
 def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Teach:
     """Reads the parameters of `distill.teacher`, and returns what adds what it says to batches; without one, nothing.
 
-    Its parameters are sharded over the mesh by the rules of their own model, in the dtype of the run. They belong to no
-    checkpoint. It reads whole sequences, so devices of the axis `context` do the same work.
+    It reads whole sequences, so devices of the axis `context` do the same work.
 
     Args:
       cfg: the resolved configuration of the run that learns.
-      tokenizer: of its data.
-      mesh: its mesh.
 
     Raises:
       ConfigError: the teacher cannot be read, or it does not suit the run.
     """
     if cfg.distill.teacher is None:
         return lambda batch: batch
-    name = f"distill.teacher={cfg.distill.teacher}"
-    source = find_source(str(cfg.distill.teacher), "distill.teacher")
+    model, params, ctx = read_frozen(cfg, "distill.teacher", cfg.distill.teacher, tokenizer, mesh)
+    return make_teach(cfg.distill, model, params, ctx.whole_sequences())
+
+
+def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, ctx: Context) -> Refer:
+    """Returns what adds the log-probabilities of the frozen reference to batches of pairs; to other batches, nothing.
+
+    The reference is `preference.reference`, or the model of `run.init_from`. A run that trains adapters of that model
+    has its parameters already, and leaves the adapters out.
+
+    Args:
+      cfg: the resolved configuration of the run that learns.
+      tokenizer: of its data.
+      mesh: its mesh.
+      ctx: its execution context.
+
+    Raises:
+      ConfigError: the reference cannot be read, or it does not suit the run.
+    """
+    preference = cfg.learned_preference
+    if preference is None or not preference.has_reference:
+        return lambda params, batch: batch
+    if preference.reference is None and cfg.model.lora.rank and cfg.run.init_adapter is None:
+        return make_refer(replace(cfg.model.base, dropout=0.0), ctx.whole_sequences())
+    key = "run.init_from" if preference.reference is None else "preference.reference"
+    name = preference.reference or str(cfg.run.init_from)
+    model, params, ctx = read_frozen(cfg, key, name, tokenizer, mesh)
+    return make_refer(model, ctx.whole_sequences(), params)
+
+
+def read_frozen(
+    cfg: Config, key: str, folder: str, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
+) -> tuple[ModelConfig, Params, Context]:
+    """Returns a decoder that a run reads and does not change: model, parameters and execution context.
+
+    Its parameters are sharded over the mesh by the rules of their own model, in the dtype of the run. They belong to no
+    checkpoint.
+
+    Args:
+      cfg: the resolved configuration of the run.
+      key: the key that names the decoder, for errors.
+      folder: run or Hugging Face folder.
+      tokenizer: of the run's data.
+      mesh: of the run.
+
+    Raises:
+      ConfigError: the decoder cannot be read, or it does not suit the run.
+    """
+    name = f"{key}={folder}"
+    source = find_source(folder, key)
     require_same_tokenizer(source, name, cfg.data, tokenizer)
     model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
     if model.family != "decoder" or model.moe.router in ("domain", "timestep"):
@@ -275,13 +315,13 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
         )
     if model.vocab_size != cfg.model.vocab_size:
         raise ConfigError(
-            f"{name} has model.vocab_size={model.vocab_size}, and this run has {cfg.model.vocab_size}. Name a teacher "
+            f"{name} has model.vocab_size={model.vocab_size}, and this run has {cfg.model.vocab_size}. Name a model "
             f"with the same tokenizer."
         )
     if model.positions == "learned" and (model.max_positions or 0) < cfg.data.seq_len:
         raise ConfigError(
             f"{name} has learned positions up to {model.max_positions}, but data.seq_len={cfg.data.seq_len}. Shorten "
-            f"data.seq_len, or name another teacher."
+            f"data.seq_len, or name another model."
         )
     run = replace(cfg, model=replace(model, dropout=0.0), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
     ctx = make_context(run, mesh)
@@ -292,4 +332,4 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
         train = replace(run.train, qat=source.train.qat, qat_group=source.train.qat_group)
         there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
         params = restore_params(there, ctx)
-    return make_teach(cfg.distill, run.model.base, params, ctx.whole_sequences())
+    return run.model.base, params, ctx

@@ -22,9 +22,6 @@ def print_header(
     """Prints what will be trained and on what, what has changed since the earlier part of the run, and warnings.
 
     Args:
-      console: prints lines.
-      setup: the run.
-      loader: reads its batches.
       changes: values that differ from the earlier part.
       last_holder: a line about a process that held the lock of the run directory before, if there was one.
     """

@@ -30,7 +30,6 @@ def compare_with_ngrams(
       loader: of its batches.
       records: of its log.
       write: adds a record to the log.
-      console: prints lines.
     """
     tokenizer = dataset.tokenizer
     if reason := ngram.obstacle([*dataset.training_texts], tokenizer):

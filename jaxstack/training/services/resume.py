@@ -49,7 +49,7 @@ class Resume:
         if scan.lost:
             raise scan.error(self.saved, "Restore a copy, or set another run.dir.")
         if scan.step:
-            run_dir.require_same_data(self.metadata(scan.step), cfg, dataset.fingerprint)
+            run_dir.require_same_data(self.metadata(scan.step), cfg.data, dataset.fingerprint, cfg.run.dir)
         return scan
 
     def metadata(self, step: int) -> dict[str, Any]:

@@ -76,7 +76,6 @@ class Run:
 
         Args:
           setup: the run, as it was resolved.
-          loader: reads its batches.
           draw: draws pictures at every evaluation. `None` means none.
         """
         cfg = setup.cfg
@@ -99,7 +98,7 @@ class Run:
         self._checkpoints = Checkpoints(cfg.checkpoint, self._saved)
         self.ahead = CompileAhead(
             cfg.data,
-            families.of(cfg.model).batch_spec(cfg.model, cfg.data),
+            families.batch_spec(cfg.model, cfg.data),
             ctx.layout.sharding(ctx.layout.batch),
             active=not cfg.debug.eager,
         )
@@ -200,7 +199,7 @@ class Run:
             moved = manifest.quarantine(self._saved / name, quarantine)
             self.console.print(f"moved the checkpoint of step {name} to {moved}/")
         dropped = log.rewind(start)
-        self._sinks.open(self._cfg, start)
+        self._sinks.open(self._cfg.run.sinks, self._directory, asdict(self._cfg), start)
         if record := goodput.resumed_record(start, log.records, dropped):
             log.write(record)
         return log
@@ -370,7 +369,7 @@ class Run:
                 self.console,
             )
         messages.print_samples(self.console, self._directory / "samples.txt", samples)
-        plot_loss(self._log.records, self._directory / "loss.png", baseline, cfg.model.objective.unit)
+        plot_loss(self._log.records, self._directory / "loss.png", baseline, cfg.objective.unit)
         end = {"step": cfg.train.steps, "event": "finished", "time": time.time(), "seconds": self.goodput.take()}
         self._log.write(end)
         messages.print_end(self.console, self._directory)

@@ -1,4 +1,4 @@
-"""Measures what a compiled program computes while each of its collectives runs.
+"""Reads what a compiled program computes while each of its collectives runs.
 
 XLA splits a collective into a start and a done, and its schedule decides which operations run between them. The work
 between them hides the collective; the rest of its time is exposed. Both times follow from the chip's data sheet: an

@@ -1,0 +1,284 @@
+"""Reads pairs of completions of a prompt, of which one is preferred, and puts pairs into rows.
+
+| keys of an object | values |
+|---|---|
+| `prompt`, `chosen`, `rejected` | each a text, or messages as in `conversations` |
+| `chosen`, `rejected` | two conversations that differ in the last message |
+
+A completion that is messages may repeat the prompt before its answer, as in UltraFeedback. `system` is the text of a
+system message. Other keys, such as scores, are ignored.
+
+Suffixes: B batch, S sequence, D pairs, W rows of an epoch.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxstack.config import ConfigError
+from jaxstack.data import chat
+from jaxstack.data.conversations import Conversation, Message, check_messages, json_objects, refuse_unsupported
+from jaxstack.data.pairs import pack
+from jaxstack.data.tokenizers import Tokenizer, id_dtype
+from jaxstack.data.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with two completions.
+
+    Attributes:
+      name: in error messages, the file and the line.
+      prompt: the messages before the completions.
+      chosen: the text of the better completion.
+      rejected: the text of the other one.
+    """
+
+    name: str
+    prompt: list[Message]
+    chosen: str
+    rejected: str
+
+    def conversations(self) -> tuple[Conversation, Conversation]:
+        """Returns the conversations with the chosen and the rejected completion. Only these are learned."""
+        earlier = frozenset(range(sum(message["role"] == "assistant" for message in self.prompt)))
+        chosen, rejected = (
+            Conversation(self.name, [*self.prompt, {"role": "assistant", "content": text}], unlearned=earlier)
+            for text in (self.chosen, self.rejected)
+        )
+        return chosen, rejected
+
+
+def read_preferences(path: str) -> Iterator[Preference]:
+    """Yields the pairs of a file with one JSON object per line, or with one JSON list of objects.
+
+    Raises:
+      ConfigError: the file does not exist or is empty, or an object is not a pair. The message has the file and the
+        line.
+    """
+    empty = True
+    for name, value in json_objects(path, "pair of completions"):
+        empty = False
+        try:
+            yield _preference(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    if empty:
+        raise ConfigError(f"data.path={path} has no pairs of completions. Give a file with at least two.")
+
+
+def _preference(name: str, value: Any) -> Preference:
+    """Returns the pair of a JSON value after checking it."""
+    if not isinstance(value, dict):
+        raise ConfigError("this is not a JSON object. Write an object with prompt, chosen and rejected.")
+    refuse_unsupported(value)
+    if not {"chosen", "rejected"} <= value.keys():
+        shown = ", ".join(sorted(map(str, value))) or "nothing"
+        raise ConfigError(f"the keys are {shown}. Write prompt, chosen and rejected.")
+    sides = {key: value[key] for key in ("chosen", "rejected")}
+    prompt = value.get("prompt")
+    if prompt is None:
+        prompt = _common(sides)
+    messages = _as_messages("prompt", prompt, "user")
+    if system := value.get("system"):
+        if any(message["role"] == "system" for message in messages):
+            raise ConfigError("there is a system message beside the key system. Keep one of them.")
+        messages = [*_as_messages("system", system, "system"), *messages]
+    if not messages or messages[-1]["role"] == "assistant":
+        last = "is empty" if not messages else "ends with an answer"
+        raise ConfigError(f"the prompt {last}, so no completion can follow. End it with a message of the user.")
+    chosen, rejected = (_completion(key, sides[key], messages) for key in ("chosen", "rejected"))
+    return Preference(name, messages, chosen, rejected)
+
+
+def _common(sides: dict[str, Any]) -> list[Any]:
+    """Returns the messages with which two conversations begin, before the last message of each."""
+    if not all(isinstance(side, list) for side in sides.values()):
+        raise ConfigError("there is no prompt, and chosen or rejected is not a list of messages. Write the prompt.")
+    chosen, rejected = sides.values()
+    if chosen[:-1] != rejected[:-1]:
+        raise ConfigError(
+            "there is no prompt, and chosen and rejected differ before their last messages. Write the prompt, and one "
+            "answer each."
+        )
+    return chosen[:-1]
+
+
+def _as_messages(key: str, value: Any, role: str) -> list[Message]:
+    """Returns a text or messages as messages after checking them."""
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} is neither text nor a list of messages. Write one of them.")
+    try:
+        return check_messages(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _completion(key: str, value: Any, prompt: list[Message]) -> str:
+    """Returns the text of a completion, which is a text or messages. Messages may repeat the prompt."""
+    messages = _as_messages(key, value, "assistant")
+    for before in (prompt, [message for message in prompt if message["role"] != "system"]):
+        if messages[: len(before)] == before:
+            messages = messages[len(before) :]
+            break
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in messages) or "nothing"
+        raise ConfigError(
+            f"{key} has {roles} after the prompt. Give it one answer of the assistant, and put earlier messages into "
+            f"the prompt."
+        )
+    return messages[0]["content"]
+
+
+@dataclass(frozen=True)
+class PreferenceTokens(Tokens):
+    """Pairs: each document is the ids of a prompt with the chosen completion, and then with the rejected one."""
+
+    middles: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Start of each rejected conversation in `ids`, int64 [D]."""
+
+    def documents(self, which: np.ndarray) -> "PreferenceTokens":
+        """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
+        found = super().documents(which)
+        assert isinstance(found, PreferenceTokens)
+        return replace(found, middles=self.middles[which])
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The number of positions of a row that each pair takes, int64 [D]: every token but the first of each side."""
+        return self.ends - self.starts - 2
+
+
+def encode_preferences(
+    preferences: Iterable[Preference], template: chat.ChatTemplate, tokenizer: Tokenizer, seq_len: int
+) -> tuple[PreferenceTokens, list[str], str]:
+    """Encodes all pairs in memory. A pair is never cut; one that does not fit a row is left out.
+
+    Returns:
+      The tokens, the prompt of each pair, and a note for users about the pairs that were left out, or an empty string.
+
+    Raises:
+      ConfigError: no pair is left, or a completion has no token.
+    """
+    both: list[Preference] = []
+    equal = 0
+    for one in preferences:
+        if one.chosen == one.rejected:
+            equal += 1
+        else:
+            both.append(one)
+    sides = chat.render_conversations((side for one in both for side in one.conversations()), template)
+    encoded = [(ids, answers) for _, ids, answers in chat.encode_answers(sides, tokenizer)]
+    pieces = []
+    masks = []
+    sizes = []
+    names = []
+    prompts = []
+    too_long = []
+    for one, chosen, rejected in zip(both, encoded[::2], encoded[1::2], strict=True):
+        positions = chosen[0].size + rejected[0].size - 2
+        if positions > seq_len:
+            too_long.append(positions)
+            continue
+        for ids, answers in (chosen, rejected):
+            pieces.append(ids)
+            masks.append(answers)
+        sizes.append((chosen[0].size, rejected[0].size))
+        names.append(one.name)
+        prompts.append("\n".join(f"{message['role']}: {message['content']}" for message in one.prompt))
+    notes = []
+    if too_long:
+        longest = f"the longest needs {max(too_long):,} positions"
+        if not pieces:
+            raise ConfigError(
+                f"none of {len(too_long):,} pairs fits into data.seq_len={seq_len}, which has both completions with "
+                f"their prompt ({longest}). Raise it."
+            )
+        notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
+    if equal:
+        if not pieces:
+            raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
+        notes.append(f"{equal:,} left out, with equal completions")
+    bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
+    tokens = PreferenceTokens(
+        np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size)), bounds[:-1:2], bounds[2::2],
+        tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks), middles=bounds[1::2],
+    )  # fmt: skip
+    return tokens, prompts, ", ".join(notes)
+
+
+@dataclass(frozen=True)
+class PreferenceWindows:
+    """Rows of pairs, in the order of training."""
+
+    pairs: PreferenceTokens
+    order_D: np.ndarray
+    """The pairs in the order of their rows, int64 [D]."""
+    first_W: np.ndarray
+    """The first of the pairs of each row in `order_D`."""
+    length_W: np.ndarray
+    """Number of pairs of each row."""
+
+    @classmethod
+    def of(cls, pairs: PreferenceTokens, seq_len: int, packing: bool) -> "PreferenceWindows":
+        """Returns rows of one pair, or of as many as fit with packing."""
+        size_D = pairs.targets
+        rows = [[pair] for pair in range(size_D.size)]
+        if packing:
+            rows = pack(np.stack([size_D, np.zeros_like(size_D)], 1), (seq_len, 1))
+        length_W = np.array([len(row) for row in rows])
+        return cls(pairs, np.concatenate(rows), np.cumsum(length_W) - length_W, length_W)
+
+    def reorder(self, order_W: np.ndarray) -> "PreferenceWindows":
+        """Returns the rows in another order."""
+        return replace(self, first_W=self.first_W[order_W], length_W=self.length_W[order_W])
+
+    def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> dict[str, np.ndarray]:
+        """Returns the batch of these rows. The sides of a pair follow each other and do not see each other.
+
+        Returns:
+          Arrays [B, S]:
+          - `tokens` and `targets`, int32: the targets are the tokens that follow.
+          - `segment_ids`, int32: odd for chosen conversations, and one more for the rejected ones; 0 for padding.
+          - `positions`, int32: they count from 0 in each conversation.
+          - `loss_weights`, float32: 1 where the target is of a completion.
+          - `pair_weights`, float32: 1 at the first position of each pair.
+        """
+        del packing, vocab_size
+        integers = ("tokens", "targets", "segment_ids", "positions")
+        batch = {name: np.zeros((window_B.size, seq_len), np.int32) for name in integers}
+        batch |= {name: np.zeros((window_B.size, seq_len), np.float32) for name in ("loss_weights", "pair_weights")}
+        mask = self.pairs.loss_mask
+        assert mask is not None
+        for b, window in enumerate(window_B.tolist()):
+            at = 0
+            for number, pair in enumerate(self._row(window)):
+                bounds = (int(each[pair]) for each in (self.pairs.starts, self.pairs.middles, self.pairs.ends))
+                start, middle, end = bounds
+                batch["pair_weights"][b, at] = 1
+                for side, (first, last) in enumerate(((start, middle), (middle, end)), start=1):
+                    where = b, slice(at, at + last - first - 1)
+                    batch["tokens"][where] = self.pairs.ids[first : last - 1]
+                    batch["targets"][where] = self.pairs.ids[first + 1 : last]
+                    batch["loss_weights"][where] = mask[first + 1 : last]
+                    batch["segment_ids"][where] = 2 * number + side
+                    batch["positions"][where] = np.arange(last - first - 1)
+                    at += last - first - 1
+        return batch
+
+    def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
+        """Returns the number of positions of these rows that are not padding."""
+        return np.array([self.pairs.targets[self._row(window)].sum() for window in window_B.tolist()])
+
+    def describe(self, window: int) -> str:
+        """Returns the places from which the pairs of a row were read."""
+        assert self.pairs.names is not None
+        return " + ".join(self.pairs.names[pair] for pair in self._row(window))
+
+    def _row(self, window: int) -> list[int]:
+        first = int(self.first_W[window])
+        return self.order_D[first : first + int(self.length_W[window])].tolist()

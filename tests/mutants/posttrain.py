@@ -1,0 +1,82 @@
+"""Mutants of the losses after pretraining."""
+
+from mutants.rows import mistakes
+
+mistakes(
+    "posttrain", "posttrain/losses.py", "posttrain/test_losses.py",
+    ("return -(1 - label_smoothing) * jax.nn.log_sigmoid(logits) - label_smoothing * jax.nn.log_sigmoid(-logits)",
+     "return -(1 - label_smoothing) * jax.nn.log_sigmoid(logits) + label_smoothing * jax.nn.log_sigmoid(-logits)"),
+    ("return (right - swapped) / (1 - 2 * label_smoothing)", "return right - swapped"),
+    ("(chosen - ref_chosen) / chosen_tokens - (rejected - ref_rejected) / rejected_tokens",
+     "(chosen - ref_chosen) / rejected_tokens - (rejected - ref_rejected) / chosen_tokens"),
+    ("1 / (2 * beta)", "beta / 2"),
+    ("jax.nn.relu(1 - beta *", "jax.nn.relu(beta - beta *"),
+    ("-jax.nn.log_sigmoid(beta * difference - gamma)", "-jax.nn.log_sigmoid(beta * (difference - gamma))"),
+    ("jnp.where(wanted, reward, -reward)", "jnp.where(wanted, reward, reward)"),
+    ("jnp.where(wanted, wanted_weight, unwanted_weight)", "jnp.where(wanted, unwanted_weight, wanted_weight)"),
+    ("jnp.maximum(log_ratios.mean(), 0.0)", "log_ratios.mean()"),
+    ("chosen - rejected - margin", "chosen - rejected + margin"),
+    ("jnp.where(spread, rewards - rewards.mean(1, keepdims=True), 0.0)", "rewards - rewards.mean(1, keepdims=True)"),
+    ("max(rewards.shape[1] - 1, 1)", "rewards.shape[1]"),
+    ("/ (G - 1)", "/ G"),
+    ("(lengths - (longest - buffer)) / buffer, 0.0)", "(lengths - longest) / buffer, 0.0)"),
+    ("jnp.clip(ratio, 1 - low, 1 + high)", "jnp.clip(ratio, 1 - high, 1 + low)"),
+    ("return -jnp.minimum(ratio * advantages", "return -jnp.maximum(ratio * advantages"),
+    ("weight = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_probs - old_log_probs), high))",
+     "weight = jnp.minimum(jnp.exp(log_probs - old_log_probs), high)"),
+    ("return jnp.expm1(x) - x", "return jnp.exp(x) - 1 - x"),
+    ("jnp.exp(old_log_probs - sampler_log_probs), limit)", "jnp.exp(sampler_log_probs - old_log_probs), limit)"),
+    ("jnp.minimum(log_prob, -jnp.finfo(log_prob.dtype).eps)", "log_prob"),
+    ("(jnp.maximum(mask.sum(1, keepdims=True), 1) * mask.shape[0])", "jnp.maximum(mask.sum(), 1)"),
+)  # fmt: skip
+
+mistakes(
+    "posttrain",
+    "training/features/preference.py",
+    "training/test_preference.py -k packed_or_not",
+    (
+        "sides = of_pairs(log_probs * mask, segment_ids, present, ctx)",
+        "sides = of_pairs(log_probs, segment_ids, present, ctx)",
+    ),
+    ("of_pairs(each * mask, segment_ids, present, ctx)", "of_pairs(each, segment_ids, present, ctx)"),
+    ("segment_ids + side, axis=1)", "segment_ids - side, axis=1)"),
+    ("for side in (0, 1))", "for side in (1, 0))"),
+    (
+        "sums = collectives.all_reduce(sums.at[rows, segment_ids].add(values), axes)",
+        "sums = sums.at[rows, segment_ids].add(values)",
+        "training/test_preference.py -k context",
+    ),
+    (
+        "segments = values.shape[1] * collectives.count(axes) + 2",
+        "segments = values.shape[1] + 2",
+        "training/test_preference.py -k context",
+    ),
+    ("margin = rewards[0] - rewards[1]", "margin = rewards[1] - rewards[0]"),
+    (
+        "rewards = beta * (chosen - reference[0]), beta * (rejected - reference[1])",
+        "rewards = chosen - reference[0], rejected - reference[1]",
+    ),
+    ('{"nll": -means[0]}', '{"nll": -chosen}', "training/test_preference.py -m matrix -k 'packed_or_not and orpo'"),
+    (
+        "return losses.hinge(*both, beta=beta)",
+        "return losses.dpo(*both, beta=beta)",
+        "training/test_preference.py -m matrix -k 'packed_or_not and hinge'",
+    ),
+)
+
+mistakes(
+    "posttrain",
+    "data/preferences.py",
+    "data/test_preferences.py",
+    ("mask[first + 1 : last]", "mask[first : last - 1]"),
+    ('batch["segment_ids"][where] = 2 * number + side', 'batch["segment_ids"][where] = number + side'),
+    (
+        'batch["positions"][where] = np.arange(last - first - 1)',
+        'batch["positions"][where] = np.arange(at, at + last - first - 1)',
+    ),
+    ("positions = chosen[0].size + rejected[0].size - 2", "positions = chosen[0].size + rejected[0].size"),
+    ("if one.chosen == one.rejected:", "if False:"),
+    ("earlier = frozenset(range(", "earlier = frozenset(range(0 * "),
+    ("return replace(found, middles=self.middles[which])", "return found"),
+    ("if messages[: len(before)] == before:", "if False:"),
+)

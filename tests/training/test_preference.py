@@ -1,0 +1,232 @@
+"""Compares what a step learns from pairs with the definition on single conversations, packed and on meshes."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_meshes
+from orbax.checkpoint import v1 as ocp
+
+from jaxstack import families
+from jaxstack.common.tree import flatten
+from jaxstack.config import Config, ConfigError, RunConfig
+from jaxstack.config.reading.parse import parse_config
+from jaxstack.config.training import REWARDS, PreferenceConfig
+from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
+from jaxstack.models import params as parameters
+from jaxstack.models.context import Context
+from jaxstack.train import main
+from jaxstack.training.assemble import make_eval_step, make_gradients, objective_of
+
+SEQ, ROWS = test_meshes.SEQ, test_meshes.BATCH
+LOSSES = {
+    "dpo": PreferenceConfig("dpo", beta=0.3, label_smoothing=0.1),
+    "robust": PreferenceConfig("robust", beta=0.3, label_smoothing=0.2),
+    "ipo": PreferenceConfig("ipo", beta=0.3),
+    "hinge": PreferenceConfig("hinge", beta=0.3, nll_weight=0.5),
+    "orpo": PreferenceConfig("orpo", beta=0.3),
+    "simpo": PreferenceConfig("simpo", beta=2.0, gamma=0.7),
+}
+
+
+def config(name, mesh, preference=LOSSES["dpo"], **how) -> Config:
+    cfg = test_meshes.config(name, mesh, **how)
+    source = replace(cfg.data, source="preferences", path="pairs.jsonl")
+    return replace(cfg, data=source, preference=preference, run=RunConfig(init_from="base"))
+
+
+def draw(rng, vocab, count=24) -> PreferenceTokens:
+    """Returns pairs whose prompts and completions have one to some tokens."""
+    pieces = []
+    masks = []
+    sizes = []
+    for _ in range(count):
+        prompt = rng.integers(0, vocab, rng.integers(1, 6))
+        for _ in range(2):
+            completion = rng.integers(0, vocab, rng.integers(1, 6))
+            pieces.append(np.concatenate([prompt, completion]))
+            masks.append(np.arange(pieces[-1].size) >= prompt.size)
+            sizes.append(pieces[-1].size)
+    bounds = np.append(0, np.cumsum(sizes))
+    return PreferenceTokens(
+        np.concatenate(pieces), bounds[:-1:2], bounds[2::2], vocab, loss_mask=np.concatenate(masks),
+        middles=bounds[1::2],
+    )  # fmt: skip
+
+
+def batch_of(pairs, packing, rows=None):
+    """Returns the batch of all pairs, or of the first rows, with log-probabilities of a reference by the token."""
+    windows = PreferenceWindows.of(pairs, SEQ, packing)
+    which = np.arange(windows.first_W.size if rows is None else rows)
+    batch = windows.make_batch(which, SEQ, packing, pairs.vocab_size)
+    ids = batch["tokens"].astype(np.int64) * 31 + batch["targets"] * 17
+    return batch | {"reference_log_probs": -1 - (ids % 13).astype(np.float32) / 4}
+
+
+def by_definition(cfg, values, pairs, preference):
+    """Returns the loss and what is logged, from each conversation in a row of its own."""
+    spans = np.stack([pairs.starts, pairs.middles, pairs.middles, pairs.ends], 1).reshape(-1, 2)
+    length = int((spans[:, 1] - spans[:, 0]).max())
+    at = np.minimum(spans[:, :1] + np.arange(length), len(pairs.ids) - 1)
+    inside = np.arange(1, length) < (spans[:, 1] - spans[:, 0])[:, None]
+    ids, mask = pairs.ids[at], (pairs.loss_mask[at][:, 1:] & inside).astype(np.float32)
+    logits, _ = families.forward(cfg, values, jnp.asarray(ids[:, :-1], jnp.int32))
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], 2)[..., 0]
+    frozen = -1 - (ids[:, :-1].astype(np.int64) * 31 + ids[:, 1:] * 17) % 13 / 4
+    c, r = (scores * mask).sum(1).reshape(-1, 2).T
+    nc, nr = mask.sum(1).reshape(-1, 2).T
+    rc, rr = (frozen * mask).sum(1).reshape(-1, 2).T
+    beta, e = preference.beta, preference.label_smoothing
+    d = beta * ((c - rc) - (r - rr))
+    odds = [m - jnp.log1p(-jnp.exp(m)) for m in (c / nc, r / nr)]
+    right, swapped = jnp.logaddexp(0, -d), jnp.logaddexp(0, d)
+    loss = {
+        "dpo": (1 - e) * right + e * swapped,
+        "robust": ((1 - e) * right - e * swapped) / (1 - 2 * e),
+        "ipo": ((c - rc) / nc - (r - rr) / nr - 1 / (2 * beta)) ** 2,
+        "hinge": jnp.maximum(0, 1 - d),
+        "orpo": beta * jnp.logaddexp(0, -(odds[0] - odds[1])),
+        "simpo": jnp.logaddexp(0, -(beta * (c / nc - r / nr) - preference.gamma)),
+    }[preference.loss].mean()
+    weight = {"hinge": 0.5, "orpo": 1.0}.get(preference.loss, 0.0)
+    nll = -(c / nc).mean()
+    free = preference.loss in ("orpo", "simpo")
+    rewards = (beta * c / nc, beta * r / nr) if free else (beta * (c - rc), beta * (r - rr))
+    margins = rewards[0] - rewards[1]
+    logged = [each.mean() for each in (*rewards, margins, margins > 0)]
+    return loss + weight * nll, (dict(zip(REWARDS, logged, strict=True)), loss, nll)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dpo" else pytest.mark.matrix) for n in LOSSES])
+def test_loss_gradients_and_rewards_are_the_definition_packed_or_not(rng, name):
+    cfg = config("llama3", {}, LOSSES[name])
+    values = parameters.init(jax.random.key(0), families.spec(cfg.model))
+    values = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), values)
+    pairs = draw(rng, cfg.model.vocab)
+    expected = jax.jit(jax.value_and_grad(lambda v: by_definition(cfg.model, v, pairs, LOSSES[name]), has_aux=True))(
+        values
+    )
+    (loss, (logged, part, nll)), grads = expected
+    packed, unpacked = batch_of(pairs, True), batch_of(pairs, False)
+    assert len(packed["tokens"]) < len(unpacked["tokens"]) / 1.5
+    for batch in (packed, unpacked):
+        found = jax.jit(make_gradients(cfg, Context()))(values, batch)
+        np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+        for path, grad in flatten(grads).items():
+            apart = np.linalg.norm(flatten(found[1])[path] - grad)
+            assert apart <= 2e-5 * np.linalg.norm(grad) + 1e-7, path
+        for key, value in logged.items():
+            np.testing.assert_allclose(found[2][key], value, rtol=2e-5, atol=1e-6)
+        assert found[2]["tokens"] == len(unpacked["tokens"]), "the mean is over pairs"
+        if len([t for t in cfg.objective.terms if t.scale]) > 1:
+            np.testing.assert_allclose(found[2]["loss_preference"], part, rtol=1e-5)
+            np.testing.assert_allclose(found[2]["loss_nll"], nll, rtol=1e-5)
+        sums = jax.jit(make_eval_step(cfg.model, Context(), 1, objective_of(cfg.model, LOSSES[name])))(values, batch)
+        for key, value in (*logged.items(), ("preference", part)):
+            np.testing.assert_allclose(sums.losses[key] / sums.weights[key], value, rtol=2e-5, atol=1e-6)
+
+
+MESHES = [
+    pytest.param("llama3", {"context": 2, "tensor": 2}, {}, "dpo", id="context"),
+    pytest.param("llama3", {"data": 2, "fsdp": 2}, {"accum": 2}, "hinge", id="accumulation", marks=pytest.mark.matrix),
+    pytest.param("gemma2", {"fsdp": 2, "tensor": 2}, {}, "robust", id="tensor", marks=pytest.mark.matrix),
+    pytest.param("gpt2", {"pipe": 2, "data": 2}, {}, "dpo", id="pipe", marks=pytest.mark.matrix),
+    pytest.param("llama3", {"pipe": 2, "context": 2}, {}, "orpo", id="pipe and context", marks=pytest.mark.matrix),
+    pytest.param("softmax", {"expert": 2, "data": 2}, {}, "ipo", id="experts", marks=pytest.mark.matrix),
+    pytest.param("qwen3", {"fsdp": 4, "partitioner": "auto"}, {}, "simpo", id="auto", marks=pytest.mark.matrix),
+    pytest.param("lora", {"tensor": 2, "fsdp": 2}, {}, "dpo", id="adapters", marks=pytest.mark.matrix),
+]
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("name", "mesh", "how", "loss"), MESHES)
+def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, how, loss, seed, rng):
+    one = config(name, {}, LOSSES[loss], packing=True)
+    other = config(name, mesh, LOSSES[loss], packing=True, **how)
+    batch = batch_of(draw(rng, one.model.vocab, 60), True, ROWS)
+    found = [test_meshes.gradients(cfg, seed, batch=batch) for cfg in (one, other)]
+    assert max(test_meshes.errors(name, *found)) < 1e-5
+
+
+# ---- runs
+
+FLAGS = [
+    "--model.num_layers=2", "--model.d_model=32", "--model.d_ff=64", "--model.num_heads=4", "--data.seq_len=96",
+    "--data.batch_size=8", "--train.eval_every=4", "--train.eval_steps=2", "--run.log_every=1", "--checkpoint.every=2",
+    "--sample.prompts=[]", "--optim.warmup_steps=0", "--optim.schedule=constant", "--data.packing=true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with conversations, pairs of completions, and a run that was trained on the conversations."""
+    folder = tmp_path_factory.mktemp("preferences")
+    asked = [(f"{i} + {i}?", f"{2 * i}", f"{2 * i + 1}") for i in range(40)]
+    chats = [{"prompt": prompt, "completion": right} for prompt, right, _ in asked]
+    pairs = [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in asked]
+    for name, lines in (("chat", chats), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    flags = ["--data.source=chat", f"--data.path={folder}/chat.jsonl", f"--run.dir={folder}/chat", "--train.steps=4"]
+    main(parse_config([*FLAGS, *flags]))
+    return folder
+
+
+def train(folder, name, steps, *more):
+    """Trains from the run `chat`, and returns the records of the log."""
+    flags = [
+        "--data.source=preferences", f"--data.path={folder}/pairs.jsonl", f"--run.init_from={folder}/chat",
+        f"--train.steps={steps}", f"--run.dir={folder / name}", "--optim.lr=1e-3",
+    ]  # fmt: skip
+    main(parse_config([*FLAGS, *flags, *more]))
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def arrays(path):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    saved = ocp.metadata(path).metadata
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), saved)
+    return {name: np.asarray(leaf) for name, leaf in flatten(ocp.load(path, abstract)).items()}
+
+
+@pytest.mark.matrix
+def test_a_run_resumes_bit_for_bit_and_begins_where_the_reference_is(folder):
+    whole = train(folder, "whole", 4)
+    train(folder, "parts", 2)
+    parts = train(folder, "parts", 4)
+    saved, again = (arrays(folder / name / "checkpoints" / "4") for name in ("whole", "parts"))
+    assert [name for name in saved if not np.array_equal(saved[name], again[name])] == []
+    first, *_ = (record for record in whole if "loss" in record)
+    np.testing.assert_allclose(first["loss"], np.log(2), atol=1e-5)  # the model is its own reference
+    assert abs(first["rewards/margins"]) < 1e-4
+    losses = [[record["loss"] for record in log if "loss" in record] for log in (whole, parts)]
+    assert losses[0] == losses[1]
+    evaluated = [record for record in whole if "eval_loss" in record][-1]
+    assert {f"eval_{name}" for name in REWARDS} <= evaluated.keys()
+    assert 0 <= evaluated["eval_rewards/accuracies"] <= 1
+    margin = evaluated["eval_rewards/chosen"] - evaluated["eval_rewards/rejected"]
+    np.testing.assert_allclose(evaluated["eval_rewards/margins"], margin, atol=1e-6)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "mesh", [[], ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"], ["--mesh.context=2", "--mesh.tensor=2"]]
+)
+def test_adapters_switched_off_are_the_reference(folder, mesh):
+    name = f"adapters{len(mesh)}{''.join(mesh)[-9:-2]}"
+    off = train(folder, f"{name}off", 3, "--model.lora.rank=2", *mesh)
+    read = train(folder, f"{name}read", 3, "--model.lora.rank=2", f"--preference.reference={folder}/chat", *mesh)
+    losses = [[record["loss"] for record in log if "loss" in record] for log in (off, read)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    np.testing.assert_allclose(losses[0][0], np.log(2), atol=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.matrix
+def test_a_reference_that_does_not_suit_is_named(folder):
+    with pytest.raises(ConfigError, match=r"preference\.reference=nowhere is not a folder of a run"):
+        train(folder, "refused", 2, "--preference.reference=nowhere")
+    assert not (folder / "refused" / "metrics.jsonl").exists()
