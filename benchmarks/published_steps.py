@@ -1,7 +1,7 @@
 """Compares the planner with training steps that others have published: `python benchmarks/published_steps.py`
 
-`published_steps.json` has the steps: model, chip, mesh, precision, batch, the figure in the unit of its source, and
-where it is listed. Each becomes a configuration, and `planner.step_time`, with the efficiencies that `jaxstack plan time`
+`published_steps.json` has the steps: model, chip, mesh, precision, batch, the figure as published, and
+its source. Each becomes a configuration, and `planner.step_time`, with the efficiencies that `jaxstack plan time`
 takes, predicts its seconds. A step that no configuration expresses has a reason instead.
 
 A second model is fitted here. Its seconds are a sum of parts, each by the data sheet of the chip and divided by an
