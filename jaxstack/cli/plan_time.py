@@ -34,7 +34,7 @@ def main(args: Namespace) -> None:
     import os
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxstack.planner.figures import outside_validation, time_figures, traffic_figures
+    from jaxstack.planner.figures import outside_fit, published_errors, time_figures, traffic_figures
     from jaxstack.planner.step_time import CALIBRATED, step_time
 
     given = (args.matmul_efficiency, args.bandwidth_efficiency, args.link_efficiency)
@@ -56,10 +56,11 @@ def main(args: Namespace) -> None:
         print(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
         print(f"  days = {budget:.6g} tokens / {time.tokens_per_s:.6g} tokens/s / 86400")
     print("reached: {:.1%} of the peak, {:.1%} of the memory's bandwidth, {:.1%} of the links'".format(*reached))
-    if warning := outside_validation(plan.job.cfg.model, plan.job.ctx, plan.chip):
+    print(published_errors())
+    if warning := outside_fit(plan.job.cfg.model, plan.job.ctx, plan.chip):
         print(warning)
     plan.write(seconds=time.total, tokens_per_s=time.tokens_per_s, mfu=mfu._asdict(), hfu=time.hfu, tokens=budget,
-               days=days, bubble=time.bubble, validated=not warning)  # fmt: skip
+               days=days, bubble=time.bubble, within_fit=not warning)  # fmt: skip
     if plan.plot:
         from jaxstack.planner import plan_plot
 

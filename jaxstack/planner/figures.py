@@ -269,12 +269,14 @@ def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
     ]
 
 
-VALIDATED = "a100; dense models of 22e9 to 1e12 parameters on 8 to 512 devices in Megatron-LM, mesh.tensor=8"
-"""What `benchmarks/korthikanti.py` compares with measured times."""
+FITTED = "a100; dense models of 22e9 to 1e12 parameters on 8 to 512 devices in Megatron-LM, mesh.tensor=8"
+"""What `benchmarks/korthikanti.py` fits the efficiencies to, with a model of Megatron's program."""
+PUBLISHED_ERRORS = (262, 0.28, 0.57)
+"""Steps of `benchmarks/published_steps.json` that `step_time` predicts, and its median and 90th percentile of error."""
 
 
-def outside_validation(model: ModelConfig, ctx: Context, chip: str) -> str:
-    """Returns a line with what differs from the runs that step times were compared with, or "" if nothing does."""
+def outside_fit(model: ModelConfig, ctx: Context, chip: str) -> str:
+    """Returns a line with what differs from the runs that the efficiencies were fitted to, or "" if nothing does."""
     sizes = shards.mesh_sizes(ctx)
     count = shards.device_count(ctx)
     parameters = sum(p.size for p in shards.flat_params(model, ctx).values())
@@ -291,4 +293,10 @@ def outside_validation(model: ModelConfig, ctx: Context, chip: str) -> str:
     found = [name for name, is_so in differs.items() if is_so]
     if not found:
         return ""
-    return f"outside of what was validated: {', '.join(found)}. Measured times were compared for {VALIDATED}."
+    return f"outside of what the efficiencies were fitted to: {', '.join(found)}. They were fitted for {FITTED}."
+
+
+def published_errors() -> str:
+    """Returns a line with the errors of `step_time` on steps that others have published."""
+    steps, median, most = PUBLISHED_ERRORS
+    return f"on {steps} published steps this formula is off by {median:.0%} (median) and {most:.0%} (90th percentile)"

@@ -1,0 +1,141 @@
+"""Holds the table of published steps complete, and the pages' figures equal to those of the committed result."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import published_steps as published
+import pytest
+
+from jaxstack.common.hardware import CHIPS
+from jaxstack.families.flops import flops_per_token
+from jaxstack.planner.figures import PUBLISHED_ERRORS
+
+ROOT = Path(published.__file__).parent.parent
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "published_steps.json").read_text())
+PLANNING = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+ROWS = published.TABLE["rows"]
+SHAPE = {"layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocabulary", "gated", "norm", "positions"}
+FIELDS = {
+    "project", "model", "chip", "devices", "mesh", "precision", "recomputation", "remat", "sequence", "global_batch",
+    "micro_batch", "optimizer", "published", "unit", "flops", "source", "where", "looked_up",
+}  # fmt: skip
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def table_after(heading: str) -> list[list[str]]:
+    """Returns the cells of the first table below a line of the planning page, without its header."""
+    lines = PLANNING[PLANNING.index(heading) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_every_row_is_complete_and_has_a_source():
+    assert sum(row["looked_up"] for row in ROWS) >= 60
+    for row in ROWS:
+        assert set(row) >= FIELDS, row["where"]
+        assert set(published.TABLE["models"][row["model"]]) >= SHAPE
+        source = published.TABLE["sources"][row["source"]]
+        assert source["url"].startswith("https://")
+        assert source["where"]
+        assert re.fullmatch(r"20\d\d-\d\d", source["date"])
+        assert row["published"] > 0
+        assert row["unit"] in ("s/step", "tokens/s/device", "TFLOP/s/device", "MFU")
+        assert (row["flops"] is None) == (row["unit"] in ("s/step", "tokens/s/device")), "which FLOPs are counted"
+
+
+def test_no_row_is_twice_in_the_table():
+    rows = [json.dumps([row["source"], row["where"], row["published"]]) for row in ROWS]
+    assert len(set(rows)) == len(rows)
+
+
+def test_every_row_that_was_looked_up_has_a_prediction_or_a_reason():
+    rows = [row for row in ROWS if row["looked_up"]]
+    assert [r["where"] for r in RESULT["rows"]] == [row["where"] for row in rows]
+    for found in RESULT["rows"]:
+        assert ("ratio" in found) != ("reason" in found)
+    cases = [r for r in RESULT["rows"] if "ratio" in r]
+    assert published.errors(c["ratio"] for c in cases) == pytest.approx(RESULT["today"]["all"])
+
+
+@pytest.mark.parametrize("where", ["22B, full recomputation", "table 1, FSDP + torch.compile", "16B, 1x v5e-256"])
+def test_the_committed_prediction_is_that_of_today(where):
+    row = next(r for r in ROWS if r["where"] == where)
+    committed = next(r for r in RESULT["rows"] if r["where"] == where)
+    found = published.predict(row)
+    assert found["predicted_s"] == pytest.approx(committed["predicted_s"])
+    assert found["published_s"] == pytest.approx(committed["published_s"])
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "flops"),
+    [("GPT-3 5B", 2048, 765e12 / 23406), ("GPT-3 20B", 2048, 750e12 / 5851), ("GPT-3 175B", 2048, 771e12 / 716),
+     ("Llama 2 7B", 4096, 780e12 / 16934), ("Llama 2 13B", 4096, 760e12 / 8715), ("Llama 2 70B", 4096, 768e12 / 1728),
+     ("Nemotron 8B", 4096, 643e12 / 12507), ("Nemotron 22B", 4096, 562e12 / 4312),
+     ("Nemotron 340B", 4096, 686e12 / 326), ("Llama 3 8B", 8192, 711e12 / 12273), ("Llama 3 70B", 8192, 734e12 / 1524)],
+)  # fmt: skip
+def test_shapes_have_the_flops_that_nvidia_counts(model, length, flops):
+    """The page of NeMo 24.12 has TFLOP/s and tokens/s of each run, so FLOPs of a token follow."""
+    shape = published.model_config(published.TABLE["models"][model], length)
+    assert flops_per_token(shape, length).full == pytest.approx(flops, rel=0.003)
+
+
+def test_units_are_converted_as_the_sources_define_them():
+    row = next(r for r in ROWS if r["where"] == "table 1, FSDP + torch.compile")
+    assert published.published_seconds(row, published.job_of(row)) == pytest.approx(2 * 8192 / 6667)
+    levanter = next(r for r in ROWS if r["unit"] == "MFU")
+    job = published.job_of(levanter)
+    peak = CHIPS["v3"].flops["bfloat16"] * 256
+    tokens = levanter["global_batch"] * levanter["sequence"]
+    per_token = flops_per_token(job.model, levanter["sequence"]).full
+    assert published.published_seconds(levanter, job) == pytest.approx(
+        per_token * tokens / (peak * levanter["published"])
+    )
+
+
+def test_the_page_has_the_errors_of_the_result():
+    today = RESULT["today"]
+    found = {cells[0]: cells[1:] for cells in table_after("The errors of `step_time`")}
+    assert found.pop("all") == row_of(today["all"], RESULT["left_one_project_out"]["all"])
+    assert set(found) == set(today["by_project"])
+    for project, cells in found.items():
+        assert cells == row_of(today["by_project"][project], RESULT["left_one_project_out"]["by_project"][project])
+
+
+def row_of(today: dict[str, float], held_out: dict[str, float]) -> list[str]:
+    return [str(today["rows"]), *(percent(e[key]) for e in (today, held_out) for key in ("median", "90%"))]
+
+
+def test_the_sentences_have_the_figures_of_the_result():
+    korthikanti, rows = RESULT["korthikanti"], RESULT["rows_of_table"]
+    for text in (
+        f"{100 * korthikanti['mean']:.1f}% on average and {100 * korthikanti['largest']:.1f}% at most",
+        f"{rows['looked_up']} steps",
+        f"{rows['predicted']} of them",
+        f"{percent(RESULT['left_one_project_out']['covered_by_interval'])} of the held-out steps",
+        f"{percent(RESULT['left_one_project_out']['all']['within_25%'])} are within 25%",
+    ):
+        assert text in " ".join(PLANNING.split()), text
+
+
+def test_the_command_prints_the_errors_of_the_result():
+    found = RESULT["today"]["all"]
+    assert (found["rows"], round(found["median"], 2), round(found["90%"], 2)) == PUBLISHED_ERRORS
+
+
+def test_a_perfect_model_has_no_error():
+    found = published.errors([1.0, 1.0])
+    assert found["median"] == found["90%"] == found["largest"] == 0
+    off = published.errors([0.5, 1.0, 1.25])
+    assert off["median"] == 0.25
+    assert off["largest"] == 0.5
+    assert math.isclose(off["within_25%"], 2 / 3)
