@@ -244,7 +244,7 @@ class Sinks:
         for sink in self._sinks:
             sink.close(failed=kind is not None)
 
-    def open(self, names: Sequence[str], folder: Path, values: dict[str, Any], start: int) -> None:
+    def open(self, names: Sequence[str], folder: Path, values: dict[str, object], start: int) -> None:
         """Opens the sinks that `run.sinks` names, for records of steps later than `start`.
 
         `folder` is the run directory, and `values` has the configuration that a service shows.
