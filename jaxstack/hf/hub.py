@@ -49,7 +49,7 @@ def model_card(
     model: ModelConfig,
     optim: OptimConfig,
     seq_len: int,
-    records: list[dict[str, Any]],
+    records: list[dict[str, object]],
     adapters: bool,
 ) -> str:
     """Returns the text of README.md: what the model is, how it was trained, and how to load it.
