@@ -44,6 +44,7 @@ mistakes(
     ("rng.random() for rng in draws]) < self.class_dropout", "rng.random() for rng in draws]) > self.class_dropout"),
     ("numbers_B.astype(np.uint64) * np.uint64(_GOLDEN)", "numbers_B.astype(np.uint64)"),
     ("np.random.default_rng([self.seed, number, _STREAM])", "np.random.default_rng([self.seed, _STREAM])"),
+    ("- 2 * np.sqrt(product.clip(0)).sum()", "- np.sqrt(product.clip(0)).sum()"),
     ("picture * (2 / limit) - 1", "picture * (1 / limit)"),
     ("if width * height > MOST_PIXELS", "if width > MOST_PIXELS"),
 )  # fmt: skip
