@@ -20,6 +20,7 @@ from jaxstack.config import ConfigError, ModelConfig, MoEConfig
 from jaxstack.families.surgery import Kept
 from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.training.assemble import objective_of
 from jaxstack.training.losses import evaluate
 
 _SHARED = replace(meshes.EXPERTS["sigmoid"], num_groups=2)
@@ -163,7 +164,7 @@ def test_the_loss_without_a_layer_is_that_of_a_layer_that_adds_nothing(rng: np.r
     batch: Any = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_weights": np.ones((8, 16), np.float32)}
     ctx = Context()
     left, losses = prune.LayerSearch(cfg, ctx, jax.tree.map(jnp.asarray, values), [batch, batch]).leave_out(1)
-    whole = jax.jit(lambda values: evaluate(cfg.model, values, batch, ctx).losses)
+    whole = jax.jit(lambda values: evaluate(objective_of(cfg.model), cfg.model, values, batch, ctx).losses)
 
     def loss(out: list[int]) -> float:
         layers = jax.tree.map(np.copy, values["layers"])

@@ -207,7 +207,7 @@ def test_transformers_reads_an_exported_tokenizer(tmp_path, kind, special_tokens
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text(json.dumps({"model_type": family}))
-    export_model.write_tokenizer(ours.to_json(), out, Config())
+    export_model.write_tokenizer(ours.to_json(), out, Config().model, Config().data)
     insists = family in export_model.OWN_TOKENIZER_CLASS
     loader = transformers.PreTrainedTokenizerFast if insists else transformers.AutoTokenizer
     theirs = loader.from_pretrained(out)
