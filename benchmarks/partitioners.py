@@ -6,7 +6,7 @@ layout is compiled with `mesh.partitioner=manual` and `auto`, in one to five min
 `results/partitioners_<chip>.json` layout by layout; other layouts of the file stay.
 
 For a GPU, times by the rates of the data sheet say which part of the collectives the schedule hides
-(`jaxstack/planner/overlap.py`).
+(`benchmarks/collective_windows.py`).
 """
 
 import argparse
@@ -22,12 +22,13 @@ if __name__ == "__main__":  # before JAX is imported
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.pop("XLA_FLAGS", None)
 
+import collective_windows
 import record
 import train_gpu
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import MeshConfig
-from jaxstack.planner import aot, hlo, overlap
+from jaxstack.planner import aot, hlo
 
 BATCH = 16
 LAYOUTS: dict[str, tuple[dict[str, int], int]] = {  # mesh, microbatches of gradient accumulation
@@ -61,7 +62,7 @@ def measure(target: str, layout: str, partitioner: str) -> dict[str, Any]:
     }
     chip = CHIPS[aot.parse_target(target)[0]]
     if chip.platform == "gpu":
-        times = overlap.read_overlap(text, cfg.mesh.sizes, chip, compiled.trip_counts)
+        times = collective_windows.read_overlap(text, cfg.mesh.sizes, chip, compiled.trip_counts)
         found |= {
             "collectives": sum(w.times for w in times.windows),
             "with_matmuls_between_start_and_done": sum(w.times for w in times.windows if w.flops),

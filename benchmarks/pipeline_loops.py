@@ -3,7 +3,7 @@
 Compiles training steps on four stages for H100 with dynamic and with static loops: on equal and on uneven stages, and
 beside data, FSDP and tensor parallelism. Needs the extra `[cuda13]` and no GPU. Before every turn of a loop whose trip
 count XLA does not know, and at every conditional, the host waits for a predicate. Milliseconds are those of
-`jaxstack/planner/overlap.py`. Results go to `results/pipeline_loops.json` case by case.
+`benchmarks/collective_windows.py`. Results go to `results/pipeline_loops.json` case by case.
 """
 
 import itertools
@@ -18,11 +18,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
+import collective_windows
 import record
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxstack.planner import aot, overlap, step_bytes
+from jaxstack.planner import aot, step_bytes
 
 MICROBATCHES = 16
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
@@ -55,7 +56,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     unknown = [loop for loop in program.loops if loop.is_unnoted]
     parts = step_bytes.by_part(program)
     gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in parts.items()}
-    times = overlap.read_overlap(text, cfg.mesh.sizes, CHIPS["h100"], found.trip_counts)
+    times = collective_windows.read_overlap(text, cfg.mesh.sizes, CHIPS["h100"], found.trip_counts)
     return {
         "loops": len(program.loops),
         "loops_without_a_known_trip_count": len(unknown),
