@@ -29,6 +29,9 @@ MODELS = {
     # Without relative biases, whose selection is a product on some devices.
     "t5": dataclasses.replace(ENCODER_DECODERS["t5"], positions="none"),
     "branches": BRANCHES["branches"],
+    "deep_branches": dataclasses.replace(
+        BRANCHES["branches"], num_layers=4, branches=BRANCHES["deep_branches"].branches
+    ),
     "dit": DIFFUSION["dit"],
     "experts": DIFFUSION["dit_experts"],
     "coca": CONTRASTIVE["coca"],
@@ -250,7 +253,12 @@ def test_the_trace_of_today_is_within_the_bounds_of_committed_programs(case):
         ("dit", {"tensor": 2, "fsdp": 2, "accum": 2}),
         ("coca", {"fsdp": 4, "remat": "full"}),
         ("olmo2", {"fsdp": 2, "tensor": 2, "remat": "selective"}),
-        ("branches", {"pipe": 2, "fsdp": 2, "micro": 4, "remat": "full"}),
+        pytest.param(
+            "deep_branches",
+            {"pipe": 2, "fsdp": 2, "micro": 4, "remat": "full"},
+            # Also with "t5": the trace has a second gathering of a stage's weights, whose result nobody reads.
+            marks=pytest.mark.xfail(reason="the trace counts the gathers of a pipeline twice", strict=True),
+        ),
     ],
 )
 def test_traffic_is_what_compiled_programs_send(name, options):
