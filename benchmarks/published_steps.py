@@ -289,7 +289,7 @@ def fit(cases: Sequence[dict[str, Any]], chips: Sequence[str]) -> np.ndarray:
 def left_out(cases: Sequence[dict[str, Any]], chips: Sequence[str]) -> dict[str, Any]:
     """Fits to all projects but one and predicts that one, for every project, and adds `held_out` to each case.
 
-    The interval of a prediction is that of 90% of the fitted rows; `covered` is how many held-out rows are in it.
+    A prediction has the interval that holds 90% of the fitted rows; `covered` counts the held-out rows within it.
     """
     covered = []
     for project in sorted({c["project"] for c in cases}):

@@ -174,9 +174,10 @@ def _check_sources(cfg: Groups) -> None:
     model = cfg.model
     family = model.family
     names = [one.source for one in data.single_sources()]
+    templated = [name for name in names if name in TEMPLATED]
     require(
-        not {*TEMPLATED} & {*names} or family not in _NO_DECODER,
-        f"data.source={names[0]} does not suit model.family={family}. Use data.source=path.",
+        not templated or family not in _NO_DECODER,
+        f"data.source={''.join(templated[:1])} does not suit model.family={family}. Use data.source=path.",
     )
     require(
         "labels" not in names or bool(model.labels),

@@ -54,8 +54,8 @@ def pair_loss(preference: PreferenceConfig) -> Loss:
             sides = of_pairs(log_probs * mask, segment_ids, present, ctx)
             tokens = of_pairs(mask, segment_ids, present, ctx)
             frozen = [of_pairs(each * mask, segment_ids, present, ctx) for each in reference]
-            found = measure(preference, sides, tokens, frozen[0] if frozen else None)
-            return {name: (weights * value).sum() for name, value in found.items()}
+            measures = measure(preference, sides, tokens, frozen[0] if frozen else None)
+            return {name: (weights * value).sum() for name, value in measures.items()}
 
         arguments = decoder.head_part(cfg, params), hidden, *(batch[name] for name in names)
         rows = [("batch", "sequence")] * (len(arguments) - 1)
@@ -90,7 +90,7 @@ def of_pairs(values: jax.Array, segment_ids: jax.Array, present: jax.Array, ctx:
 def measure(
     preference: PreferenceConfig, log_probs: Sides, tokens: Sides, reference: Sides | None
 ) -> dict[str, jax.Array]:
-    """Returns the loss of each pair, and what is logged of it, by the names of terms."""
+    """Returns the loss of each pair, and what is logged of it, by the names of the objective's terms."""
     beta = preference.beta
     chosen, rejected = log_probs
     means = chosen / tokens[0], rejected / tokens[1]
@@ -100,9 +100,9 @@ def measure(
         rewards = beta * (chosen - reference[0]), beta * (rejected - reference[1])
     margin = rewards[0] - rewards[1]
     logged = (*rewards, margin, (margin > 0).astype(jnp.float32))
-    found = {name: jax.lax.stop_gradient(value) for name, value in zip(REWARDS, logged, strict=True)}
-    found |= {"preference": _losses(preference, log_probs, tokens, reference)}
-    return found | ({"nll": -means[0]} if len(preference.objective.terms) > len(found) else {})
+    measures = {name: jax.lax.stop_gradient(value) for name, value in zip(REWARDS, logged, strict=True)}
+    measures |= {"preference": _losses(preference, log_probs, tokens, reference), "nll": -means[0]}
+    return {term.name: measures[term.name] for term in preference.objective.terms}
 
 
 def _losses(preference: PreferenceConfig, log_probs: Sides, tokens: Sides, reference: Sides | None) -> jax.Array:
