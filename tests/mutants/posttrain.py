@@ -56,7 +56,7 @@ mistakes(
         "rewards = beta * (chosen - reference[0]), beta * (rejected - reference[1])",
         "rewards = chosen - reference[0], rejected - reference[1]",
     ),
-    ('"nll": -means[0]}', '{"nll": -chosen}', "training/test_preference.py -m matrix -k 'packed_or_not and orpo'"),
+    ('"nll": -means[0]}', '"nll": -chosen}', "training/test_preference.py -m matrix -k 'packed_or_not and orpo'"),
     (
         "return losses.hinge(*both, beta=beta)",
         "return losses.dpo(*both, beta=beta)",
