@@ -1,5 +1,6 @@
 """Keys of the run and its training loop: the groups from `run` to `debug` that do not shape model, data or mesh."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -68,6 +69,23 @@ class SpikeConfig:
 
 
 @dataclass(frozen=True)
+class LossScaleConfig:
+    """The factor of the loss with `train.dtype=float16`, which keeps small gradients from vanishing."""
+
+    initial: Annotated[float, Interval(1, 2**24)] = 65536.0
+    """Factor at the first step, a power of two. It is halved when a gradient overflows, and the step is skipped."""
+    interval: PositiveInt | None = 2000
+    """Steps without an overflow after which the factor is doubled. Null means that the factor stays as it is."""
+
+    def __post_init__(self) -> None:
+        check_bounds("train.loss_scale", self)
+        require(
+            math.frexp(self.initial)[0] == 0.5,
+            f"train.loss_scale.initial={self.initial} is not a power of two. Use 65536, for example.",
+        )
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The training loop, its precision and its memory use."""
 
@@ -75,8 +93,9 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     grad_accum: PositiveInt = 1
     """Microbatches whose gradients are summed before each optimizer step."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the forward and backward pass. Master weights and optimizer state stay float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the forward and backward pass. Master weights and optimizer state stay float32. `float16` is for GPUs
+    without bfloat16, such as T4 and V100; it scales the loss, see `train.loss_scale`."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of matrices and tables are summed over devices. `bfloat16` halves the gradient bytes
     that `data` and `fsdp` send; its rounding error grows with the number of devices."""
@@ -104,6 +123,8 @@ class TrainConfig:
     or update that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     """How spikes of the loss are detected and handled."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """How the loss is scaled with `train.dtype=float16`."""
     debug: bool = False
     """Read the metrics of each step before the next one begins, and find the operation that made the first step not
     finite, as `jaxstack debug` does. Reading an array in the middle of a step is an error. Steps take longer, because

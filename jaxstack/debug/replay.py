@@ -30,7 +30,8 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.planner import estimate, pipeline_costs
 from jaxstack.planner.job import Job
-from jaxstack.training.assemble import jit_train_step, make_gradients
+from jaxstack.training.assemble import jit_train_step, make_gradients, objective_of
+from jaxstack.training.features.loss_scale import with_scale
 from jaxstack.training.services import init_from
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import Recipe, TrainState, abstract_state, make_state
@@ -97,7 +98,8 @@ class Replay:
             train_step = jit_train_step(cfg, ctx, abstract)
             for _ in range(count):
                 state, _ = train_step(state, self._complete(state, next(batches)))
-        return state, self._complete(state, next(batches)), start
+        objective = objective_of(cfg.model, cfg.learned_preference)
+        return state, with_scale(state, objective, self._complete(state, next(batches))), start
 
     def _complete(self, state: TrainState, batch: data.Batch) -> Batch:
         """Returns the global batch as the step reads it."""

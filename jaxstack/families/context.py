@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack import families
 from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxstack.config.bounds import require
 from jaxstack.config.checks.buckets import require_lengths
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
@@ -89,6 +90,10 @@ def make_ops(
     Raises:
       ConfigError: a kernel that cannot run.
     """
+    require(
+        platform != "tpu" or train.dtype != "float16",
+        "train.dtype=float16 is for GPUs, and this is a TPU, which multiplies bfloat16. Use train.dtype=bfloat16.",
+    )
     codes = kernels.decode_scheme
     ops = Ops(quant=train.quant, decode_weights=codes)
     if platform is None:

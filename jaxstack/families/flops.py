@@ -124,8 +124,8 @@ def mfu(flops_per_s: float, device_kind: str, devices: int, dtype: str) -> float
     Args:
       flops_per_s: model FLOPs that all devices together do in a second.
       device_kind: JAX's name of the device.
-      dtype: dtype of the matmuls. Utilisation is given for bfloat16 only, by which runs are usually compared.
+      dtype: dtype of the matmuls. Runs are usually compared in 16 bits, so utilisation is not given for float32.
     """
     name = hardware.chip_name(device_kind)
-    peak = hardware.CHIPS[name].flops.get("bfloat16") if name and dtype == "bfloat16" else None
+    peak = hardware.CHIPS[name].flops.get(dtype) if name and dtype != "float32" else None
     return None if peak is None else flops_per_s / (peak * devices)

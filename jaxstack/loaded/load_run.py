@@ -24,7 +24,7 @@ def load(
     *,
     mesh: Mapping[str, int] | MeshConfig | None = None,
     step: int | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     placement: str | Path | None = None,
 ) -> "TrainedRun":
     """Loads the model of a run, to generate text, compute logits or evaluate it.
@@ -49,8 +49,8 @@ def load(
         mesh = replace(MeshConfig(data=1), **(mesh or {}))  # type: ignore[arg-type]
     path = Path(path).expanduser()
     cfg, tokenizer = read_run(path)
-    if dtype is not None and dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype={dtype} is unknown. Use float32 or bfloat16.")
+    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype={dtype} is unknown. Use float32, bfloat16 or float16.")
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype))
     return open_run(path, cfg, tokenizer, mesh, step, placement=placement)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from jaxstack.common.hardware import CHIPS
@@ -172,7 +173,7 @@ def generation_figures(job: Job) -> list[Figure]:
     params, cache = generation_memory.generation_need(job, tokens)
     keys = m.kv_heads * m.head_width / shards.mesh_sizes(job.ctx)["tensor"]
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
-    terms = {"rows": rows, "keys": keys, "each": 2 if job.train.dtype == "bfloat16" else 4}
+    terms = {"rows": rows, "keys": keys, "each": jnp.dtype(job.train.dtype).itemsize}
     seen = cache / (2 * terms["each"] * rows * keys)
     formula = "2 x {each} bytes x {rows} rows x {seen:g} tokens of all layers x {keys:g} elements of a key"
     return [

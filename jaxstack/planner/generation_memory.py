@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 
 from jaxstack.config import Config, ConfigError
 from jaxstack.kernels.implementation import platform_of
@@ -30,7 +31,7 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
             copies = job.ctx.placement.stored.shape[1] / job.ctx.placement.num_experts
         params += 4 * math.prod(shards.stored_shape(p, job.ctx)) * copies
     kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
-    itemsize = 2 if job.train.dtype == "bfloat16" else 4
+    itemsize = jnp.dtype(job.train.dtype).itemsize
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
     return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
 

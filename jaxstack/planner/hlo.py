@@ -14,6 +14,9 @@ import numpy as np
 
 from jaxstack.planner.hlo_text import Instruction, arrays_of, bytes_of, computations_of, dims, runs_of
 
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32"}
+"""Names of the compute dtypes in XLA's programs."""
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 """The kinds of collectives that are read."""
 

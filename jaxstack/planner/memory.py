@@ -167,7 +167,7 @@ def plan(job: Job, name: str) -> str:
         more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
         lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
     if job.train.dtype not in chip.flops and job.train.dtype == "bfloat16":
-        lines.append(f"{name} has no matrix units for bfloat16, so that train.dtype=bfloat16 is slow there.")
+        lines.append(f"{name} has no matrix units for bfloat16. Use train.dtype=float16.")
     if verdict != "it fits":
         lines += ["", Savings(job.cfg, count, chip.platform, Room(name, chip.hbm_bytes, chip.hbm_bytes)).advice()]
     if traffic := list(estimate.traffic(job)):

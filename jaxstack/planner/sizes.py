@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxstack.config import ConfigError, ModelConfig, TrainConfig
 from jaxstack.models.context import Context
 from jaxstack.models.params import is_compressed
@@ -68,7 +70,7 @@ COUNTER = Counter()
 
 def itemsize(train: TrainConfig) -> int:
     """Returns the bytes of an element in the compute dtype."""
-    return 2 if train.dtype == "bfloat16" else 4
+    return jnp.dtype(train.dtype).itemsize
 
 
 FORMULAS = ("decoder", "encoder")

@@ -20,7 +20,7 @@ from jaxstack.config import Config
 from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.planner import shards, trace
-from jaxstack.planner.hlo import Collective
+from jaxstack.planner.hlo import HLO_DTYPES, Collective
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.trace import PARAMETERS, Array, Run, Trace
@@ -120,7 +120,7 @@ def traffic(job: Job) -> list[Collective]:
         for array in run.outputs if kind == "all-gather" else run.inputs:
             if axes and len(array.shape) > 0:
                 devices = math.prod(sizes[axis] for axis in axes)
-                dtype = {"float32": "f32", "bfloat16": "bf16", "int32": "s32"}.get(array.dtype, array.dtype)
+                dtype = HLO_DTYPES.get(array.dtype, array.dtype)
                 one = Collective(kind, axes, devices, dtype, array.shape, array.bytes, 1, _scope(run.where))
                 merged[one] += run.times
     for one, times in merged.items():

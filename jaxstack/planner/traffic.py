@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from jaxstack.models.params import Param
 from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.planner import shards, traced
-from jaxstack.planner.hlo import Collective
+from jaxstack.planner.hlo import HLO_DTYPES, Collective
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
-
-HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
-"""Names of the compute dtypes in XLA's programs."""
 
 TENSOR = ("tensor",)
 PIPE = ("pipe",)

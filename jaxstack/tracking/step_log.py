@@ -143,7 +143,8 @@ class StepLogger:
             self._console.print(f"first step done {platform.seconds_since_start():.1f} s after the command")
             self._throughput.restart()  # compilation is not training time
             self._goodput.enter("step")
-        bad = values["spike"] or values["skipped_in_a_row"]
+        overflow = values.get("overflow", 0)
+        bad = values["spike"] or values["skipped_in_a_row"] or overflow
         if bad:  # before the step's own record, which may not be due, so that this one is the last of its step
             event = {name: values[name] for name in ("loss", "grad_norm", "skipped")}
             self._bad = event | {"batch": self._loader.describe_batch(loop.batch - 1)}
@@ -158,6 +159,12 @@ class StepLogger:
         if measured is not None:
             self._log.write({"step": step, "watch": watched.statistics(self._cfg.debug.patterns, measured)})
         self._console.show_step(step, values["loss"], timed.get("tokens_per_s"))
+        if overflow and not values["skipped_in_a_row"]:
+            scale = values["loss_scale"]
+            self._console.print(
+                f"step {step} was skipped: a gradient overflowed with loss scale {scale:,.0f}, now halved"
+            )
+            return None
         return self._report_bad_step(step, values) if bad else None
 
     def _report_bad_step(self, step: int, values: dict[str, float]) -> int | None:

@@ -20,10 +20,10 @@ from jaxstack.models.partitioned import within_step
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses, step
-from jaxstack.training.features import comparison, noise_scale, pipelined, qat, teacher
+from jaxstack.training.features import comparison, loss_scale, noise_scale, pipelined, qat, teacher
 from jaxstack.training.features.preference import preference_objective
 from jaxstack.training.features.watch import Watched, WatchProbe
-from jaxstack.training.gradients import Gradients, accumulated, over_devices, plain, summed_once
+from jaxstack.training.gradients import Gradients, Share, accumulated, over_devices, plain, summed_once
 from jaxstack.training.losses import EvalSums, Objective
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import Probe, TrainStep
@@ -44,6 +44,8 @@ def objective_of(model: ModelConfig, preference: PreferenceConfig | None = None)
 def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None) -> Gradients:
     """Builds `gradients(params, batch, key) -> (loss, grads, sums)` of a run, see `gradients.over_devices`.
 
+    In float16 the batch has the scale of the loss, see `loss_scale.with_scale`.
+
     Raises:
       ConfigError: `train.noise_scale` with a single gradient.
     """
@@ -55,11 +57,14 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     if cfg.distill.teacher is not None:
         objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill))
 
-    if ctx.layout.pipeline is None:
-        share = plain(model, ctx, objective)
-    else:
+    def innermost(objective: Objective) -> Share:
+        if ctx.layout.pipeline is None:
+            return plain(model, ctx, objective)
         split = ctx.layout.pipeline.split if cfg.pipeline.split is None else cfg.pipeline.split
-        share = pipelined.pipelined(model, ctx, objective, split)
+        return pipelined.pipelined(model, ctx, objective, split)
+
+    is_scaled = train.dtype == "float16"
+    share = loss_scale.scaled(innermost, objective, ctx) if is_scaled else innermost(objective)
     if train.noise_scale:
         noise_scale.require_small_batches(ctx, train.grad_accum)
         share = noise_scale.measured(share, ctx, objective, spec)
@@ -98,7 +103,10 @@ def make_train_step(
         inner = replace(ctx, observer=watched.watcher)
     objective = objective or objective_of(cfg.model, cfg.learned_preference)
     gradients = make_gradients(cfg, inner, objective)
-    return step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, objective, probes)
+    train_step = step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, objective, probes)
+    if cfg.train.dtype == "float16":
+        return loss_scale.with_loss_scale(train_step, cfg.train.loss_scale, objective)
+    return train_step
 
 
 def jit_train_step(

@@ -41,6 +41,25 @@ class Recipe(NamedTuple):
         return cls(cfg.model, cfg.optim, cfg.train, cfg.run.seed)
 
 
+class LossScale(NamedTuple):
+    """The factor of the loss in float16.
+
+    Attributes:
+      scale: of the next step, a power of two, float32.
+      good_steps: number of steps since it changed.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "LossScale | None":
+        """Returns the scale of the first step, or `None` where the loss is not scaled."""
+        if train.dtype != "float16":
+            return None
+        return cls(jnp.float32(train.loss_scale.initial), jnp.zeros((), jnp.int32))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
@@ -54,6 +73,7 @@ class TrainState:
       recent: losses of the last steps that were not skipped [train.spike.window], oldest first, padded with zeros.
       params: float32 master weights.
       opt_state: state of the optax optimizer.
+      loss_scale: the factor of the loss with `train.dtype=float16`, else `None`.
     """
 
     step: jax.Array
@@ -62,6 +82,7 @@ class TrainState:
     recent: jax.Array
     params: PyTree
     opt_state: PyTree
+    loss_scale: LossScale | None = None
 
 
 def make_optimizer(recipe: Recipe, ctx: Context | None = None) -> optax.GradientTransformation:
@@ -82,19 +103,18 @@ def init_state(recipe: Recipe, ctx: Context | None = None) -> TrainState:
     ctx = ctx or Context()
     spec = parameters.pad_to_slots(families.spec(recipe.model), ctx.layout.stages)
     params = parameters.init(jax.random.key(recipe.seed), spec, ctx.layout.stages)
-    return _first_state(spec, params, make_optimizer(recipe), recipe.train.spike.window)
+    return _first_state(spec, params, make_optimizer(recipe), recipe.train)
 
 
-def _first_state(spec: Spec, params: Params, optimizer: optax.GradientTransformation, window: int) -> TrainState:
+def _first_state(spec: Spec, params: Params, optimizer: optax.GradientTransformation, train: TrainConfig) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     trained, _ = parameters.partition(spec, params)
-    return TrainState(zero, zero, zero, jnp.zeros(window), params, optimizer.init(trained))
+    recent = jnp.zeros(train.spike.window)
+    return TrainState(zero, zero, zero, recent, params, optimizer.init(trained), LossScale.of(train))
 
 
 @lru_cache(maxsize=32)
-def _state_shapes(
-    model: ModelConfig, optimizer: OptimConfig, steps: int, window: int, stages: Stages | None
-) -> TrainState:
+def _state_shapes(model: ModelConfig, optimizer: OptimConfig, train: TrainConfig, stages: Stages | None) -> TrainState:
     """Returns the shapes of `init_state`. They are the same on every mesh, and a search over meshes asks for many.
 
     With `stages`, stacked arrays have slots for the stages of a pipeline, with padding.
@@ -102,8 +122,8 @@ def _state_shapes(
     plain = families.spec(model)
     trained, _ = parameters.partition(plain, plain)
     spec = parameters.pad_to_slots(plain, stages)
-    transform = optim.optimizer(optimizer, steps, trained)
-    return jax.eval_shape(lambda: _first_state(spec, parameters.init(jax.random.key(0), spec), transform, window))
+    transform = optim.optimizer(optimizer, train.steps, trained)
+    return jax.eval_shape(lambda: _first_state(spec, parameters.init(jax.random.key(0), spec), transform, train))
 
 
 def averaged_params(model: ModelConfig, state: TrainState) -> Params:
@@ -177,6 +197,7 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
-    train = recipe.train
-    shapes = _state_shapes(recipe.model, recipe.optim, train.steps, train.spike.window, ctx.layout.stages)
+    # Of `train`, only what the shapes depend on: a search over meshes asks for many.
+    train = TrainConfig(steps=recipe.train.steps, spike=recipe.train.spike, dtype=recipe.train.dtype)
+    shapes = _state_shapes(recipe.model, recipe.optim, train, ctx.layout.stages)
     return jax.tree_util.tree_map_with_path(with_sharding, shapes)

@@ -1,6 +1,7 @@
 """The train step, a pure function: gradients, a check, an update, and what is logged."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -149,7 +150,8 @@ def one_step(
             else:
                 params, opt_state, updated = jax.lax.cond(good, update, skip, params, opt_state)
         bad = 1 - good.astype(jnp.int32)
-        new = TrainState(
+        new = replace(
+            state,
             step=state.step + 1,
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * bad,

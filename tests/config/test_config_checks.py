@@ -287,6 +287,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"data.skip": True}, {"data.skip": True, "data.source": "path", "data.path": "x"}),
     (TOKENS | {"data.skip": True}, AB | {"data.skip": True}),
     ({"train.spike.threshold": 0.0}, {"train.spike.threshold": 0.1}),
+    ({"train.loss_scale.initial": 1000.0}, {"train.loss_scale.initial": 1024.0}),
     ({"optim.b1": 1.0}, {"optim.b1": 0.99}),
     ({"optim.b2": -0.1}, {"optim.b2": 0.0}),
     ({"optim.final_lr_fraction": 1.1}, {"optim.final_lr_fraction": 1.0}),
