@@ -109,14 +109,13 @@ def main(args: Namespace) -> None:
     cfg = replace(cfg, model=replace(cfg.model, pad_vocab_to=None), train=replace(cfg.train, qat="none"))
     opened = load_run.open_run(run, cfg, tokenizer, args.mesh, args.step)
 
-    from jaxstack import hf
     from jaxstack.compress import quantize, unfinished
     from jaxstack.hf import safetensors
     from jaxstack.models import folding
 
     if (family := opened.model.family) != "decoder":
         raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
-    hf.family_of(opened.model)  # before anything is computed: the result must be a family's
+    quantize.linear_tensors(opened.model)  # before anything is computed: the result must be a family's
     safetensors.import_safetensors()  # and it is written with this library
     how = settings(args)
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs

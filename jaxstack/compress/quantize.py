@@ -19,7 +19,7 @@ from jaxstack.config.scheme import Scheme
 from jaxstack.hf import weights
 from jaxstack.kernels.rounding import output_error, round_to_nearest
 from jaxstack.models.folding import divide_outputs, shared_inputs
-from jaxstack.models.params import Param, Params
+from jaxstack.models.params import Param, Params, flat_spec, is_compressed
 
 Method: TypeAlias = Literal["rtn", "gptq", "awq"]
 
@@ -192,24 +192,42 @@ def join(cfg: ModelConfig, params: Params, layers: Sequence[QuantizedLayer]) -> 
     return {**params, name: jax.tree.map(place, stacked, params[name])}
 
 
-def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
-    """Returns codes and scales by the name of their Hugging Face tensor.
+def linear_tensors(cfg: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the Hugging Face tensors of the matrices of layers, by name: the path in a layer, and (layer, expert).
 
     Raises:
       ConfigError: a family whose tensors join matrices or are transposed.
     """
-    name = hf.family_of(replace(cfg, pad_vocab_to=None))
-    (group, _) = families.only_stack(cfg)
-    found: Codes = {}
-    for tensor, held in weights.hf_tensors(name, families.spec(replace(cfg, pad_vocab_to=None))).items():
+    plain = replace(cfg, pad_vocab_to=None)
+    name = hf.family_of(plain)
+    (group, _) = families.only_stack(plain)
+    spec = families.spec(plain)
+    declared = flat_spec(spec)
+    found = {}
+    for tensor, held in weights.hf_tensors(name, spec).items():
         path, layout, at = held.sources[0]
         stack, _, own = path.partition("/")
-        if stack == group and own in layers[at[0]].codes:
-            if not layout.transposed or layout.joined is not None:
-                raise ConfigError(f"the family {name} cannot be quantised: {tensor} is not the weight of one linear "
-                                  f"layer. Use a model of the families llama, mistral, qwen3 or gemma2.")  # fmt: skip
-            codes, scales = layers[at[0]].codes[own]
-            found[tensor] = (codes[at[1]], scales[at[1]]) if len(at) > 1 else (codes, scales)
+        if stack != group or not is_compressed(declared[path]):
+            continue
+        if not layout.transposed or layout.joined is not None:
+            raise ConfigError(
+                f"the family {name} cannot be quantised: {tensor} is not the weight of one linear layer. Use a model "
+                f"of the families llama, mistral, qwen3 or gemma2."
+            )
+        found[tensor] = (own, at)
+    return found
+
+
+def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
+    """Returns codes and scales by the name of their Hugging Face tensor.
+
+    Raises:
+      ConfigError: see `linear_tensors`.
+    """
+    found: Codes = {}
+    for tensor, (own, at) in linear_tensors(cfg).items():
+        codes, scales = layers[at[0]].codes[own]
+        found[tensor] = (codes[at[1]], scales[at[1]]) if len(at) > 1 else (codes, scales)
     return found
 
 
