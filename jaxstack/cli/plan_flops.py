@@ -38,9 +38,9 @@ def main(args: Namespace) -> None:
     budget = plan.budget(args.tokens)
     *found, days = flops_figures(plan.job, time, budget, args.style == "megatron-fp16")
     plan.table(f"FLOPs of a step of {time.tokens:,} tokens", found, "TFLOP", 1e12)
-    print(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")
+    plan.say(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")
     whole = f"{days.value * plan.devices:,.6g} device-days"
-    print(f"{days.value:,.4g} days on {plan.devices} {plan.chip} at their peak, {whole}")
+    plan.say(f"{days.value:,.4g} days on {plan.devices} {plan.chip} at their peak, {whole}")
     if plan.explain:
-        print(f"  days = {days.explanation}")
+        plan.say(f"  days = {days.explanation}")
     plan.write(tokens=budget, days_at_peak=days.value, style=args.style)

@@ -44,7 +44,7 @@ def main(args: Namespace) -> None:
     plan.table(f"memory of one of {plan.devices} {plan.chip}", parts, "GiB", GIB, total=True)
     needed = sum(figure.value for figure in parts)
     verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
-    print(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
+    plan.say(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
     plan.table("activations that the layers save", figures.saved_figures(plan.job, policies), "GiB", GIB)
     if generation := figures.generation_figures(plan.job):
         plan.table("generation", generation, "GiB", GIB, total=True)
@@ -53,4 +53,4 @@ def main(args: Namespace) -> None:
         from jaxstack.planner import plan_plot
 
         plan_plot.draw_memory(policies, there, plan.plot)
-        print(f"wrote {plan.plot}")
+        plan.say(f"wrote {plan.plot}")

@@ -24,7 +24,10 @@ def add_target(parser: Parser, plot: bool = True) -> None:
     """Declares the arguments that all three commands have."""
     add_chips(parser)
     parser.add_argument("--explain", action="store_true", help="print the formula of every figure with its numbers")
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="file to write all figures to")
+    parser.add_argument(
+        "--json", metavar="FILE", type=user_path, nargs="?", const="-",
+        help="file to write all figures to; without a name, one object is printed in place of the tables",
+    )  # fmt: skip
     if plot:
         parser.add_argument("--plot", metavar="FILE", type=user_path, help="file to write a picture to")
 
@@ -54,20 +57,21 @@ class Plan:
     Attributes:
       job: the step of the run on the target.
       chip: name of the chip.
-      limits: the chip, and what programs reach on it.
+      limits: the chip with its links.
     """
 
     job: "Job"
     chip: str
     limits: "ChipLimits"
 
-    def __init__(self, args: Namespace, efficiencies: Sequence[float] | None = None) -> None:
+    def __init__(self, args: Namespace) -> None:
         """Resolves the arguments. JAX starts here.
 
         Raises:
           ConfigError: the target is missing or does not exist, or the configuration does not fit it.
         """
-        self.json = files.writable("--json", args.json, (".json",)) if args.json is not None else None
+        self.quiet = args.json == "-"
+        self.json = files.writable("--json", args.json, (".json",)) if args.json and not self.quiet else None
         plot = getattr(args, "plot", None)
         self.plot = files.writable("--plot", plot, files.PICTURES) if plot is not None else None
         cfg = resolve_for_target(args)
@@ -75,12 +79,10 @@ class Plan:
         from jaxstack.planner import estimate, figures, memory
         from jaxstack.planner.job import Job
         from jaxstack.planner.sizes import has_formulas
-        from jaxstack.planner.step_time import CALIBRATED, Efficiencies
 
-        reached = Efficiencies(*efficiencies) if efficiencies else CALIBRATED
         link, network = (getattr(args, key, None) for key in ("link", "network"))
         self.chip, devices, self.limits = figures.limits_of(
-            args.target, reached, 1e9 * link if link else None, 1e9 * network if network else None
+            args.target, 1e9 * link if link else None, 1e9 * network if network else None
         )
         self.job = Job(cfg, memory.context(cfg, devices, self.limits.chip.platform))
         if not has_formulas(cfg.model):  # a trace has the weights whose gradients wait
@@ -94,29 +96,42 @@ class Plan:
         """Returns the training tokens of `--tokens`, or of all steps of the configuration."""
         return tokens or float(self.job.train.steps * self.job.data.batch_size * self.job.data.seq_len)
 
-    def table(self, title: str, figures: "Sequence[Figure]", unit: str, scale: float, total: bool = False) -> None:
-        """Prints figures with their sum on request, and the formula of each with `--explain`."""
+    def say(self, text: str) -> None:
+        """Prints a line, unless standard output is for the object of `--json`."""
+        if not self.quiet:
+            print(text)
+
+    def table(
+        self, title: str, figures: "Sequence[Figure]", unit: str, scale: float, total: bool = False, key: str = ""
+    ) -> None:
+        """Prints figures with their sum on request, and the formula of each with `--explain`.
+
+        Args:
+          key: their name in the object of `--json`; empty means the title.
+        """
         width = max(len(title), *(len(figure.name) for figure in figures)) + 2
         formula = f"  formula{' in bytes' if unit == 'GiB' else ''}" if self.explain else ""
-        print(f"{title:<{width}}{unit:>16}{formula}")
+        self.say(f"{title:<{width}}{unit:>16}{formula}")
         for figure in figures:
             formula = f"  {figure.explanation}" if self.explain else ""
-            print(f"{figure.name:<{width}}{figure.value / scale:>16,.4f}{formula}")
+            self.say(f"{figure.name:<{width}}{figure.value / scale:>16,.4f}{formula}")
         if total:
-            print(f"{'sum':<{width}}{sum(f.value for f in figures) / scale:>16,.4f}")
+            self.say(f"{'sum':<{width}}{sum(f.value for f in figures) / scale:>16,.4f}")
         where = {name: text for figure in figures for name, text in figure.where.items()}
         new = {name: text for name, text in where.items() if self.where.get(name) != text}
         if self.explain and new:
-            print("where")
+            self.say("where")
             for name, text in new.items():
-                print(f"  {name} = {text}")
+                self.say(f"  {name} = {text}")
         self.where |= new
-        print()
-        self.figures[title] = {figure.name: figure.value for figure in figures}
+        self.say("")
+        self.figures[key or title] = {figure.name: figure.value for figure in figures}
 
     def write(self, **more: Any) -> None:
-        """Writes every figure that was printed to the file of `--json`, if it is given."""
+        """Writes every figure of the tables to the file of `--json`, or prints them as one object."""
+        text = json.dumps({"chip": self.chip, "devices": self.devices, **self.figures, **more}, indent=1)
+        if self.quiet:
+            print(text)
         if self.json:
-            found = {"chip": self.chip, "devices": self.devices, **self.figures, **more}
-            files.write_atomic(Path(self.json), json.dumps(found, indent=1) + "\n")
-            print(f"wrote {self.json}")
+            files.write_atomic(Path(self.json), text + "\n")
+            self.say(f"wrote {self.json}")

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
+from jaxstack import families
 from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
 from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.models.context import Context
-from jaxstack.planner import aot, estimate, generation_memory, megatron, shards, trace, traced
+from jaxstack.models import params
+from jaxstack.planner import aot, estimate, generation_memory, megatron, rates, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
-from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.sizes import FORMULAS, has_formulas, require_formulas
-from jaxstack.planner.step_time import CALIBRATED, Efficiencies, Placement, StepTime
+from jaxstack.planner.step_time import Placement, StepTime, work_of
 from jaxstack.planner.traffic import traffic
 from jaxstack.training.state import TrainState
 
@@ -29,13 +29,11 @@ POLICIES: tuple[Literal["none", "selective", "dots", "full"], ...] = ("none", "s
 """Values of `train.remat`, the one that saves most first."""
 
 
-def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | None = None, network: float | None = None
-              ) -> tuple[str, int, ChipLimits]:  # fmt: skip
-    """Returns the chip of a target, the number of its devices, and what programs reach on it.
+def limits_of(target: str, link: float | None = None, network: float | None = None) -> tuple[str, int, ChipLimits]:
+    """Returns the chip of a target, the number of its devices, and the chip with its links.
 
     Args:
       target: chip and topology. With several numbers for GPUs the last one is the number of devices in a host.
-      reached: fractions of the chip's figures.
       link, network: bytes/s that a device sends within its host or slice, and beyond; `None` means the chip's figures.
 
     Raises:
@@ -58,7 +56,7 @@ def limits_of(target: str, reached: Efficiencies = CALIBRATED, link: float | Non
                 f"--target {name}:{hosts}x{host}, which is hosts x devices of a host."
             )
         host = topology[-1]
-    return name, count, ChipLimits(chip, *reached[:2], link, network, host, reached.link_efficiency)
+    return name, count, ChipLimits(chip, link=link, network=network, host_devices=host)
 
 
 def memory_figures(job: Job) -> list[Figure]:
@@ -215,14 +213,15 @@ def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False
 
 
 def time_figures(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
-    """Returns the seconds of a step by part, with the FLOPs and bytes that they follow from."""
-    ops = local_operations(job)
-    layer = [op for op in ops if op.of_layer]
+    """Returns the seconds of a step by part, with the seconds by the data sheet that they follow from."""
+    work = work_of(job, limits)
+    layer = [op for op in work.ops if op.of_layer]
+    ends = [op for op in work.ops if not op.of_layer and not op.of_update]
     found = [
-        _work("layers", [op for op in layer if not op.for_remat], limits),
-        _work("recomputation", [op for op in layer if op.for_remat], limits),
-        _work("embedding, head, loss", [op for op in ops if not op.of_layer and not op.of_update], limits),
-        _work("optimizer, casts, sums", [op for op in ops if op.of_update], limits),
+        _work("layers", [op for op in layer if not op.for_remat], limits, work.kernel),
+        _work("recomputation", [op for op in layer if op.for_remat], limits, work.kernel),
+        _work("embedding, head, loss", ends, limits, work.kernel),
+        _work("optimizer, casts, sums", [op for op in work.ops if op.of_update], limits, work.kernel),
     ]
     for axes, seconds in time.exposed.items():
         alone = seconds + time.hidden[axes]
@@ -236,24 +235,19 @@ def time_figures(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     return [figure for figure in found if figure.value]
 
 
-def _work(name: str, ops: Iterable[Op], limits: ChipLimits) -> Figure:
-    """Returns the seconds of operations: FLOPs count where compute is the bound, and bytes where memory is."""
-    flops: dict[float, float] = defaultdict(float)
-    moved = 0.0
+def _work(name: str, ops: Iterable[Op], limits: ChipLimits, kernel: str) -> Figure:
+    """Returns the seconds of operations: seconds by the data sheet for each kind of work, times the fitted factors."""
+    fitted = rates.rates()
+    done: dict[str, float] = defaultdict(float)
     for op in ops:
-        if limits.seconds(op)[1] == "compute":
-            flops[limits.peak(op.dtype)] += op.times * op.flops
-        else:
-            moved += op.times * op.bytes
-    rate = limits.chip.hbm_bandwidth * limits.bandwidth_efficiency
-    seconds = moved / rate
-    parts = ["{moved:.6g} bytes / {rate:.6g} bytes/s"]
-    terms = {"moved": moved, "rate": rate}
-    for k, (peak, count) in enumerate(flops.items()):
-        seconds += count / (peak * limits.matmul_efficiency)
-        terms |= {f"flops{k}": count, f"peak{k}": peak, "reached": limits.matmul_efficiency}
-        parts.append(f"{{flops{k}:.6g}} FLOPs / ({{peak{k}:.6g}} FLOP/s x {{reached}})")
-    return Figure(name, seconds, " + ".join(parts), terms)
+        for kind, seconds in rates.work(op, limits, kernel).items():
+            done[kind] += op.times * seconds
+    parts = []
+    terms: dict[str, float] = {}
+    for k, (kind, seconds) in enumerate(done.items()):
+        terms |= {f"least{k}": seconds, f"factor{k}": fitted.seconds({kind: 1.0}, limits)}
+        parts.append(f"{{least{k}:.6g}} s of {kind} x {{factor{k}:.4g}}")
+    return Figure(name, fitted.seconds(done, limits), " + ".join(parts), terms)
 
 
 def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
@@ -270,34 +264,29 @@ def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
     ]
 
 
-FITTED = "a100; dense models of 22e9 to 1e12 parameters on 8 to 512 devices in Megatron-LM, mesh.tensor=8"
-"""What `benchmarks/korthikanti.py` fits the efficiencies to, with a model of Megatron's program."""
-PUBLISHED_ERRORS = (262, 0.28, 0.57)
-"""Steps of `benchmarks/published_steps.json` that `step_time` predicts, and its median and 90th percentile of error."""
-
-
-def outside_fit(model: ModelConfig, ctx: Context, chip: str) -> str:
-    """Returns a line with what differs from the runs that the efficiencies were fitted to, or "" if nothing does."""
-    sizes = shards.mesh_sizes(ctx)
-    count = shards.device_count(ctx)
-    parameters = sum(p.size for p in shards.flat_params(model, ctx).values())
+def outside_fit(model: ModelConfig, chip: str) -> str:
+    """Returns a line with what no published step has, to which the rates were fitted, or "" if there is nothing."""
+    parameters = params.count(families.spec(model))
     differs = {
-        f"chip {chip}": chip != "a100",
-        f"{parameters:.3g} parameters": not 21e9 <= parameters <= 1.02e12,
-        f"{count} devices": not 8 <= count <= 512,
-        "experts": bool(model.moe.num_experts),
-        f"mesh.tensor={sizes['tensor']}": sizes["tensor"] != 8,
-        f"a mesh over {', '.join(a for a in ('data', 'fsdp', 'expert', 'context') if sizes[a] > 1)}": any(
-            sizes[a] > 1 for a in ("data", "fsdp", "expert", "context")
-        ),
+        f"chip {chip}": chip not in FITTED_CHIPS,
+        f"{parameters:.3g} parameters": not FITTED_PARAMETERS[0] <= parameters <= FITTED_PARAMETERS[1],
+        f"family {model.family}": model.family != "decoder",
     }
     found = [name for name, is_so in differs.items() if is_so]
-    if not found:
-        return ""
-    return f"outside of what the efficiencies were fitted to: {', '.join(found)}. They were fitted for {FITTED}."
+    return f"no published step has {', '.join(found)}: the interval does not cover that." if found else ""
+
+
+FITTED_CHIPS = ("a100", "a100_40gb", "h100", "h100_500w", "h200", "b200", "b300", "gb200", "gb300",
+                "v3", "v4", "v5e", "v5p", "v6e", "v7x")  # fmt: skip
+"""Chips of the published steps that rates were fitted to."""
+FITTED_PARAMETERS = (3e8, 1.1e12)
+"""The smallest and the largest model of these steps."""
 
 
 def published_errors() -> str:
-    """Returns a line with the errors of `step_time` on steps that others have published."""
-    steps, median, most = PUBLISHED_ERRORS
-    return f"on {steps} published steps this formula is off by {median:.0%} (median) and {most:.0%} (90th percentile)"
+    """Returns a line with the errors of `step_time` on steps of projects that the fit has not seen."""
+    errors = rates.rates().errors
+    return (
+        f"on {errors['rows']:.0f} published steps, each by a fit without its project, this model is off by "
+        f"{errors['median']:.0%} (median) and {errors['90%']:.0%} (90th percentile)"
+    )

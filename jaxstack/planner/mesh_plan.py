@@ -15,7 +15,6 @@ from jaxstack.planner.memory import GIB, Flags, Room, room_of
 from jaxstack.planner.mesh_search import PIPELINE_KEYS, Candidate, Clock, Found, Search, Space
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
-from jaxstack.planner.step_time import CALIBRATED
 from jaxstack.runtime import platform
 
 RESERVED = 0.75
@@ -76,7 +75,7 @@ def at_hand(devices: Sequence[jax.Device], local: Sequence[jax.Device]) -> Devic
         raise ConfigError(f"mesh=auto has no data sheet of {kind}. Set the axes of the mesh, such as mesh.fsdp.")
     hosts = len({d.process_index for d in devices})
     host = len(devices) // hosts if platform_of(devices[0]) == "gpu" else None
-    limits = ChipLimits(CHIPS[name], *CALIBRATED[:2], host_devices=host, link_efficiency=CALIBRATED.link_efficiency)
+    limits = ChipLimits(CHIPS[name], host_devices=host)
     return Devices(kind, len(devices), platform_of(devices[0]), room, ChipClock(limits))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxstack.common.hardware import Chip
+from jaxstack.common.hardware import Chip, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.families import flops
 from jaxstack.planner.job import Job
@@ -30,7 +30,6 @@ class ChipLimits:
       link: bytes/s that a device sends; `None` means the figure of the chip.
       network: bytes/s that a device sends to other hosts or slices; `None` means the figure of the chip.
       host_devices: devices of one host or slice, which the links connect; `None` means the figure of the chip.
-      link_efficiency: fraction of the links' and the network's bandwidth that collectives reach.
     """
 
     chip: Chip
@@ -39,7 +38,11 @@ class ChipLimits:
     link: float | None = None
     network: float | None = None
     host_devices: int | None = None
-    link_efficiency: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The chip's name in `hardware.CHIPS`."""
+        return chip_name(self.chip.kinds[0]) or ""
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of matmuls.

@@ -22,6 +22,7 @@ from jaxstack.config import ModelConfig
 from jaxstack.planner import shards
 
 Traffic = Literal["fused", "unfused"]
+Scores = Literal["none", "visible", "all"]
 Part = Literal["matmul", "attention", "normalisation", "pointwise", "optimizer", "communication"]
 PARTS: tuple[Part, ...] = ("matmul", "attention", "normalisation", "pointwise", "optimizer", "communication")
 Kind = Literal["contraction", "normalisation", "pointwise", "transfer"]
@@ -52,6 +53,7 @@ class Op:
       for_remat: whether it repeats earlier work for `train.remat`.
       of_update: whether it runs once a step beside the passes: the optimizer, casts of weights, sums of gradients.
       matrix: for a weight matmul, (tokens, inputs, outputs, number of matrices), from which it can be measured.
+      head_width: for attention, the width of a head.
     """
 
     name: str
@@ -66,11 +68,30 @@ class Op:
     for_remat: bool = False
     of_update: bool = False
     matrix: tuple[int, int, int, int] | None = None
+    head_width: int = 0
 
     @property
     def in_backward(self) -> bool:
         """Whether it runs in the backward pass: repeated operations, and those whose names say `gradient`."""
         return self.recomputes or "gradient" in self.name
+
+    @property
+    def product(self) -> tuple[float, float, float, int]:
+        """Rows, inner dimension, columns and number of the products of a weight matmul, in the pass where it runs."""
+        assert self.matrix is not None
+        tokens, inputs, outputs, matrices = self.matrix
+        rows = max(1.0, tokens / matrices)
+        if self.name.endswith(", gradient"):
+            return inputs, rows, outputs, matrices
+        if "gradient of input" in self.name:
+            return rows, outputs, inputs, matrices
+        return rows, inputs, outputs, matrices
+
+    def fill(self, tile: int) -> float:
+        """Returns the part of a matrix unit's rows that the heads of attention fill; 1 without a tile."""
+        if not tile or not self.head_width:
+            return 1.0
+        return self.head_width / (-(-self.head_width // tile) * tile)
 
 
 def pointwise_op(name: str, flops: float, bytes: float, times: float = 1.0) -> Op:
@@ -168,6 +189,7 @@ class OpBuilder:
       dtype: compute dtype.
       itemsize: bytes of the compute dtype.
       quant: `train.quant`.
+      scores: which scores attention writes to memory with fused traffic: none, those that the mask leaves, or all.
     """
 
     traffic: Traffic
@@ -175,6 +197,7 @@ class OpBuilder:
     dtype: str
     itemsize: int
     quant: str = "none"
+    scores: Scores = "none"
 
     @property
     def fused(self) -> bool:
@@ -254,7 +277,8 @@ class OpBuilder:
 
     def attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
         """Returns scores, softmax and the weighted mean of values, forward and backward."""
-        return self._fused_attention(s, recomputed) if self.fused else self._unfused_attention(s, recomputed)
+        fused = self.fused and self.scores == "none"
+        return self._fused_attention(s, recomputed) if fused else self._unfused_attention(s, recomputed)
 
     def _fused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
         m = s.model
@@ -265,7 +289,8 @@ class OpBuilder:
 
         def kernel(name: str, products: int, times: int) -> Op:
             size = self.itemsize * times * arrays + (statistics if times else 0)
-            return Op(name, "attention", "contraction", products * product, size, dtype=self.dtype)
+            flops = products * product
+            return Op(name, "attention", "contraction", flops, size, dtype=self.dtype, head_width=m.head_width)
 
         forward = kernel("attention", 2, 2)
         backward = kernel("attention, gradients", 4, 4)
@@ -276,7 +301,8 @@ class OpBuilder:
         m = s.model
         e = self.itemsize
         arrays = s.tokens * s.heads * m.head_width + s.tokens * s.kv_heads * m.head_width
-        pairs = s.tokens * s.seq_len * s.heads
+        keys = keys_seen(m, s.seq_len) if self.scores == "visible" else s.seq_len
+        pairs = s.tokens * keys * s.heads
         product = 2 * pairs * m.head_width
 
         def contraction(name: str) -> Op:

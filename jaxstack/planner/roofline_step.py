@@ -10,7 +10,16 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Param, find_role, pad_to_slots
 from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.job import Job
-from jaxstack.planner.roofline_ops import FLOPS_PER_ELEMENT, DeviceShapes, Matmul, Op, OpBuilder, Traffic, pointwise_op
+from jaxstack.planner.roofline_ops import (
+    FLOPS_PER_ELEMENT,
+    DeviceShapes,
+    Matmul,
+    Op,
+    OpBuilder,
+    Scores,
+    Traffic,
+    pointwise_op,
+)
 from jaxstack.planner.sizes import has_formulas, require_formulas
 from jaxstack.training.state import Recipe, abstract_state
 
@@ -25,13 +34,14 @@ def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     return [*local_operations(job, traffic), *_communication(job)]
 
 
-def local_operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
+def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "none") -> list[Op]:
     """Returns what one device does in a training step without communication.
 
     With a pipeline, these are the operations of a mean stage; its idle time is not an operation.
 
     Args:
       traffic: how operations read and write memory, see `roofline_ops`. Families without formulas are `fused`.
+      scores: which scores attention writes to memory with fused traffic, see `OpBuilder`.
     """
     if not has_formulas(job.model):
         return [*traced.operations(job), *(replace(op, of_update=True) for op in _update(job))]
@@ -46,7 +56,7 @@ def local_operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
         between=sizes["tensor"] if job.ctx.layout.sequence_parallel_axes else 1,
         expert=sizes["expert"],
     )
-    build = OpBuilder(traffic, t.remat, str(job.ctx.dtype), job.ctx.dtype.itemsize, t.quant)
+    build = OpBuilder(traffic, t.remat, str(job.ctx.dtype), job.ctx.dtype.itemsize, t.quant, scores)
     passes = t.grad_accum * shards.microbatches(job.ctx)  # of embedding and head
     layers = job.model.num_layers / sizes["pipe"]  # of a mean stage
     layer = _layer(build, shapes, job.model, job.ctx)

@@ -1,49 +1,36 @@
-"""Predicts the time of a training step on a mesh by formula, from operations, collectives and the pipeline's schedule.
+"""Predicts the time of a training step on a mesh: the one model behind `plan time`, `plan mesh` and `plan run`.
 
-The operations of `roofline_step` take the times of a roofline, at the fractions of the peaks that programs reach. The
-collectives of `traffic` take the time of the bytes that a device sends, over the links of its host or slice or over
-the network: `Placement` maps mesh axes to both. Then:
+`roofline_step` lists the operations, `traffic` the collectives, and the pipeline's table the idle ticks. `rates` says
+how long each takes. `Placement` maps mesh axes to the links of a host or slice, and to the network. Then:
 
-- Collectives of activations (tensor, expert and pipeline parallelism) are exposed. The next operation needs them. Only
-  those of tensor parallelism in the backward pass, at least half of them, run beside the gradients of weights.
-- Collectives of weights and gradients in the loop over layers run beside the layers' operations. What exceeds these
-  operations is exposed, and so are the first gather and the last reduction.
-- Collectives of a whole step (gradients that microbatches accumulate, weights of a pipeline) are exposed.
-- A ring of context parallelism runs beside attention.
+- Operations run one after the other.
+- Collectives of activations leave a share of their time exposed, which depends on the axis. Each of them also starts,
+  which takes longer for more devices.
+- Collectives of weights and gradients leave a share exposed too, and start ahead. Without a pipeline, what exceeds the
+  time of the layers is exposed at least.
+- In a pipeline, idle ticks last as long as the layers and their waiting for `tensor`.
 
 Nothing is compiled, and no array is made.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from jaxstack.families import flops
 from jaxstack.models.context import Context
-from jaxstack.planner import shards
+from jaxstack.planner import rates, shards
 from jaxstack.planner.estimate import split_of
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
+from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.planner.traffic import activation_traffic, parameter_traffic
 from jaxstack.planner.weight_split import lockstep_seconds
-
-
-class Efficiencies(NamedTuple):
-    """Fractions of a chip's figures that programs reach, see `roofline.ChipLimits`."""
-
-    matmul_efficiency: float
-    bandwidth_efficiency: float
-    link_efficiency: float
-
-
-CALIBRATED = Efficiencies(matmul_efficiency=0.797, bandwidth_efficiency=1.0, link_efficiency=0.44)
-"""Fractions of the data sheet that Megatron-LM reached on A100s, by benchmarks/korthikanti.py."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +50,7 @@ class StepTime:
       recomputed_flops: FLOPs that `train.remat` repeats, with attention of every token to the whole sequence. What the
         kernel of attention repeats on its own is not counted.
       peak: FLOP/s of all devices.
+      interval: lowest and highest seconds of the step; of published steps that the fit has not seen, 90% are within.
     """
 
     layers: float
@@ -76,6 +64,7 @@ class StepTime:
     model_flops: flops.Flops
     recomputed_flops: float
     peak: float
+    interval: tuple[float, float]
 
     @property
     def total(self) -> float:
@@ -122,26 +111,34 @@ class Placement:
         return math.prod(self._members(axis) for axis in axes)
 
     def _members(self, axis: str) -> int:
-        """Returns how many neighbours along an axis share a host; the common divisor is for hosts that it cuts."""
+        """Returns how many neighbours along an axis share a host; the common divisor is for hosts that it cuts.
+
+        Hosts have equally many devices of the mesh, so 256 devices use 64 of each 72 that a rack links.
+        """
         names = list(self.sizes)
         stride = math.prod(self.sizes[a] for a in names[names.index(axis) + 1 :])
-        return max(1, math.gcd(stride * self.sizes[axis], self.limits.linked_devices) // stride)
+        count = math.prod(self.sizes.values())
+        host = next(n for n in range(min(count, self.limits.linked_devices), 0, -1) if count % n == 0)
+        return max(1, math.gcd(stride * self.sizes[axis], host) // stride)
 
     def bandwidth(self, axes: tuple[str, ...], kind: str) -> tuple[float, float]:
         """Returns the bytes/s that a device sends within its host or slice, and those that it sends beyond.
 
-        A mesh axis uses one dimension of a TPU's torus, and a permutation one direction of it. In rings over several
-        hosts, each member in a host starts a ring of its own, so that the network cards of all members are used.
+        A TPU's slice of n devices is a cube, so axes with k devices use log(k) / log(n) of its dimensions, but one at
+        least. A permutation uses one direction of one dimension. In rings over several hosts, each member in a host
+        starts a ring of its own, so that the network cards of all members are used.
         """
         link = self.limits.link_bandwidth
         k = self.members(axes)
         if torus := self.limits.chip.torus:
-            link *= 0.5 / torus if kind == "collective-permute" else min(len(axes), torus) / torus
+            devices = min(math.prod(self.sizes.values()), self.limits.linked_devices)
+            used = torus * math.log(max(k, 2)) / math.log(max(devices, 2))
+            link *= 0.5 / torus if kind == "collective-permute" else min(max(used, 1.0), torus) / torus
         if k == math.prod(self.sizes[a] for a in axes):
-            return link * self.limits.link_efficiency, math.inf
+            return link, math.inf
         rings = 1 if kind in ("collective-permute", "all-to-all") else k
         network = min(link, rings * self.limits.network_bandwidth)
-        return link * self.limits.link_efficiency, network * self.limits.link_efficiency
+        return link, network
 
     def seconds(self, c: Collective) -> float:
         """Returns the time of all runs of a collective in a step, alone."""
@@ -154,64 +151,106 @@ class Placement:
         return max(c.sent * beyond / network, c.sent * (1 - beyond) / link)
 
 
-def step_time(job: Job, limits: ChipLimits) -> StepTime:
+@dataclass(frozen=True)
+class Work:
+    """What a device does in a step, in seconds by the data sheet. `Rates` turns it into seconds of programs.
+
+    Attributes:
+      ops: operations.
+      kernel: kernel of attention, see `rates.attention_kernel`.
+      collectives: collectives with their kind and their seconds alone, see `rates.family`.
+    """
+
+    ops: Sequence[Op]
+    kernel: str
+    collectives: Sequence[tuple[Collective, str, float]]
+
+
+def work_of(job: Job, limits: ChipLimits) -> Work:
+    """Returns what a device does in a step.
+
+    Raises:
+      ConfigError: the mesh needs a network whose speed is not known.
+    """
+    implementation = job.ctx.ops.attention
+    kernel = rates.attention_kernel(implementation, limits)
+    scores = "none" if kernel else "visible" if implementation == "chunked" else "all"
+    return Work(local_operations(job, scores=scores), kernel, collectives_of(job, limits))  # type: ignore[arg-type]
+
+
+def collectives_of(job: Job, limits: ChipLimits) -> list[tuple[Collective, str, float]]:
+    """Returns the collectives of a step with their kinds, and their seconds if nothing hides them."""
+    place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
+    found = []
+    for of_weights, traffic in ((False, activation_traffic(job)), (True, parameter_traffic(job))):
+        for c in traffic:
+            inside = math.isinf(place.bandwidth(c.axes, c.kind)[1])
+            found.append((c, rates.family(c, of_weights, inside), place.seconds(c)))
+    return found
+
+
+def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: Work | None = None) -> StepTime:
     """Predicts the time of a training step.
 
     Args:
-      limits: the chip, and the fractions of its figures that programs reach.
+      limits: the chip with its links.
+      fitted: how long work takes; `None` means `rates.rates()`.
+      work: what a device does; `None` means `work_of`.
 
     Raises:
       ConfigError: the chip does not compute in `train.dtype`, or the mesh needs a network whose speed is not known.
     """
-    ops = local_operations(job)
+    fitted = fitted or rates.rates()
+    work = work or work_of(job, limits)
+    ops = work.ops
+
+    def seconds(ops: Iterable[Op]) -> float:
+        return math.fsum(op.times * fitted.of_op(op, limits, work.kernel) for op in ops)
+
     in_layers = [op for op in ops if op.of_layer]
-    layers = _seconds((op for op in in_layers if not op.for_remat), limits)
-    repeated = _seconds((op for op in in_layers if op.for_remat), limits)
-    beside = _Beside(
-        layers=layers + repeated,
-        attention=_seconds((op for op in in_layers if op.part == "attention"), limits),
-        weights=_seconds(filter(_is_weight_gradient, in_layers), limits),
-    )
+    repeated = seconds(op for op in in_layers if op.for_remat)
+    layers = seconds(op for op in in_layers if not op.for_remat)
+    alone, exposed = _communication(job, work, fitted.factors[limits.chip.platform], layers + repeated)
+    if has_formulas(job.model):
+        bubble = _bubble(job.ctx, in_layers, seconds, _split_share(job))
+    else:
+        bubble = _traced_bubble(job.ctx, in_layers, seconds)
+    if bubble:
+        bubble *= 1 + exposed.get("tensor", 0.0) / (layers + repeated)
+    head = seconds(op for op in ops if not op.of_layer and not op.of_update)
+    update = seconds(op for op in ops if op.of_update)
     tokens = job.data.batch_size * job.data.seq_len
     per_token = flops.flops_per_token(job.model, job.data.seq_len, job.data.target_length, job.cfg.microbatch_size)
-    exposed, hidden = _communication(job, limits, beside)
+    total = layers + repeated + head + update + bubble + math.fsum(exposed.values())
+    low, high = fitted.interval["experts" if job.model.base.moe.num_experts else "dense"]
     return StepTime(
         layers=layers,
         recomputation=repeated,
-        head=_seconds((op for op in ops if not op.of_layer and not op.of_update), limits),
-        update=_seconds((op for op in ops if op.of_update), limits),
+        head=head,
+        update=update,
         exposed=exposed,
-        hidden=hidden,
-        bubble=_bubble(job.ctx, in_layers, limits, _split_share(job))
-        if has_formulas(job.model)
-        else _traced_bubble(job.ctx, in_layers, limits),
+        hidden={axes: max(0.0, each - exposed[axes]) for axes, each in alone.items()},
+        bubble=bubble,
         tokens=tokens,
         model_flops=flops.Flops(*(each * tokens for each in per_token)),
         recomputed_flops=_recomputed_flops(job, ops),
         peak=limits.peak(job.train.dtype) * shards.device_count(job.ctx),
+        interval=(low * total, high * total),
     )
-
-
-class _Beside(NamedTuple):
-    """Seconds of operations that collectives run beside: the layers, their attention, their gradients of weights."""
-
-    layers: float
-    attention: float
-    weights: float
 
 
 def _is_weight_gradient(op: Op) -> bool:
     return op.part == "matmul" and op.name.endswith(", gradient")
 
 
-def _seconds(ops: Iterable[Op], limits: ChipLimits) -> float:
-    return math.fsum(op.times * limits.seconds(op)[0] for op in ops)
+Seconds = Callable[[Iterable[Op]], float]
+"""Returns the seconds of operations in a step."""
 
 
-def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float = 1.0) -> float:
+def _bubble(ctx: Context, in_layers: Sequence[Op], seconds: Seconds, split: float = 1.0) -> float:
     """Returns the idle seconds of a mean stage: the executor's ticks run in lockstep, each as long as its longest unit.
 
-    Communication in the layers is not counted here, because `traffic` counts it in every tick.
+    Communication in the layers is not counted here.
 
     Args:
       in_layers: the operations of the layers.
@@ -219,20 +258,20 @@ def _bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits, split: float 
     """
     if ctx.layout.pipeline is None:
         return 0.0
-    forward = _seconds((op for op in in_layers if not op.in_backward), limits)
-    backward = _seconds((op for op in in_layers if op.in_backward), limits)
+    forward = seconds(op for op in in_layers if not op.in_backward)
+    backward = seconds(op for op in in_layers if op.in_backward)
     schedule = ctx.layout.pipeline.schedule
     stages = ctx.layout.pipeline.stages
     unit = stages.stages / (schedule.microbatches * int((stages.group_of_slot >= 0).sum()))  # of one layer group
     if schedule.weight_MG is None:
         turns = ctx.layout.pipeline.turns
         return unit * float(forward * turns.forward.sum() + backward * turns.backward.sum()) - forward - backward
-    weight = split * _seconds(filter(_is_weight_gradient, in_layers), limits)
-    seconds = lockstep_seconds(ctx.layout.pipeline, unit * forward, unit * (backward - weight), unit * weight)
-    return seconds - forward - backward
+    weight = split * seconds(filter(_is_weight_gradient, in_layers))
+    ticks = lockstep_seconds(ctx.layout.pipeline, unit * forward, unit * (backward - weight), unit * weight)
+    return ticks - forward - backward
 
 
-def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> float:
+def _traced_bubble(ctx: Context, in_layers: Sequence[Op], seconds: Seconds) -> float:
     """Returns what `_bubble` does from the times of the loops over layers, of which each stack has its own.
 
     The names of traced operations begin with the name of their loop.
@@ -241,7 +280,7 @@ def _traced_bubble(ctx: Context, in_layers: list[Op], limits: ChipLimits) -> flo
         return 0.0
     busy: dict[str, float] = defaultdict(float)
     for op in in_layers:
-        busy[op.name.split()[0].removeprefix("pipeline_")] += op.times * limits.seconds(op)[0]
+        busy[op.name.split()[0].removeprefix("pipeline_")] += seconds([op])
     trips = {name: trips_TP for name, trips_TP in ctx.layout.pipeline.layer_trips.items() if busy[name]}
     ticks_TP = sum(busy[name] / trips_TP.sum(0).mean() * trips_TP for name, trips_TP in trips.items())
     return float(ticks_TP.max(1).sum()) - math.fsum(busy.values())
@@ -254,7 +293,7 @@ def _split_share(job: Job) -> float:
     return split_of(job).flops_share
 
 
-def _recomputed_flops(job: Job, ops: list[Op]) -> float:
+def _recomputed_flops(job: Job, ops: Sequence[Op]) -> float:
     """Returns the FLOPs that `train.remat` repeats over all devices; attention by the convention of full attention."""
     m = job.model
     tokens = job.data.batch_size * job.data.seq_len
@@ -267,32 +306,27 @@ def _recomputed_flops(job: Job, ops: list[Op]) -> float:
     return found
 
 
-def _communication(job: Job, limits: ChipLimits, beside: _Beside) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the exposed and the hidden seconds of collectives, by mesh axes."""
-    place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
+def _communication(
+    job: Job, work: Work, factors: Mapping[str, float], layers: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the seconds of collectives alone, and the seconds of them that are exposed, by mesh axes."""
     alone: dict[str, float] = defaultdict(float)
-    waits: dict[str, float] = defaultdict(float)
-    for c in activation_traffic(job):
-        seconds = place.seconds(c)
+    exposed: dict[str, float] = defaultdict(float)
+    of_weights: dict[str, float] = defaultdict(float)
+    for c, kind, seconds in work.collectives:
         axes = "+".join(c.axes)
-        alone[axes] += seconds
-        waits[axes] += seconds
-    ring = beside.attention if job.ctx.layout.context_method == "ring" else 0.0
-    waits["tensor"] -= min(0.5 * alone["tensor"], beside.weights)
-    waits["context"] -= min(alone["context"], ring)
-    in_loop: dict[str, float] = defaultdict(float)
-    for c in parameter_traffic(job):
-        seconds = place.seconds(c)
-        axes = "+".join(c.axes)
-        alone[axes] += seconds
-        if job.ctx.layout.pipeline is None and (c.times >= job.model.num_layers or c.kind == "all-gather"):
-            in_loop[axes] += seconds
-        else:
-            waits[axes] += seconds
-    if total := math.fsum(in_loop.values()):
-        # The first layer's gather and the last one's reduction have no other layer beside them.
-        part = min(1.0, max(0.0, total - beside.layers) / total + 1 / job.model.num_layers)
-        for axes, seconds in in_loop.items():
-            waits[axes] += part * seconds
+        start = 0.0 if kind in WEIGHTS else 1e-6 * factors["hop"] * c.times * math.log2(c.devices)
+        alone[axes] += seconds + start
+        exposed[axes] += factors[kind] * seconds + start
+        if kind in WEIGHTS:
+            of_weights[axes] += seconds
+    beyond = math.fsum(of_weights.values()) - layers
+    shared = math.fsum(factors[kind] * seconds for _, kind, seconds in work.collectives if kind in WEIGHTS)
+    if job.ctx.layout.pipeline is None and beyond > shared:
+        for axes, seconds in of_weights.items():
+            exposed[axes] += (beyond - shared) * seconds / math.fsum(of_weights.values())
     sent = [axes for axes, seconds in alone.items() if seconds]
-    return {axes: waits[axes] for axes in sent}, {axes: alone[axes] - waits[axes] for axes in sent}
+    return {axes: alone[axes] for axes in sent}, {axes: exposed[axes] for axes in sent}
+
+
+WEIGHTS = ("weights", "weights, network")

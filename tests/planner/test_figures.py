@@ -162,11 +162,22 @@ def test_a_prediction_outside_of_the_fit_says_so(capsys):
     small = ["--config=gpt3", "--mesh.tensor=8", "--mesh.pipe=8", "--mesh.data=1", "--pipeline.microbatches=64",
              "--data.batch_size=64", "--train.grad_accum=1"]  # fmt: skip
     execute(["plan", "time", "--target=a100:8x8", *small])
-    assert "outside" not in capsys.readouterr().out
-    execute(["plan", "time", "--target=h100:8x8", *small])
+    assert "no published step has" not in capsys.readouterr().out
+    execute(["plan", "time", "--target=l40s:8x8", *small])
     printed = capsys.readouterr().out
-    assert "outside of what the efficiencies were fitted to: chip h100. They were fitted for a100" in printed
-    assert "published steps this formula is off by" in printed
+    assert "no published step has chip l40s" in printed
+    assert "this model is off by" in printed
+
+
+def test_time_as_one_object(capsys):
+    """The interval has the prediction inside, and a price counts the devices."""
+    execute(["plan", "time", *PIPED, "--tokens=1e9", "--price=2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["low"] < found["tokens_per_s_per_device"] < found["high"]
+    assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
+    assert found["tokens_per_s_per_device"] * 16 == pytest.approx(found["tokens_per_s"])
+    assert found["cost"] == pytest.approx(2 * 16 * 24 * found["days"])
+    assert 0 < found["mfu"] < 1
 
 
 def test_a_figure_without_terms_explains_itself():

@@ -1,9 +1,7 @@
-"""Compares the planner's accounting with published figures of Megatron-LM: times, memory, FLOPs and utilisation."""
+"""Compares the planner's accounting with published figures of Megatron-LM: memory, FLOPs and utilisation."""
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import korthikanti as published
 import pytest
@@ -14,37 +12,6 @@ from jaxstack.config.reading.parse import parse_config
 from jaxstack.families.flops import matmul_params
 from jaxstack.planner import megatron, memory
 from jaxstack.planner.job import Job
-from jaxstack.planner.step_time import CALIBRATED
-
-RESULT = json.loads((Path(published.__file__).parent / "results" / "korthikanti.json").read_text())
-
-
-def within_bounds(found: dict[str, float]) -> bool:
-    return found["average"] <= 0.036 and found["largest"] <= 0.088
-
-
-def test_step_times_of_table_five_with_three_efficiencies():
-    """The bounds are Calculon's errors. The efficiencies are committed; the errors are computed again."""
-    found = RESULT["efficiencies"]
-    assert tuple(found) == (
-        CALIBRATED.matmul_efficiency,
-        CALIBRATED.bandwidth_efficiency,
-        CALIBRATED.link_efficiency,
-    )
-    assert published.errors(published.CASES, found) == pytest.approx(RESULT["errors"])
-    assert within_bounds(RESULT["errors"])
-    for k, name in enumerate(published.COLUMNS):  # fitted to one column, tested on the other
-        half = RESULT["fitted_to_one_column"][name]
-        other = [c for c in published.CASES if c[1] != k]
-        assert published.errors(other, half["efficiencies"]) == pytest.approx(half["tested"])
-        assert within_bounds(half["fitted"])
-        assert within_bounds(half["tested"])
-
-
-def test_the_closed_form_is_the_simulated_schedule():
-    case = ("175B", 1)
-    found = RESULT["efficiencies"]
-    assert published.simulated(case, found) == pytest.approx(published.predicted(case, found), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", published.ROWS)

@@ -14,15 +14,16 @@ from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelCo
 from jaxstack.families.flops import flops_per_token
 from jaxstack.pipeline import zb_h1
 from jaxstack.pipeline.stages import Stages
-from jaxstack.planner import memory, traffic
+from jaxstack.planner import memory, rates, traffic
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
-from jaxstack.planner.roofline_ops import Op
+from jaxstack.planner.roofline_ops import Matmul, Op, OpBuilder
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.step_time import Placement, StepTime, _bubble, step_time
+from jaxstack.planner.step_time import Placement, StepTime, _bubble, step_time, work_of
 
 H100 = ChipLimits(CHIPS["h100"])
+FITTED = rates.rates()
 
 
 def config(
@@ -42,6 +43,10 @@ def predict(cfg: Config, limits: ChipLimits = H100) -> StepTime:
     return step_time(Job(cfg, memory.context(cfg)), limits)
 
 
+def seconds(ops) -> float:
+    return sum(op.times * FITTED.of_op(op, H100) for op in ops)
+
+
 def place(limits: ChipLimits = H100, **sizes: int) -> Placement:
     order = ("pipe", "data", "fsdp", "expert", "context", "tensor")
     return Placement({axis: sizes.get(axis, 1) for axis in order}, limits)
@@ -51,9 +56,11 @@ def test_parts_add_up_to_all_operations_and_collectives():
     cfg = config(fsdp=4, tensor=2)
     ctx = memory.context(cfg)
     found = predict(cfg)
-    work = sum(op.times * H100.seconds(op)[0] for op in local_operations(Job(cfg, ctx)))
+    work = seconds(work_of(Job(cfg, ctx), H100).ops)
     assert found.layers + found.recomputation + found.head + found.update == pytest.approx(work)
+    hop = 1e-6 * FITTED.factors["gpu"]["hop"]
     alone = sum(c.sent / 450e9 for c in traffic.traffic(Job(cfg, ctx)))
+    alone += sum(hop * c.times * math.log2(c.devices) for c in traffic.activation_traffic(Job(cfg, ctx)))
     assert sum(found.exposed.values()) + sum(found.hidden.values()) == pytest.approx(alone)
     assert found.total == pytest.approx(work + sum(found.exposed.values()))
     assert found.tokens_per_s == pytest.approx(64 * 512 / found.total)
@@ -78,12 +85,10 @@ def test_the_bubble_is_that_of_the_schedule(schedule, chunks):
     cfg = config(pipe=4, microbatches=8, chunks=chunks, schedule=schedule)
     ctx = memory.context(cfg)
     found = predict(cfg)
-    inside = [op for op in local_operations(Job(cfg, ctx)) if op.of_layer]
-    forward = sum(op.times * H100.seconds(op)[0] for op in inside if not op.in_backward)
-    backward = sum(op.times * H100.seconds(op)[0] for op in inside if op.in_backward)
-    weight = sum(
-        op.times * H100.seconds(op)[0] for op in inside if op.part == "matmul" and op.name.endswith(", gradient")
-    )
+    inside = [op for op in work_of(Job(cfg, ctx), H100).ops if op.of_layer]
+    forward = seconds(op for op in inside if not op.in_backward)
+    backward = seconds(op for op in inside if op.in_backward)
+    weight = seconds(op for op in inside if op.part == "matmul" and op.name.endswith(", gradient"))
     simulated = ctx.layout.pipeline.schedule.simulate(forward, backward, weight / backward)
     assert found.bubble / (found.layers + found.recomputation) == pytest.approx(simulated.bubble)
 
@@ -97,7 +102,7 @@ def test_gradients_of_weights_fill_the_bubble():
     ]  # fmt: skip
     pipeline = SimpleNamespace(schedule=zb_h1(4, 8), stages=Stages(4, (1,) * 4))
     ctx = SimpleNamespace(layout=SimpleNamespace(pipeline=pipeline))
-    assert _bubble(ctx, ops, H100) == pytest.approx(3)
+    assert _bubble(ctx, ops, lambda ops: sum(op.times * H100.seconds(op)[0] for op in ops)) == pytest.approx(3)
 
 
 def test_a_backward_pass_takes_twice_the_forward_pass_without_recomputation():
@@ -116,14 +121,19 @@ def test_an_axis_that_spans_hosts_runs_at_the_speed_of_the_network():
     assert p.seconds(exchange) == pytest.approx(2e9 / 50e9)  # two of the four parts leave the host
     assert place(tensor=16).members(("tensor",)) == 8
     assert place(tensor=3, data=8).members(("tensor",)) == 1  # hosts cut groups of three
-    hosts_of_4 = replace(H100, host_devices=4, network=1e9, link_efficiency=0.5)
-    assert place(hosts_of_4, tensor=8).bandwidth(("tensor",), "all-gather") == (225e9, 2e9)
+    hosts_of_4 = replace(H100, host_devices=4, network=1e9)
+    assert place(hosts_of_4, tensor=8).bandwidth(("tensor",), "all-gather") == (450e9, 4e9)
+    racks = place(ChipLimits(CHIPS["gb200"]), data=8, expert=32)  # 64 of the 72 devices that a rack links
+    assert racks.members(("expert",)) == 32
+    assert racks.members(("data", "expert")) == 64
 
 
-def test_a_tpu_axis_uses_one_dimension_of_the_torus():
+def test_a_tpu_axis_uses_its_dimensions_of_the_torus():
+    """64 chips are 4 x 4 x 4: an axis of 4 has one dimension, and an axis of 16 has two."""
     p = place(ChipLimits(CHIPS["v5p"]), fsdp=16, tensor=4)
-    assert p.bandwidth(("tensor",), "all-gather") == (200e9, math.inf)
-    assert p.bandwidth(("fsdp", "tensor"), "all-gather") == (400e9, math.inf)
+    assert p.bandwidth(("tensor",), "all-gather") == (pytest.approx(200e9), math.inf)
+    assert p.bandwidth(("fsdp",), "all-gather") == (pytest.approx(400e9), math.inf)
+    assert p.bandwidth(("fsdp", "tensor"), "all-gather") == (pytest.approx(600e9), math.inf)
     assert p.bandwidth(("fsdp",), "collective-permute") == (100e9, math.inf)
 
 
@@ -133,9 +143,58 @@ def test_collectives_of_weights_hide_behind_the_layers_and_of_activations_do_not
     assert fast.exposed["fsdp"] < 0.5 * fast.hidden["fsdp"]
     beside = fast.layers + fast.recomputation
     half_more = replace(H100, link=450e9 * sum((fast.exposed["fsdp"], fast.hidden["fsdp"])) / (1.5 * beside))
-    assert 0.5 * beside < predict(config(fsdp=8), half_more).hidden["fsdp"] <= beside
+    assert 0.5 * beside < predict(config(fsdp=8), half_more).hidden["fsdp"] <= 1.001 * beside
     assert waits.exposed["fsdp"] > waits.hidden["fsdp"]
-    assert tensor.exposed["tensor"] > 10 * tensor.hidden["tensor"]  # the gradients of weights hide what they can
+    assert tensor.exposed["tensor"] > 1.5 * tensor.hidden["tensor"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "matrices", "part"),
+    [
+        (128 * 132, 4096, 256, 1, 4096 / 4224),  # one wave of 132 tiles of 128 x 256
+        (128 * 133, 4096, 256, 1, 0.9 * 266 / 396 * 4096 / 4224),  # one more: 266 small tiles in three waves
+        (16, 4096, 256 * 132, 1, 16 / 128 * 4096 / 4224),  # an eighth of each tile is used
+    ],
+)
+def test_a_matmul_fills_tiles_and_waves(rows, inner, columns, matrices, part):
+    op = Op("w", "matmul", "contraction", 1.0, 1.0, matrix=(rows * matrices, inner, columns, matrices))
+    assert rates.shape_efficiency(op, H100) == pytest.approx(part)
+
+
+def test_a_tpu_pads_a_matmul_to_its_matrix_unit():
+    op = Op("w", "matmul", "contraction", 1.0, 1.0, matrix=(8, 256, 192, 1))
+    assert rates.shape_efficiency(op, ChipLimits(CHIPS["v5e"])) == pytest.approx(192 / 256)
+    narrow = Op("attention", "attention", "contraction", 1.0, 1.0, head_width=128)
+    assert [narrow.fill(CHIPS[name].tile) for name in ("h100", "v5e", "v6e")] == [1, 1, 0.5]
+
+
+def test_the_three_products_of_a_weight_have_their_own_shapes():
+    ops = OpBuilder("fused", "none", "bfloat16", 2).matmul(Matmul("w", tokens=96, inputs=32, outputs=64))
+    assert [op.product for op in ops] == [(96, 32, 64, 1), (96, 64, 32, 1), (32, 96, 64, 1)]
+
+
+def test_attention_takes_the_kernel_that_auto_selects():
+    """A packed batch has segments, which cuDNN's kernel does not take: scores of its chunks are written to memory."""
+    cfg = config("none")
+    packed = replace(cfg, data=replace(cfg.data, packing=True))
+    plain, chunked = (Job(c, memory.context(c, 1, "gpu")) for c in (cfg, packed))
+    assert [work_of(job, H100).kernel for job in (plain, chunked)] == ["cudnn", ""]
+    assert work_of(plain, ChipLimits(CHIPS["a100"])).kernel == "flash2, before Hopper"
+    assert step_time(chunked, H100).layers > 1.1 * step_time(plain, H100).layers
+
+
+def test_eight_bits_speed_up_the_products_that_have_them():
+    """Two of the three products of a linear layer; the gradient of weights stays in bfloat16."""
+    plain = Job(config("none"), memory.context(config("none"), 1, "gpu"))
+    low = replace(plain, cfg=replace(plain.cfg, train=replace(plain.train, quant="fp8_tensorwise")))
+    low = replace(low, ctx=memory.context(low.cfg, 1, "gpu"))
+    eight = {op.name for op in work_of(low, H100).ops if op.dtype == "float8"}
+    assert eight
+    assert not any(name.endswith(", gradient") for name in eight)
+    assert FITTED.of_op(replace(PRODUCT, dtype="float8"), H100) < 0.7 * FITTED.of_op(PRODUCT, H100)
+
+
+PRODUCT = Op("w", "matmul", "contraction", 2 * 8192**3, 6 * 8192**2, matrix=(8192, 8192, 8192, 1))
 
 
 def test_a_chip_without_a_network_asks_for_its_speed():
@@ -150,15 +209,19 @@ def test_a_chip_without_a_network_asks_for_its_speed():
     ("layout", "mesh"),
     [("fsdp", {"fsdp": 8}), ("tensor", {"tensor": 8}), ("fsdp_tensor", {"fsdp": 4, "tensor": 2})],
 )
-def test_exposed_time_is_that_of_compiled_programs(layout, mesh):
+def test_collectives_take_the_time_of_compiled_programs(layout, mesh):
     """The programs are those of benchmarks/overlap.py for 8 H100.
 
-    XLA's schedules hide up to a quarter more, because their operations take longer than the least time.
+    The exposed shares are those of published programs. XLA's schedules expose about as much of `tensor`, and less of
+    weights, which slow the operations beside them down in a real program.
     """
     found = json.loads((record.RESULTS / "overlap.json").read_text())["layouts"][layout]["with_options"]
     cfg = train_gpu.config(train_gpu.JOBS["dense_2048"], 16, "selective", {})
     cfg = replace(cfg, mesh=MeshConfig(data=1, **mesh))
     time = step_time(Job(cfg, memory.context(cfg, 8, "gpu")), H100)
     exposed = sum(time.exposed.values())
-    assert 1e3 * (exposed + sum(time.hidden.values())) == pytest.approx(found["collectives_ms"])
-    assert 1 <= 1e3 * exposed / found["exposed_ms"] < 1.25
+    ctx = memory.context(cfg, 8, "gpu")
+    starts = sum(c.times * math.log2(c.devices) for c in traffic.activation_traffic(Job(cfg, ctx)))
+    starts *= 1e-3 * FITTED.factors["gpu"]["hop"]
+    assert 1e3 * (exposed + sum(time.hidden.values())) == pytest.approx(found["collectives_ms"] + starts)
+    assert 0.85 * found["exposed_ms"] < 1e3 * exposed < 0.75 * (found["collectives_ms"] + starts)
