@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxstack.config import ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config import LatentConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
@@ -85,8 +85,17 @@ NEAR = {
         residual_multiplier=0.22,
         head_scale=0.125,
     ),
+    "latent": ModelConfig(
+        **SMALL,
+        head_dim=12,
+        d_ff=96,
+        rotary_interleaved=True,
+        rope_theta=100.0,
+        rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position=8, attention_factor=1.1),
+        latent=LatentConfig(kv_rank=16, q_rank=24, rotary_dim=4, value_dim=10, mscale=0.7),
+    ),
 }
-"""Decoders with the switches of `features.residual`, other rotations and norms."""
+"""Decoders with the switches of `features.residual`, other rotations and norms, and latent attention."""
 
 ENCODERS = {
     "bert": ModelConfig(

@@ -70,7 +70,11 @@ MODELS |= {
 MODELS["modernbert_cut"] = dataclasses.replace(MODELS["modernbert"], num_layers=5, windows=(0, 4, 4))
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
+MODELS["latent_plain"] = dataclasses.replace(
+    MODELS["latent"], latent=dataclasses.replace(MODELS["latent"].latent, q_rank=0)
+)
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
+ADAPTED |= {"lora_latent": "latent"}
 ADAPTED |= {"lora_t5": "t5", "lora_switch": "switch_2"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
@@ -134,11 +138,13 @@ CASES: list[Case] = [
     ("lora", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "packing": True, "remat": "selective"}),
 ]
 
+GATHER = {"context_method": "all_gather"}
 NEAR_CASES: list[Case] = [
     ("olmo2", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2}),
     ("cohere2", {"fsdp": 2, "tensor": 2}, {"remat": "selective", "dropout": 0.3}),
     ("granite", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True}),
     ("shared_gate", {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
+    ("latent", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "packing": True}),
     ("olmo2", {"tensor": 8}, {"remat": "full"}),
     ("olmo2", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
     ("olmo2", {"fsdp": 2, "context": 4}, {"packing": True}),
@@ -149,10 +155,15 @@ NEAR_CASES: list[Case] = [
     ("granite", {"data": 2, "tensor": 4, **PLAIN}, {"accum": 2, "dropout": 0.3}),
     ("shared_gate", {"expert": 2, "context": 2, "tensor": 2}, {"accum": 2}),
     ("shared_gate", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    *(("latent", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor", "context")),
+    ("latent", {"tensor": 2, **PLAIN}, {"remat": "selective", "dropout": 0.3}),
+    ("latent", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True, "remat": "full"}),
+    ("latent", {"fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("lora_latent", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+    ("latent_plain", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
 ]
-"""Meshes of decoders with other norms, rotations and sums, in docs/huggingface.md. All commits run the first four."""
+"""Meshes of decoders with other norms, rotations and sums, in docs/huggingface.md. All commits run the first five."""
 
-GATHER = {"context_method": "all_gather"}
 ENCODER_CASES: list[Case] = [
     ("bert_pairs", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
     *(("bert", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor")),
@@ -251,7 +262,7 @@ VARIED = {"accum", "dropout", "packing", "remat"}
 UNUSED = {"encoder_decoder": {"packing"}, "diffusion": {"packing", "dropout"}, "contrastive": {"packing"}}
 """What a family does not have; rows of encoder-decoders always have several pairs."""
 QUICK_CASES = (QUICK[0], QUICK[3], QUICK[4], ENCODER_CASES[0])
-ALWAYS = (*QUICK, *NEAR_CASES[:4], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
+ALWAYS = (*QUICK, *NEAR_CASES[:5], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
 
 
 def name_of(case: Case) -> str:

@@ -56,6 +56,11 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
     Raises:
       ConfigError: a size that the model cannot have.
     """
+    if cfg.latent.kv_rank:
+        raise ConfigError(
+            f"model.latent.kv_rank={cfg.latent.kv_rank}: pruning does not remove parts of latent attention. Use "
+            f"`jaxstack compress quantize`, or a model without it."
+        )
     old = sizes_of(cfg)
     wanted = {name: value for name, value in given.items() if value is not None}
     if "experts" in wanted and not cfg.moe.num_experts:

@@ -1,6 +1,6 @@
 """Keys of the group `model`: the layers of all families, and adapters."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from jaxstack.config.bounds import (
@@ -77,6 +77,42 @@ class LoraConfig:
         require(bool(self.targets), "model.lora.targets is empty. Use ['.*'] for all matrices of a block.")
         why = pattern_error(self.targets)
         require(why is None, f"model.lora.targets: {why}. Correct it.")
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values from a narrow vector of each token (DeepSeek-V2, arXiv:2405.04434).
+
+    Generation keeps this vector and one rotated key for all heads, in place of the keys and values of each head.
+    """
+
+    kv_rank: NonNegativeInt = 0
+    """Width of the vector that a token's keys and values are made from. 0 means usual attention."""
+    q_rank: NonNegativeInt = 0
+    """Width of the vector that a token's queries are made from. 0 means that they are made from the token itself."""
+    rotary_dim: PositiveInt = 64
+    """Last elements of each query and key that RoPE rotates. All heads have these elements of a key in common.
+    `model.head_dim` counts them, too."""
+    value_dim: PositiveInt = 128
+    """Width of the values of a head."""
+    mscale: NonNegativeFloat = 0.0
+    """With `rope_scaling.kind=yarn`: multiply attention scores by (0.1 * mscale * ln(factor) + 1) ** 2. 0 means that
+    they stay as they are. In files of DeepSeek it is `mscale_all_dim`."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.latent", self)
+        require(
+            self.rotary_dim % 2 == 0,
+            f"model.latent.rotary_dim={self.rotary_dim} is odd, but RoPE rotates pairs. Use an even number.",
+        )
+        if not self.kv_rank:
+            default = {f.name: f.default for f in fields(self)}
+            for name, value in vars(self).items():
+                require(
+                    value == default[name],
+                    f"model.latent.{name}={value} is for latent attention, but model.latent.kv_rank=0. Set kv_rank, or "
+                    f"leave {name} out.",
+                )
 
 
 LABEL_MULTIPLE = 192
@@ -186,6 +222,8 @@ class ModelConfig:
     square of ReLU (So et al. 2021, arXiv:2109.08668)."""
     gated: bool = True
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    """Attention by a narrow vector of each token (DeepSeek)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -228,6 +266,7 @@ class ModelConfig:
         check_bounds("model", self)
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
+        self._check_latent()
         self._check_windows()
         self._check_norms()
         require(
@@ -314,6 +353,40 @@ class ModelConfig:
             f"head must serve the same number of query heads. Use a divisor.",
         )
 
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if not latent.kv_rank:
+            return
+        rank = f"model.latent.kv_rank={latent.kv_rank}"
+        require(
+            self.positions == "rope",
+            f"{rank} rotates a part of each key, but model.positions={self.positions}. Use model.positions=rope.",
+        )
+        require(
+            latent.rotary_dim < self.head_width,
+            f"model.latent.rotary_dim={latent.rotary_dim} leaves nothing of model.head_dim={self.head_width} that is "
+            f"not rotated. Raise head_dim, or lower rotary_dim.",
+        )
+        require(
+            self.rotary_fraction == 1,
+            f"model.rotary_fraction={self.rotary_fraction} is for usual attention, but {rank}. Use "
+            f"model.latent.rotary_dim.",
+        )
+        require(
+            self.kv_heads == self.num_heads,
+            f"model.num_kv_heads={self.num_kv_heads} shares keys among heads, but with {rank} all heads share one "
+            f"vector. Leave num_kv_heads null.",
+        )
+        require(
+            not self.qk_norm,
+            f"model.qk_norm=true normalizes keys of each head, but {rank} normalizes what they are made from. Use "
+            f"model.qk_norm=false.",
+        )
+        require(
+            not self.bias and self.attention_bias == "none",
+            f"{rank} has projections without biases. Use model.bias=false and model.attention_bias=none.",
+        )
+
     def _check_windows(self) -> None:
         require(
             len(self.windows) >= 1 and min(self.windows) >= 0,
@@ -378,8 +451,15 @@ class ModelConfig:
         return self.head_dim or self.d_model // self.num_heads
 
     @property
+    def value_width(self) -> int:
+        """Returns the width of the values of one head."""
+        return self.latent.value_dim if self.latent.kv_rank else self.head_width
+
+    @property
     def rotary_width(self) -> int:
         """Returns how many elements of a head RoPE rotates."""
+        if self.latent.kv_rank:
+            return self.latent.rotary_dim
         return int(self.head_width * self.rotary_fraction)
 
     @property

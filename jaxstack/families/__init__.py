@@ -16,6 +16,7 @@ from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
+from jaxstack.features.latent_attention import with_latent_attention
 from jaxstack.features.residual import needed, with_residual, with_scales
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
@@ -57,6 +58,8 @@ def of(cfg: ModelConfig) -> Family:
         family = with_scales(family)
     if needed(cfg):
         family = with_residual(family)
+    if cfg.latent.kv_rank:
+        family = with_latent_attention(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.base_width:

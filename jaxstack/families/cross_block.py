@@ -38,7 +38,7 @@ def cross_block(
     ctx.observe("residual/in", x, *RESIDUAL)
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
     ctx.observe("attention_norm/out", h, *RESIDUAL)
-    h = layers.attention(cfg, params["attention"], h, ctx, inputs, mask=mask, cache=cache)
+    h = stack.attention(cfg, params["attention"], h, ctx, inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
     x = checkpoint_name(x + dropout(cfg, "attention", h, inputs), "residual")

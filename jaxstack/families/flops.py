@@ -47,7 +47,8 @@ def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
 def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: int = 0) -> Flops:
     """Returns the FLOPs of one training token; a multiply-add is two. Recomputation (remat) is not counted.
 
-    Per layer, the two attention matmuls of the forward pass cost 4 * H * K FLOPs for each (query, key) pair.
+    Per layer, the two attention matmuls of the forward pass cost 2 * H * (K + value width) FLOPs for each (query, key)
+    pair.
 
     Args:
       seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads, of a contrastive
@@ -62,7 +63,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
         return _of_towers(cfg, S, target_len, rows)
     if cfg.family == "branches":
         return _of_branches(cfg, S)
-    per_pair = 4 * cfg.num_heads * cfg.head_width
+    per_pair = 2 * cfg.num_heads * (cfg.head_width + cfg.value_width)
     seen = 0.0  # keys that a token sees on average, summed over layers
     for window in cfg.layer_windows:
         w = min(window or S, S)

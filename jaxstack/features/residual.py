@@ -60,7 +60,7 @@ def block(
     ctx.observe("residual/in", x, *RESIDUAL)
     read = layers.norm(cfg, params["attention_norm"], x, ctx) if cfg.pre_norm else x
     ctx.observe("attention_norm/out", read, *RESIDUAL)
-    h = layers.attention(cfg, params["attention"], read, ctx, inputs, mask=mask, cache=cache)
+    h = stack.attention(cfg, params["attention"], read, ctx, inputs, mask=mask, cache=cache)
     attended = checkpoint_name(x + _added(cfg, "attention", params, h, ctx, inputs), "residual")
     ctx.observe("residual/attention", attended, *RESIDUAL)
 

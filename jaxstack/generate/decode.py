@@ -188,7 +188,7 @@ def generate_uncached(
     stop = options.get("stop", ())
     ctx = (options.get("ctx") or Context()).whole_sequences()
     ids = options.get("vocabulary") or cfg.vocab
-    check_prompts(replace(cfg, positions="none"), prompts, sample.tokens, ids)
+    check_prompts(replace(cfg, max_positions=None), prompts, sample.tokens, ids)
     filled = pad_rows(prompts, ctx.layout.replicas)
     ends = np.asarray([len(prompt) for prompt in filled], np.int32)
     size = max(int(ends.max()) + sample.tokens, window)

@@ -13,6 +13,7 @@ from jaxstack.kernels.attention import (
     cached_attention,
     cached_cross_attention,
 )
+from jaxstack.kernels.attention.latent import cached_latent_attention
 from jaxstack.kernels.coded_weight import IMPLEMENTATIONS as _CODES
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
@@ -52,6 +53,7 @@ __all__ = [
     "attention",
     "cached_attention",
     "cached_cross_attention",
+    "cached_latent_attention",
     "context_attention",
     "context_order",
     "cross_entropy",

@@ -101,6 +101,7 @@ def context_attention(
         support a bias, or `attention` rejects the arguments.
     """
     case = {"sequence_shards": lax.axis_size(axis), "segments": segment_ids is not None, "context_method": method}
+    case |= {"value_dim": v.shape[3]}
     o = options(q, k, scale, mask, softcap, implementation, bias, **case)
     arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
     if mask.kind == "cross":

@@ -84,6 +84,23 @@ def mlp(cfg: ModelConfig, stack: "Stack", params: Params, x: jax.Array, ctx: Con
     return layers.mlp(cfg, params["mlp"], x, ctx)
 
 
+class Attention(Protocol):
+    """How the tokens of a layer see each other, for `Stack.attention`; see `layers.attention`."""
+
+    def __call__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        x: jax.Array,
+        ctx: Context,
+        inputs: LayerInputs,
+        *,
+        mask: AttentionMask,
+        cache: Params | None = None,
+    ) -> jax.Array:
+        """Returns what is added to the residual stream [B, S/n, D], given the layer's group `attention`."""
+
+
 class Block(Protocol):
     """One layer on gathered parameters, for `Stack.block`; see `block`."""
 
@@ -120,7 +137,7 @@ def block(
     ctx.observe("residual/in", x, *RESIDUAL)
     h = layers.norm(cfg, params["attention_norm"], x, ctx)
     ctx.observe("attention_norm/out", h, *RESIDUAL)
-    h = layers.attention(cfg, params["attention"], h, ctx, inputs, mask=mask, cache=cache)
+    h = stack.attention(cfg, params["attention"], h, ctx, inputs, mask=mask, cache=cache)
     if cfg.post_norm:
         h = layers.norm(cfg, params["attention_post_norm"], h, ctx)
     x = checkpoint_name(x + dropout(cfg, "attention", h, inputs), "residual")
@@ -193,6 +210,7 @@ class Stack:
         depth, the last step has fewer layers.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
       block: runs one layer.
+      attention: how the block lets tokens see each other.
       feed_forward: what the block does after attention.
       reads: returns what the layers read, from what `make_layer_inputs` made for the model.
       stream: name of the residual stream that the layers change, where a model has several by name.
@@ -211,6 +229,7 @@ class Stack:
     masks: tuple[AttentionMask, ...] = (AttentionMask(),)
     enter: Enter | None = None
     block: Block = block
+    attention: Attention = layers.attention
     feed_forward: FeedForward = mlp
     reads: Callable[[LayerInputs], LayerInputs] = lambda inputs: inputs
     stream: str | None = None

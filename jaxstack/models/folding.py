@@ -26,6 +26,8 @@ def shared_inputs(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
             f"Use --method=gptq."
         )
     attention: tuple[str, ...] = ("attention/w_q", "attention/w_k", "attention/w_v")
+    if cfg.latent.kv_rank:
+        attention = ("attention/w_q_down" if cfg.latent.q_rank else "attention/w_q", "attention/w_kv_down")
     mlp: tuple[str, ...] = ("mlp/w_gate", "mlp/w_up") if cfg.gated else ("mlp/w_up",)
     found: dict[str, tuple[str, ...]] = {}
     if cfg.parallel == "one_norm":

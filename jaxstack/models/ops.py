@@ -113,6 +113,7 @@ def op_cases(
     return {
         "attention": {
             "head_dim": model.head_width,
+            "value_dim": model.value_width,
             "softcap": model.attention_softcap,
             "segments": segments,
             "sequence_shards": layout.mesh.shape["context"],

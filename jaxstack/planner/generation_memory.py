@@ -33,6 +33,8 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
     kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
     itemsize = jnp.dtype(job.train.dtype).itemsize
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
+    if m.latent.kv_rank:  # all devices of a tensor group keep the same
+        return params, itemsize * rows * kept * (m.latent.kv_rank + m.latent.rotary_dim)
     return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
 
 

@@ -81,7 +81,12 @@ def _cases(model: ModelConfig, ctx: Context) -> dict[str, implementation.OpCase]
     """Returns the shapes by which kernels are selected, as for a run."""
     width = {"dtype": ctx.dtype, "d_model": model.d_model}
     return {
-        "attention": {"dtype": ctx.dtype, "head_dim": model.head_width, "softcap": model.attention_softcap},
+        "attention": {
+            "dtype": ctx.dtype,
+            "head_dim": model.head_width,
+            "value_dim": model.value_width,
+            "softcap": model.attention_softcap,
+        },
         "norm": width,
         "cross_entropy": width | {"vocab_size": model.classes, "softcap": model.logit_softcap},
         "moe": width,
@@ -101,7 +106,8 @@ def _heads(model: ModelConfig, dtype: str, rows: int, length: int, tensor: int) 
 
 def _attention(model: ModelConfig, ctx: Context, ops: list[Op], rows: int, length: int, tensor: int) -> float:
     """Returns the seconds of attention in one layer; where windows alternate, with the widest one."""
-    q, kv = _heads(model, str(ctx.dtype), rows, length, tensor)
+    q, k = _heads(model, str(ctx.dtype), rows, length, tensor)
+    v = _random((*k.shape[:3], model.value_width), str(ctx.dtype), 3)
     mask = kernels.AttentionMask(0 if 0 in model.windows else max(model.windows))
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -110,7 +116,7 @@ def _attention(model: ModelConfig, ctx: Context, ops: list[Op], rows: int, lengt
             q, k, v, scale=scale, mask=mask, softcap=model.attention_softcap, implementation=ctx.ops.attention
         )
 
-    return _forward_and_backward(attention, (q, kv, kv), _runs(ops, "attention"))
+    return _forward_and_backward(attention, (q, k, v), _runs(ops, "attention"))
 
 
 def _norms(model: ModelConfig, ctx: Context, ops: list[Op], x: jax.Array) -> float:

@@ -237,6 +237,9 @@ def transformer(cfg: MeshConfig) -> Rules:
     `embed` is the width of dense parameters, which the mesh axes `fsdp` and `expert` split. `expert_embed` is the width
     of the experts' weights, which `fsdp` splits; the mesh axis `expert` splits their dimension `experts`.
 
+    `latent` is the width of the vectors that latent attention makes queries, keys and values from, where these are its
+    outputs; `rank` is the same width where it is an output.
+
     `residual` is the sequence between the tensor-parallel matmuls, `sequence` the sequence within them. The stages of a
     pipeline split the head by its vocabulary. They split an untied embedding by its width (`input_embed`) and gather
     the parts of the looked-up rows. With a split vocabulary the rows would have to be summed, which sends twice as
@@ -260,6 +263,8 @@ def transformer(cfg: MeshConfig) -> Rules:
             "experts": "expert",
             "router": None,
             "lora": None,
+            "latent": ("fsdp", "expert"),
+            "rank": None,
         },
         activations={
             "batch": BATCH_AXES,

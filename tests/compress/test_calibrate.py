@@ -165,7 +165,7 @@ def test_a_layer_reads_what_the_compressed_layers_before_it_make() -> None:
     np.testing.assert_allclose(found[1]["attention/w_q"].gram, gram, rtol=1e-4, atol=1e-4 * np.max(gram))
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "latent"])
 def test_factors_of_inputs_change_nothing(name: str) -> None:
     walk, values, batches = opened(name, {})
     rng, cfg = np.random.default_rng(2), walk.cfg

@@ -95,6 +95,7 @@ def mixed(*sources, **changes):
 
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
+LATENT = {"model.latent.kv_rank": 32, "model.head_dim": 192}
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
     ({"run.dir": ""}, {"run.dir": "r"}),
     ({"kernels.decode_group": 64}, {"kernels.decode_group": 64, "kernels.decode_weights": "int4"}),
@@ -112,6 +113,14 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.norm_bias": True, "model.norm": "layer", "model.bias": True}, {"model.norm": "layer", "model.bias": True}),
     ({"model.qk_norm_over": "all"}, {"model.qk_norm_over": "all", "model.qk_norm": True}),
     ({"model.rotary_fraction": 0.01}, {"model.rotary_fraction": 0.5}),
+    ({"model.latent.rotary_dim": 32}, LATENT | {"model.latent.rotary_dim": 32}),
+    (LATENT | {"model.latent.rotary_dim": 31}, LATENT | {"model.latent.rotary_dim": 32}),
+    (LATENT | {"model.latent.rotary_dim": 192}, LATENT | {"model.latent.rotary_dim": 190}),
+    (LATENT | {"model.positions": "learned"}, LATENT),
+    (LATENT | {"model.rotary_fraction": 0.5}, {"model.rotary_fraction": 0.5}),
+    (LATENT | {"model.num_kv_heads": 2}, {"model.num_kv_heads": 2}),
+    (LATENT | {"model.qk_norm": True}, {"model.qk_norm": True}),
+    (LATENT | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
     ({"model.rope_layers": (True, False)}, {"model.rope_layers": (True, False), "model.windows": (0, 0)}),
     ({"model.rope_layers": (False,)}, {"model.rope_layers": (True,)}),
     (MOE | {"model.moe.shared_gate": True}, MOE | {"model.moe.shared_gate": True, "model.moe.shared_experts": 1}),
@@ -507,7 +516,7 @@ OTHER_VALUES = {
 """Values that are not the default of their key, where it is not a number or a switch."""
 WITH = {"sample.beams": {"sample.temperature": 0.0}, "model.moe.num_experts": {"model.moe.top_k": 1}}
 WITH |= {"model.lora.rank": {"run.init_from": "x"}, "model.moe.num_experts": {"model.moe.router": "sigmoid"}}
-WITH |= {"data.domains": DOMAIN}
+WITH |= {"data.domains": DOMAIN, "model.latent.kv_rank": {"model.head_dim": 192}}
 ROWS = [(row.key, row.default, family, FAMILIES.get(family, {})) for row in families.ONLY
         for family in ("decoder", *FAMILIES) if family not in row.families]  # fmt: skip
 ROWS += [(row.key, row.use, family, FAMILIES[family]) for row in families.REFUSED for family in row.families]

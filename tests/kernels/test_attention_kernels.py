@@ -305,6 +305,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
     for change, words in [
         ({"sequence_shards": 2, "mask": AttentionMask(5)}, "split over mesh axis context"),
         ({"head_dim": 1024}, "wide, not 1024"),
+        ({"value_dim": 64}, "takes values as wide as keys, not 64 and 128"),
         ({"dtype": jnp.float64}, "not float64"),
     ]:
         for platform in ("gpu", "tpu"):

@@ -14,7 +14,7 @@ import pytest
 from families import EXPERTS, FAMILIES, NEAR, SMALL
 
 from jaxstack import families
-from jaxstack.config import LoraConfig, ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config import LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training import losses
@@ -88,7 +88,7 @@ def rotated(cfg, x, position):
         for i, f in enumerate(frequency):
             slowed = min(max((i - first) / (last - first), 0), 1)
             frequency[i] = slowed * f / s.factor + (1 - slowed) * f
-        sharper = 0.1 * np.log(s.factor) + 1
+        sharper = s.attention_factor or 0.1 * np.log(s.factor) + 1
     if s.kind == "linear":
         frequency /= s.factor
     for i, f in enumerate(frequency if s.factor > 1 and s.kind == "llama3" else ()):
@@ -137,6 +137,30 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
             if cfg.attention_softcap:
                 scores = cfg.attention_softcap * np.tanh(scores / cfg.attention_softcap)
             y[t] += softmax(scores) @ v[seen, g] @ p["w_o"][h]
+    return y
+
+
+def latent_attention(cfg, p, x, window, segments, positions, rotates=True):
+    """Computes latent attention of one sequence [S, D]: each head's keys and values come from narrow vectors."""
+    sizes, rotary = cfg.latent, cfg.latent.rotary_dim
+    inner = dataclasses.replace(cfg, norm_eps=1e-6)
+    turn = lambda a, t: rotated(dataclasses.replace(cfg, latent=LatentConfig()), a, t)  # noqa: E731
+    down = x @ p["w_kv_down"]
+    latents = norm(inner, p["kv_norm"], down[:, : sizes.kv_rank], "rms")
+    shared = np.array([turn(a, t) for a, t in zip(down[:, sizes.kv_rank :], positions, strict=True)])
+    read = norm(inner, p["q_norm"], x @ p["w_q_down"], "rms")
+    scale = 1 / math.sqrt(cfg.head_dim)
+    if cfg.rope_scaling.factor > 1:
+        scale *= (0.1 * sizes.mscale * math.log(cfg.rope_scaling.factor) + 1) ** 2
+    y = np.zeros_like(x)
+    for h in range(cfg.num_heads):
+        k = np.concatenate([latents @ p["w_k"][:, h], shared], 1)
+        v = latents @ p["w_v"][:, h]
+        for t in range(len(x)):
+            q = read[t] @ p["w_q"][:, h]
+            q[-rotary:] = turn(q[-rotary:], positions[t])
+            seen = [j for j in range(t + 1) if (not window or t - j < window) and segments[j] == segments[t]]
+            y[t] += softmax(k[seen] @ q * scale) @ v[seen] @ p["w_o"][h]
     return y
 
 
@@ -209,7 +233,8 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
             window = cfg.windows[layer % len(cfg.windows)]
             rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
             start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
-            y = attention(cfg, p["attention"], read, window, segment, position, rotates)
+            attend = latent_attention if cfg.latent.kv_rank else attention
+            y = attend(cfg, p["attention"], read, window, segment, position, rotates)
             x = x + cfg.residual_multiplier * (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
             if cfg.parallel != "one_norm":
                 y = x if cfg.parallel == "no" else start
@@ -252,6 +277,10 @@ def shapes_of(cfg):
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
     each = cfg.qk_norm_over == "head"
     block |= {"q_norm/scale": (K,) if each else (H, K), "k_norm/scale": (K,) if each else (G, K)} if cfg.qk_norm else {}
+    if cfg.latent.kv_rank:
+        kv, q, rotary, values = cfg.latent.kv_rank, cfg.latent.q_rank, cfg.latent.rotary_dim, cfg.latent.value_dim
+        block = {"w_q_down": (D, q), "q_norm/scale": (q,), "w_q": (q, H, K), "w_kv_down": (D, kv + rotary)}
+        block |= {"kv_norm/scale": (kv,), "w_k": (kv, H, K - rotary), "w_v": (kv, H, values), "w_o": (H, values, D)}
     block = {f"attention/{name}": shape for name, shape in block.items()}
     for name in ("attention", "mlp"):
         reads = cfg.pre_norm and (name == "attention" or cfg.parallel != "one_norm")

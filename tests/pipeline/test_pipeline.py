@@ -150,6 +150,9 @@ NEAR: list[Case] = [
     case("olmo2", ONE, 2, 4, fsdp=2, remat="full", gather=LAYER),
     case("granite", ALL, 4, 4, layers=5, data=2, packing=True),
     case("shared_gate", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
+    case("latent", ONE, 2, 4, layers=5, fsdp=2, tensor=2, packing=True),
+    case("latent", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
+    case("latent", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
 ]
 """Pipelines of decoders with other norms, rotations and sums, in docs/huggingface.md."""
 ENCODERS: list[Case] = [

@@ -58,6 +58,7 @@ ONLY = (
     Only("model.parallel", ("decoder",), "decoders", "no"),
     Only("model.rope_layers", ("decoder",), "decoders", (True,)),
     Only("model.moe.every", ("encoder_decoder",), "encoder-decoders", 1),
+    Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
     *_group("branches", "models with two branches", "branches"),

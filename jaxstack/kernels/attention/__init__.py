@@ -73,6 +73,8 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
             return "takes the keys of a split sequence by mesh.context_method=ring only"
     if case.get("head_dim", 0) > _MAX_HEAD_DIM[name]:
         return f"takes heads up to {_MAX_HEAD_DIM[name]} wide, not {case['head_dim']}"
+    if case.get("value_dim", case.get("head_dim")) != case.get("head_dim"):
+        return f"takes values as wide as keys, not {case['value_dim']} and {case['head_dim']}"
     if "dtype" in case and (dtype := jnp.dtype(case["dtype"]).name) not in _DTYPES[name]:
         return f"takes {' and '.join(_DTYPES[name])}, not {dtype}"
     if name != "cudnn":
@@ -112,6 +114,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: [B, S, H, K] in q's dtype, with the softmax in float32.
 
+    Values may have another width than keys, which the result then has, with "xla" and "chunked".
+
     Implementations:
       - "xla" has all S x S scores in memory.
       - "chunked" has the scores of one chunk in memory, which is linear in S. It saves only the output and the
@@ -139,7 +143,7 @@ def attention(
       ValueError: H is not a multiple of G, a window is negative, the arrays do not fit the mask, or the implementation
         is unknown or does not support the arguments.
     """
-    case = {"segments": segment_ids is not None}
+    case = {"segments": segment_ids is not None, "value_dim": v.shape[3]}
     o = options(q, k, scale, mask, softcap, implementation, bias, **case)
     arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
     q, k, v, table = collectives.match_varying(q, k, v, None if bias is None else bias.table)

@@ -119,7 +119,8 @@ def attend(o: Options, q, k, v, mask: Mask, table=None):
     if has_empty_rows(o, mask):
         weights = jnp.where(scores.max(-1, keepdims=True) > MASKED, weights, 0)
     weights = weights.astype(v.dtype)
-    return checkpoint_name(jnp.einsum("bgsrt,bgtk->bsgrk", weights, v_BGTK).reshape(q.shape), "attention")
+    mixed = jnp.einsum("bgsrt,bgtk->bsgrk", weights, v_BGTK)
+    return checkpoint_name(mixed.reshape(*q.shape[:3], v.shape[3]), "attention")
 
 
 def has_empty_rows(o: Options, mask: Mask) -> bool:
