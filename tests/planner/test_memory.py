@@ -245,7 +245,8 @@ def test_generation_counts_replicas_of_experts():
 @pytest.mark.parametrize("chip", CHIPS)
 def test_plan_needs_no_compiler(chip, capsys):
     target = chip if chip in ("t4", "v2") else f"{chip}:2x2"
-    words = [*_words(config(8)), f"--target={target}", "--formula", "--mesh.data=1", "--mesh.fsdp=-1"]
+    rows = "--data.batch_size=16"  # four chips of Trainium2 are sixteen devices
+    words = [*_words(config(8)), f"--target={target}", "--formula", "--mesh.data=1", "--mesh.fsdp=-1", rows]
     parser.execute(["plan", *words])
     out = capsys.readouterr().out
     count = (1 if target == chip else 4) * CHIPS[chip].devices
