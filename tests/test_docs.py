@@ -92,6 +92,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^uv ": "a program of its own; tests/test_containers.py",
     r"^docker ": "a container engine; tests/test_containers.py",
     r"^(pytest|ruff|mypy)": "this, and what .ci/run begins with",
+    r"^python tests/mutations.py": "it runs tests for hours",
     r"^mkdocs": "test_the_site_builds_and_asks_no_network_for_anything",
     r"^(sbatch|kubectl|gcloud)": "a cluster; tests/runtime/test_processes.py reads docs/examples and starts processes",
     r"^supervise -- jaxstack launch": "several processes; tests/faults/test_faults.py",
