@@ -218,6 +218,10 @@ EXPERTS = {
             shared_experts=1,
         ),
     ),
+    "dense_first": ModelConfig(
+        **_LLAMA | {"num_layers": 3},
+        moe=MoEConfig(num_experts=4, top_k=2, d_ff=32, dense_layers=1, shared_experts=1, z_loss_weight=1e-3),
+    ),
     "qwen2_moe": ModelConfig(
         **_LLAMA, moe=MoEConfig(num_experts=4, d_ff=32, normalize=False, shared_experts=2, shared_gate=True)
     ),

@@ -29,6 +29,7 @@ from jaxstack.config import (
     ModelConfig,
     MoEConfig,
     RunConfig,
+    SampleConfig,
     TrainConfig,
 )
 from jaxstack.config.branches import BranchesConfig
@@ -70,6 +71,9 @@ MODELS |= {
 MODELS["modernbert_cut"] = dataclasses.replace(MODELS["modernbert"], num_layers=5, windows=(0, 4, 4))
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
+MODELS["dense_first"] = dataclasses.replace(
+    MODELS["llama3"], num_layers=3, moe=dataclasses.replace(EXPERTS["sigmoid"], dense_layers=1)
+)
 MODELS["latent_plain"] = dataclasses.replace(
     MODELS["latent"], latent=dataclasses.replace(MODELS["latent"].latent, q_rank=0)
 )
@@ -159,6 +163,9 @@ NEAR_CASES: list[Case] = [
     ("latent", {"tensor": 2, **PLAIN}, {"remat": "selective", "dropout": 0.3}),
     ("latent", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True, "remat": "full"}),
     ("latent", {"fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("dense_first", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2}),
+    ("dense_first", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
+    ("dense_first", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"dropout": 0.3}),
     ("lora_latent", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
     ("latent_plain", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
 ]
@@ -278,6 +285,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
     two_lengths = MODELS[family].family == "encoder_decoder" or MODELS[family].reads_captions
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
+        sample=SampleConfig(prompts=() if MODELS[family].moe.dense_layers else None),
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
         data=DataConfig(

@@ -39,6 +39,9 @@ class MoEConfig:
     every: PositiveInt = 1
     """With family `encoder_decoder`: number of layers of which one has experts, the second one; the others have an MLP.
     Switch Transformers use 2. 1 means that all layers have experts."""
+    dense_layers: NonNegativeInt = 0
+    """With family `decoder`: number of first layers that have an MLP of width `model.d_ff` in place of experts
+    (DeepSeek-V3 has three)."""
     shared_experts: NonNegativeInt = 0
     """Experts that process every token, in addition to the chosen ones."""
     shared_gate: bool = False
@@ -53,6 +56,11 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_bounds("model.moe", self)
+        require(
+            self.num_experts > 0 or not self.dense_layers,
+            f"model.moe.dense_layers={self.dense_layers} layers have no experts, but no layer has any: "
+            f"model.moe.num_experts=0. Set num_experts, or use dense_layers=0.",
+        )
         if self.num_experts:
             self._check_router()
             self._check_groups()

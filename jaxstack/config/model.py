@@ -411,6 +411,11 @@ class ModelConfig:
         )
 
     @property
+    def expert_layers(self) -> int:
+        """Returns the number of layers of a decoder that have experts."""
+        return self.num_layers - self.moe.dense_layers if self.moe.num_experts else 0
+
+    @property
     def layer_windows(self) -> tuple[int, ...]:
         """Returns the window of each layer."""
         return tuple(self.windows[i % len(self.windows)] for i in range(self.num_layers))

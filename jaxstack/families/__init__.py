@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.config import DataConfig, ModelConfig
+from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
 from jaxstack.features.adapters import with_adapters
@@ -89,8 +89,20 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
 
 
 def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
-    """Returns the name and the stack of a model with one stack of layers."""
-    ((name, stack),) = of(cfg).layers(cfg).items()
+    """Returns the name and the stack of a model with one stack of layers.
+
+    Raises:
+      ConfigError: a model with several.
+    """
+    stacks = of(cfg).layers(cfg)
+    if len(stacks) > 1:
+        dense = cfg.moe.dense_layers
+        why = f"model.moe.dense_layers={dense}" if dense else f"model.family={cfg.family}"
+        raise ConfigError(
+            f"{why} gives the model {len(stacks)} stacks of layers ({', '.join(stacks)}), and this needs one. Use a "
+            f"model with one stack, or leave this out."
+        )
+    ((name, stack),) = stacks.items()
     return name, stack
 
 

@@ -39,8 +39,14 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
     initial = params.init(key, families.spec(grown))
-    stacks = families.of(cfg).stacks(cfg)
-    return grown, {**values, **{name: _with_experts(values[name], initial[name], moe) for name in stacks}}
+    first = moe.dense_layers
+    layers: Params = {}
+    for name in families.of(cfg).stacks(cfg):
+        if first:
+            layers[f"dense_{name}"] = jax.tree.map(lambda a: a[:first], values[name])
+        rest = jax.tree.map(lambda a: a[first:], values[name])
+        layers[name] = _with_experts(rest, initial[name], moe)
+    return grown, {**values, **layers}
 
 
 def _with_experts(layers: Params, initial: Params, moe: MoEConfig) -> Params:
@@ -67,14 +73,19 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
         )
     if not 0 <= expert < cfg.moe.num_experts:
         raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}")
-    if cfg.moe.every > 1 and cfg.expert_width != cfg.ff_width:
+    if (cfg.moe.every > 1 or cfg.moe.dense_layers) and cfg.expert_width != cfg.ff_width:
         raise ConfigError(
             f"model.moe.d_ff={cfg.expert_width} differs from the {cfg.ff_width} of the layers without experts, so one "
             f"expert alone has layers of two widths. Use a model whose model.moe.d_ff is null"
         )
-    stacks = families.of(cfg).stacks(cfg)
-    dense = {name: _without_experts(values[name], cfg.moe.every, expert) for name in stacks}
-    return replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width), {**values, **dense}
+    plain = replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width)
+    kept = {name: value for name, value in values.items() if name not in families.of(cfg).stacks(cfg)}
+    for name in families.of(plain).stacks(plain):
+        layers = _without_experts(values[name], cfg.moe.every, expert)
+        if cfg.moe.dense_layers:
+            layers = jax.tree.map(lambda *a: jnp.concatenate(a), values[f"dense_{name}"], layers)
+        kept[name] = layers
+    return plain, kept
 
 
 def _without_experts(layers: Params, every: int, expert: int) -> Params:

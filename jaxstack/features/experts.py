@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack import moe as experts
-from jaxstack.common.tree import Batch
+from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.features import router_losses
 from jaxstack.kernels import Adapted
@@ -34,12 +34,14 @@ HARD_GATES = ("domain", "timestep")
 def with_experts(family: Family) -> Family:
     """Returns the family with experts in place of the MLP of its layers.
 
-    With `moe.every` above 1, one layer of each unit of that many layers has experts, see `blocks.alternate`. The losses
-    of the router and what is logged of it are `router_losses`. Where the router has a bias, a step moves it.
+    With `moe.every` above 1, one layer of each unit of that many layers has experts, see `blocks.alternate`. With
+    `moe.dense_layers`, the first layers are a stack of their own, whose name begins with `dense_`. The losses of the
+    router and what is logged of it are `router_losses`. Where the router has a bias, a step moves it.
     """
 
     def spec(cfg: ModelConfig) -> Spec:
         tree = family.spec(cfg)
+        first = cfg.moe.dense_layers
         for name, stacked in family.stacks(cfg).items():
             if not stacked.plain:
                 layer = unstack(tree[name])
@@ -53,11 +55,25 @@ def with_experts(family: Family) -> Family:
                 kinds = [layer] * cfg.moe.every
                 kinds[position(cfg)] = routed
                 unit = {f"layer_{i}": kind for i, kind in enumerate(kinds)} if kinds[1:] else routed
-                tree[name] = stack(unit, stacked.depth // cfg.moe.every)
+                if first:
+                    tree[f"dense_{name}"] = stack(layer, first)
+                tree[name] = stack(unit, (stacked.depth - first) // cfg.moe.every)
         return tree
 
     def stacks(cfg: ModelConfig) -> dict[str, Stack]:
-        return {name: one if one.plain else _routed(cfg, one) for name, one in family.stacks(cfg).items()}
+        found: dict[str, Stack] = {}
+        first = cfg.moe.dense_layers
+        for name, one in family.stacks(cfg).items():
+            if first and not one.plain:
+                found[f"dense_{name}"] = replace(one, depth=first)
+                one = replace(one, depth=one.depth - first, enter=_go_on)
+            found[name] = one if one.plain else _routed(cfg, one)
+        return found
+
+    def routed_stacks(cfg: ModelConfig) -> dict[str, Stack]:
+        names = [name for name, one in family.stacks(cfg).items() if not one.plain]
+        every = stacks(cfg)
+        return {name: every[name] for name in names}
 
     def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
         arrays = family.batch_spec(model, data)
@@ -84,13 +100,20 @@ def with_experts(family: Family) -> Family:
         return inputs
 
     def extras(cfg: ModelConfig) -> Extras:
-        routed = {name: one for name, one in stacks(cfg).items() if not one.plain}
+        routed = routed_stacks(cfg)
         move_biases = partial(update_router_biases, cfg, routed)
         return replace(router_losses.extras(cfg, routed), after_update=move_biases)
 
     return replace(
         family, spec=spec, stacks=stacks, batch_spec=batch_spec, make_layer_inputs=make_layer_inputs, extras=extras
     )
+
+
+def _go_on(
+    cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, inputs: LayerInputs, ctx: Context
+) -> tuple[jax.Array, PyTree]:
+    """Leads from dense layers to layers with experts, which read the same; see `blocks.Enter`."""
+    return x, side
 
 
 def position(cfg: ModelConfig) -> int:

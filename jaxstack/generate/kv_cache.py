@@ -7,6 +7,7 @@ Its entry for slot n has index n modulo their number, so the newest token replac
 Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer keeps, V vocabulary.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,7 +90,9 @@ class CachedDecoder:
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
         exact = params
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
-        if token_weights is None and ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None:
+        unrolled = ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None
+        several = len(families.of(cfg).stacks(cfg)) > 1 and ctx.ops.decode_weights is None
+        if token_weights is None and unrolled and not several:
             name, stack = families.only_stack(cfg)
             stacked = group_layers(stack.period, params[name])
             groups = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.depth // stack.period)]
@@ -116,11 +119,7 @@ class CachedDecoder:
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
         x, aux = families.of(self.cfg).hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
-        new = {name: aux[name] for name in ("keys", "values")}
-        cache: PyTree = [
-            map_cache(partial(_allocate, T), block)
-            for T, block in zip(self._lengths, group_layers(len(self._lengths), new), strict=True)
-        ]
+        cache = self._map_blocks(lambda T: partial(_allocate, T), self._by_stack(aux))
         if self.token_weights is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.token_weights.layer_groups))]
         return self.logits(x[:, -1:])[:, 0], cache, self.load_of(aux)
@@ -213,8 +212,8 @@ class CachedDecoder:
                 in_order = jnp.pad(in_order, [(T - had, 0) if i == axis % a.ndim else (0, 0) for i in range(a.ndim)])
             return jnp.roll(in_order, to % T, axis)
 
-        def move_blocks(blocks: list[PyTree]) -> list[PyTree]:
-            return [map_cache(partial(move, T), block) for T, block in zip(self._lengths, blocks, strict=True)]
+        def move_blocks(blocks: PyTree) -> PyTree:
+            return self._map_blocks(lambda T: partial(move, T), blocks)
 
         return [move_blocks(group) for group in cache] if self.token_weights is not None else move_blocks(cache)
 
@@ -242,7 +241,7 @@ class CachedDecoder:
 
     def no_load(self) -> PyTree:
         """Returns the load of no tokens, see `decode_counted`."""
-        shape = self.cfg.num_layers, self.cfg.moe.num_experts
+        shape = self.cfg.expert_layers, self.cfg.moe.num_experts
         return collectives.zeros(shape, jnp.int32, self.first) if self.cfg.moe.num_experts else ()
 
     def load_of(self, aux: Aux) -> PyTree:
@@ -262,8 +261,26 @@ class CachedDecoder:
             x, new, aux = hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
             return x, new, self.load_of(aux)
         x, aux = families.of(self.cfg).hidden_states(self.cfg, self.params, batch, self.ctx, cache=cache)
-        new = group_layers(len(self._lengths), {name: aux[name] for name in ("keys", "values")})
-        return x, new, self.load_of(aux)
+        return x, self._by_stack(aux), self.load_of(aux)
+
+    def _by_stack(self, aux: Aux) -> PyTree:
+        """Returns keys and values of all layers [L, ...] as `Family.hidden_states` reads them, see its `cache`."""
+        new = {name: aux[name] for name in CACHED}
+        period = len(self._lengths)
+        stacks = families.of(self.cfg).stacks(self.cfg)
+        if len(stacks) == 1:
+            return group_layers(period, new)
+        ends = itertools.accumulate(stack.depth for stack in stacks.values())
+        return {
+            name: group_layers(period, {array: a[end - stack.depth : end] for array, a in new.items()})
+            for (name, stack), end in zip(stacks.items(), ends, strict=True)
+        }
+
+    def _map_blocks(self, f: Callable[[int], Callable[..., jax.Array]], cache: PyTree) -> PyTree:
+        """Returns `f(T)(slot_axis, array)` of each array of a cache, where T is the number of tokens it keeps."""
+        if isinstance(cache, dict):
+            return {name: self._map_blocks(f, blocks) for name, blocks in cache.items()}
+        return [map_cache(f(T), block) for T, block in zip(self._lengths, cache, strict=True)]
 
     @property
     def _lengths(self) -> list[int]:

@@ -32,7 +32,7 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
             f"--placement={path} places experts, but the run has model.family={model.family} and model.moe.num_experts="
             f"{model.moe.num_experts}. Leave --placement away."
         )
-    stored = placement.read(path, model.num_layers, model.moe.num_experts)
+    stored = placement.read(path, model.expert_layers, model.moe.num_experts)
     if mesh.expert > 0:
         placement.require_devices(path, stored, mesh.expert)
     return stored

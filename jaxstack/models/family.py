@@ -116,7 +116,8 @@ class Family:
           ctx: execution context. `None` means one device in float32.
           dropout_key: `None` disables dropout, for evaluation.
           cache: for each block of a step, keys and values of earlier tokens, see `layers.attention`: arrays
-            [L/period, ...], on a stage of a pipeline [R/P/period, ...]. An empty cache means that rows begin here.
+            [L/period, ...], on a stage of a pipeline [R/P/period, ...]. A model with several stacks has such a list for
+            each of them, by its name. An empty cache means that rows begin here.
 
         Returns:
           Hidden states [B, S, D] in `ctx.dtype`, as the head reads them, and the layers' named values. Each is [L, ...]
@@ -138,7 +139,8 @@ class Family:
                 x, side = stack.enter(cfg, params, x, side, inputs, ctx)
             with jax.named_scope(f"stack_{name}"):
                 of_stack = inputs.of_stack(name, side)
-                x, values[name] = scan_stack(cfg, ctx, stack, steps[name], x, of_stack, cache)
+                earlier = cache[name] if cache and len(stacks) > 1 else cache
+                x, values[name] = scan_stack(cfg, ctx, stack, steps[name], x, of_stack, earlier)
         x = self.final_norm(cfg, params, x, inputs, ctx)
         return x, join(values)
 

@@ -49,7 +49,7 @@ from jaxstack.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 from jaxstack.pipeline.split_vjp import Pairs
 from jaxstack.pipeline.tick_rows import TickRow, UnitRow, tick_rows, ticks_from
 from jaxstack.sharding import totals
-from jaxstack.sharding.collectives import match_varying_tree, varies_along, varying
+from jaxstack.sharding.collectives import match_varying, match_varying_tree, varies_along, varying
 
 
 def execute(
@@ -183,7 +183,8 @@ class _Run:
             )
         )
         stacked = tuple(part.stacked for part in self.parts)
-        sums = empty_sums(jax.tree.map(zeros, loss), zeros(penalties[0], axes), auxes, self.shared, stacked)
+        zero_penalties = match_varying(*(zeros(share, axes) for share in penalties))
+        sums = empty_sums(jax.tree.map(zeros, loss), zero_penalties[0], auxes, self.shared, stacked)
         outputs = None
         if not self.program.loss_follows_forward:
             with jax.named_scope("between_stages"):

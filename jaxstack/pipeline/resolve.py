@@ -118,21 +118,23 @@ def _resolve_stacks(
                 f"{' or '.join(f'pipeline.{key}={value}' for value in works)}"
             )
     layers: tuple[int, ...] = ()
-    for name, (depth, period) in stacks.items():
+    few = 1 if model.moe.dense_layers else 0  # the first stack may have fewer layers than model chunks
+    for i, (name, (depth, period)) in enumerate(stacks.items()):
         groups = depth // period
         unit = period * (model.moe.every if model.moe.num_experts else 1)
-        if stages * chunks > groups:
+        if stages * chunks > groups and i >= few:
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
                 f"but the {name} of model.family={model.family} has only {groups} "
                 f"{'layers' if unit == 1 else f'groups of {unit} layers'}; use mesh.pipe={max(groups // chunks, 1)}"
             )
-        layers += tuple(period * n for n in even(groups, stages * chunks))
+        full = min(groups, stages * chunks)
+        layers += tuple(period * n for n in even(groups, full)) + (0,) * (stages * chunks - full)
     all_chunks = chunks * len(stacks)
     make = gpipe if pipeline.schedule == "gpipe" else interleaved_one_f_one_b
     schedule = make(stages, microbatches_of(all_chunks), all_chunks)
     named = tuple((name, chunks, period) for name, (_, period) in stacks.items())
-    return Program(schedule, Stages(stages, layers, stacks=named))
+    return Program(schedule, Stages(stages, layers, stacks=named, sparse=few > 0))
 
 
 @lru_cache(maxsize=512)

@@ -31,16 +31,20 @@ class Stages:
       period: layers in a group; the last one may have fewer. Of several stacks, it is 1 here, and each has its own.
       stacks: name, chunks on each stage and period of each stack, if there are several. No model chunk has layers of
         two.
+      sparse: whether model chunks may have no layer, for a stack with fewer layers than model chunks.
     """
 
     stages: int
     layers: tuple[int, ...]
     period: int = 1
     stacks: tuple[tuple[str, int, int], ...] = ()
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         count = len(self.layers)
-        if not count or count % self.stages or min(self.layers) < 1 or any(n % self.period for n in self.layers[:-1]):
+        fewest = 0 if self.sparse else 1
+        cut = any(n % self.period for n in self.layers[:-1])
+        if not count or count % self.stages or min(self.layers) < fewest or cut:
             raise ScheduleError(
                 f"layers of each model chunk {list(self.layers)} do not fit {self.stages} stages; give each stage the "
                 f"same number of model chunks, each but the last with a positive multiple of {self.period} layers"
@@ -53,7 +57,7 @@ class Stages:
             return {"": self}
         ends = np.cumsum([chunks for _, chunks, _ in self.stacks]) * self.stages
         return {
-            name: Stages(self.stages, self.layers[end - chunks * self.stages : end], period)
+            name: Stages(self.stages, self.layers[end - chunks * self.stages : end], period, sparse=self.sparse)
             for (name, chunks, period), end in zip(self.stacks, ends, strict=True)
         }
 
@@ -115,7 +119,7 @@ class Stages:
             return ", ".join(f"{name} {part}" for name, part in self.parts.items())
         ends = np.cumsum(self.layers)
         spans = [
-            str(end - 1) if count == 1 else f"{end - count}-{end - 1}"
+            (str(end - 1) if count == 1 else f"{end - count}-{end - 1}") if count else "none"
             for count, end in zip(self.layers, ends, strict=True)
         ]
         return " | ".join("+".join(spans[stage :: self.stages]) for stage in range(self.stages))

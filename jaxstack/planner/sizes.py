@@ -92,6 +92,8 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.parallel={model.parallel}"
     if model.qk_norm_over != "head":
         return f"model.qk_norm_over={model.qk_norm_over}"
+    if model.moe.dense_layers:
+        return f"model.moe.dense_layers={model.moe.dense_layers}"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
     return "model.moe.shared_gate=true" if model.moe.shared_gate else None

@@ -113,6 +113,12 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.norm_bias": True, "model.norm": "layer", "model.bias": True}, {"model.norm": "layer", "model.bias": True}),
     ({"model.qk_norm_over": "all"}, {"model.qk_norm_over": "all", "model.qk_norm": True}),
     ({"model.rotary_fraction": 0.01}, {"model.rotary_fraction": 0.5}),
+    ({"model.moe.dense_layers": 1}, MOE | {"model.moe.dense_layers": 1}),
+    (MOE | {"model.moe.dense_layers": 6}, MOE | {"model.moe.dense_layers": 5}),
+    (MOE | {"model.moe.dense_layers": 1, "model.windows": (4, 0)},
+     MOE | {"model.moe.dense_layers": 2, "model.windows": (4, 0)}),
+    (MOE | {"model.moe.dense_layers": 1, "mesh.pipe": 2},
+     MOE | {"model.moe.dense_layers": 1, "mesh.pipe": 2, "sample.prompts": ()}),
     ({"model.latent.rotary_dim": 32}, LATENT | {"model.latent.rotary_dim": 32}),
     (LATENT | {"model.latent.rotary_dim": 31}, LATENT | {"model.latent.rotary_dim": 32}),
     (LATENT | {"model.latent.rotary_dim": 192}, LATENT | {"model.latent.rotary_dim": 190}),
@@ -517,6 +523,7 @@ OTHER_VALUES = {
 WITH = {"sample.beams": {"sample.temperature": 0.0}, "model.moe.num_experts": {"model.moe.top_k": 1}}
 WITH |= {"model.lora.rank": {"run.init_from": "x"}, "model.moe.num_experts": {"model.moe.router": "sigmoid"}}
 WITH |= {"data.domains": DOMAIN, "model.latent.kv_rank": {"model.head_dim": 192}}
+WITH |= {"model.moe.dense_layers": MOE}
 ROWS = [(row.key, row.default, family, FAMILIES.get(family, {})) for row in families.ONLY
         for family in ("decoder", *FAMILIES) if family not in row.families]  # fmt: skip
 ROWS += [(row.key, row.use, family, FAMILIES[family]) for row in families.REFUSED for family in row.families]

@@ -57,7 +57,14 @@ PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let wind
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 UNROLLED = Context(ops=Ops(decode="unrolled"))
-QUICK = [("gpt2", "scan"), ("gemma2", "unrolled"), ("deepseek", "scan"), ("capacity", "unrolled"), ("latent", "scan")]
+QUICK = [
+    ("gpt2", "scan"),
+    ("gemma2", "unrolled"),
+    ("deepseek", "scan"),
+    ("capacity", "unrolled"),
+    ("latent", "scan"),
+    ("dense_first", "scan"),
+]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
 SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
 SLOW += [("latent", "unrolled")]
@@ -254,6 +261,7 @@ MESH_STREAMS = [
     ("deep", {"pipe": 2, "data": 2}),
     ("latent", {"data": 2, "tensor": 2}),
     ("latent", {"pipe": 2, "tensor": 2}),
+    ("dense_first", {"data": 2, "expert": 2, "tensor": 2}),
 ]
 
 

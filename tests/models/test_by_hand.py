@@ -229,7 +229,9 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
         if cfg.positions == "learned":
             x = x + values["embedding"]["positions"][position]
         for layer in range(cfg.num_layers):
-            p = jax.tree.map(lambda a, i=layer: a[i], values["layers"])
+            first = cfg.moe.dense_layers
+            group, at = ("dense_layers", layer) if layer < first else ("layers", layer - first)
+            p = jax.tree.map(lambda a, i=at: a[i], values[group])
             window = cfg.windows[layer % len(cfg.windows)]
             rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
             start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
@@ -239,7 +241,7 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
             if cfg.parallel != "one_norm":
                 y = x if cfg.parallel == "no" else start
                 read = norm(cfg, p["mlp_norm"], y) if cfg.pre_norm else y
-            y = experts(cfg, p["moe"], read, gate, counts, sums) if E else mlp(cfg, p["mlp"], read)
+            y = experts(cfg, p["moe"], read, gate, counts, sums) if "moe" in p else mlp(cfg, p["mlp"], read)
             x = x + cfg.residual_multiplier * (norm(cfg, p["mlp_post_norm"], y) if cfg.post_norm else y)
         x = cfg.head_scale * norm(cfg, values["final_norm"], x)
         scores = x @ (values["embedding"]["tokens"].T if cfg.tied_embeddings else values["head"]["w"])
@@ -293,6 +295,8 @@ def shapes_of(cfg):
         return found | ({f"{path}/b_{name}": b for name, (_, b) in names.items()} if cfg.bias else {})
 
     moe, E = cfg.moe, cfg.moe.num_experts
+    first = {f"dense_layers/{path}": (moe.dense_layers, *shape) for path, shape in (block | weights("mlp", F)).items()}
+    L -= moe.dense_layers
     if E:
         width = moe.d_ff or F
         block |= weights("moe", width, E)
@@ -305,6 +309,7 @@ def shapes_of(cfg):
     return (
         {f"layers/{path}": (L, *shape) for path, shape in block.items()}
         | {"embedding/tokens": (V, D)}
+        | (first if moe.dense_layers else {})
         | ({"embedding/positions": (cfg.max_positions, D)} if cfg.positions == "learned" else {})
         | norm("final_norm", (D,))
         | ({} if cfg.tied_embeddings else {"head/w": (D, V)})
@@ -362,8 +367,10 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
     if not cfg.moe.num_experts:
         return
     counted = (batch["loss_weights"] != 0).sum()
-    per_token = counted * cfg.num_layers
-    balance = cfg.moe.aux_loss_weight * sums["balance"] / (2 * cfg.num_layers) if cfg.moe.router == "softmax" else 0.0
+    per_token = counted * cfg.expert_layers
+    balance = (
+        cfg.moe.aux_loss_weight * sums["balance"] / (2 * cfg.expert_layers) if cfg.moe.router == "softmax" else 0.0
+    )
     np.testing.assert_allclose(auxiliary, balance + cfg.moe.z_loss_weight * sums["z"] / per_token, rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(np.sum(aux["load"], 0), sums["load"])
     np.testing.assert_allclose(np.sum(aux["dropped"]), sums["dropped"])
@@ -375,7 +382,7 @@ def test_logits_loss_and_routing_are_those_of_the_definition(name, rng):
     shares = np.asarray(aux["load"]) / (counted * cfg.moe.choices)
     np.testing.assert_allclose(figures["moe_load_max_over_mean"], shares.max() * cfg.moe.num_experts, rtol=1e-6)
     if cfg.moe.router in ("softmax", "sigmoid"):
-        np.testing.assert_allclose(figures["moe_balance_loss"], sums["balance"] / (2 * cfg.num_layers), rtol=1e-5)
+        np.testing.assert_allclose(figures["moe_balance_loss"], sums["balance"] / (2 * cfg.expert_layers), rtol=1e-5)
         np.testing.assert_allclose(figures["moe_z_loss"], sums["z"] / per_token, rtol=1e-5)
 
 

@@ -311,6 +311,14 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
         np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
 
 
+def test_dense_layers_stay_before_an_expert(rng):
+    cfg = dataclasses.replace(EXPERTS["domain"], moe=dataclasses.replace(EXPERTS["domain"].moe, dense_layers=1))
+    values, tokens = randomised(cfg, rng), random_batch(cfg, rng)["tokens"]
+    whole, _ = families.forward(cfg, values, tokens, gate_ids=jnp.full(tokens.shape, 2))
+    alone, _ = families.forward(*surgery.extract_expert(cfg, values, 2), tokens)
+    np.testing.assert_allclose(whole, alone, atol=1e-5 * float(jnp.abs(alone).max()))
+
+
 def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_model():
     moe = dataclasses.replace(EXPERTS["domain"].moe, d_ff=24)
     cfg = dataclasses.replace(EXPERTS["domain"], moe=moe)
@@ -324,10 +332,12 @@ def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_mod
         surgery.extract_expert(dataclasses.replace(cfg, moe=dataclasses.replace(moe, shared_experts=1)), values, 1)
 
 
-def test_an_up_cycled_model_starts_as_the_dense_one(rng):
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_up_cycled_model_starts_as_the_dense_one(first, rng):
     cfg = dataclasses.replace(FAMILIES["qwen3"])
     values, tokens = randomised(cfg, rng), rng.integers(0, 61, (2, 9))
-    grown, grown_values = surgery.upcycle(cfg, values, MoEConfig(num_experts=4, top_k=2), jax.random.key(1))
+    moe = MoEConfig(num_experts=4, top_k=2, dense_layers=first)
+    grown, grown_values = surgery.upcycle(cfg, values, moe, jax.random.key(1))
     assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
         lambda p: p.shape, params.abstract(families.spec(grown))
     )

@@ -69,7 +69,7 @@ mistakes(
     "convert",
     "families/surgery.py",
     "moe/test_experts.py moe/test_moe.py -k 'expert_is or up_cycled or upcycled or dense'",
-    ("d_ff=cfg.expert_width), {**values", "d_ff=cfg.ff_width), {**values"),
+    ("moe=MoEConfig(), d_ff=cfg.expert_width)", "moe=MoEConfig(), d_ff=cfg.ff_width)"),
     ("w[:, expert] for name", "w[:, 0] for name"),
     (
         'not in ("domain", "timestep") or cfg.moe.shared_experts',

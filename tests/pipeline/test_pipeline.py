@@ -151,6 +151,8 @@ NEAR: list[Case] = [
     case("granite", ALL, 4, 4, layers=5, data=2, packing=True),
     case("shared_gate", ONE, 2, 4, expert=2, tensor=2, remat="selective"),
     case("latent", ONE, 2, 4, layers=5, fsdp=2, tensor=2, packing=True),
+    case("dense_first", ONE, 2, 4, layers=5, expert=2, tensor=2),
+    case("dense_first", ALL, 2, 4, layers=4, fsdp=2, packing=True, remat="selective", gather=LAYER),
     case("latent", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
     case("latent", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
 ]

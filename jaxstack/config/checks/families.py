@@ -57,6 +57,7 @@ ONLY = (
     Only("model.pre_norm", ("decoder",), "decoders", True),
     Only("model.parallel", ("decoder",), "decoders", "no"),
     Only("model.rope_layers", ("decoder",), "decoders", (True,)),
+    Only("model.moe.dense_layers", ("decoder",), "decoders", 0),
     Only("model.moe.every", ("encoder_decoder",), "encoder-decoders", 1),
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     *_group("diffusion", "pictures made from noise", "diffusion"),
@@ -231,6 +232,21 @@ def _check_experts(cfg: Groups) -> None:
             not moe.num_experts or depth % moe.every == 0,
             f"model.moe.every={moe.every} does not divide model.{name}={depth}. Change one of them.",
         )
+    dense = moe.dense_layers
+    require(
+        dense < model.num_layers or not dense,
+        f"model.moe.dense_layers={dense} leaves no layer of model.num_layers={model.num_layers} for experts. Lower it.",
+    )
+    require(
+        dense % len(model.windows) == 0,
+        f"model.moe.dense_layers={dense} cuts a period of model.windows={list(model.windows)}. Use a multiple of "
+        f"{len(model.windows)}.",
+    )
+    require(
+        not dense or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
+        f"model.moe.dense_layers={dense} gives a model two stacks of layers, from which mesh.pipe={cfg.mesh.pipe} does "
+        f"not generate samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
+    )
     by_time = moe.router == "timestep"
     require(
         not moe.num_experts or not by_time or model.family == "diffusion",

@@ -169,11 +169,11 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
             f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder."
         )
-    if (
-        grows and here.moe.every > 1 and ctx.layout.pipeline is not None
-    ):  # the stages of the two models have other layers
+    units = f"model.moe.every={here.moe.every}" if here.moe.every > 1 else ""
+    units = f"model.moe.dense_layers={here.moe.dense_layers}" if here.moe.dense_layers else units
+    if grows and units and ctx.layout.pipeline is not None:  # the stages of the two models have other layers
         raise ConfigError(
-            f"run.init_from={name} is up-cycled to model.moe.every={here.moe.every}, which mesh.pipe={cfg.mesh.pipe} "
+            f"run.init_from={name} is up-cycled to {units}, which mesh.pipe={cfg.mesh.pipe} "
             f"cannot do. Take the first step with mesh.pipe=1, and resume with this mesh."
         )
     padding = cfg.model.pad_vocab_to
