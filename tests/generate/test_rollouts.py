@@ -113,7 +113,7 @@ def test_a_rollout_that_is_lost_is_sampled_again_and_said(folder, capsys):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("mesh", [[], ["--mesh.data=2", "--mesh.fsdp=2"]])
+@pytest.mark.parametrize("mesh", [[], ["--mesh.data=2", "--mesh.fsdp=4"]])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_ratio_of_each_rollout_is_exactly_1(folder, mesh, dtype):
     records = steps_of(train(folder, f"exact{len(mesh)}{dtype}", 3, f"--train.dtype={dtype}", *mesh))
@@ -134,9 +134,9 @@ def test_elsewhere_ratios_are_near_1_and_measured(folder, flags):
 @pytest.mark.matrix
 @pytest.mark.parametrize("loss", ["dr_grpo", "dapo", "gspo", "rloo", "cispo"])
 def test_a_reward_of_letters_is_learned(folder, loss):
-    records = train(folder, loss, 12, f"--rl.loss={loss}", "--optim.lr=1e-2", "--data.batch_size=32")
-    rewards = [record["reward"] for record in steps_of(records)]
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
+    flags = ["--optim.lr=2e-2", "--data.batch_size=64", "--train.eval_every=30"]
+    rewards = [record["reward"] for record in steps_of(train(folder, loss, 30, f"--rl.loss={loss}", *flags))]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.5, rewards
 
 
 def test_a_function_that_raises_ends_the_run_with_its_row(folder):
