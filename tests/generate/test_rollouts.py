@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+import jaxstack
 from jaxstack import data, start
 from jaxstack.common.tree import flatten
 from jaxstack.config import ConfigError, resolve
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.config.training import RLConfig
 from jaxstack.data.loader import DataLoader
+from jaxstack.debug import replay
 from jaxstack.generate.rollouts import Completion, Rollouts, Sampler
 from jaxstack.train import main
 from jaxstack.training.services import init_from
@@ -242,3 +244,15 @@ def test_defaults_follow_the_loss():
     assert RLConfig(loss="gspo").bounds == (3e-4, 4e-4)
     assert RLConfig(loss="cispo").bounds[1] == 5
     assert (RLConfig().attempts, RLConfig(loss="dapo").attempts, replace(RLConfig(), redraws=2).attempts) == (1, 4, 3)
+
+
+@pytest.mark.matrix
+def test_a_loaded_run_evaluates_what_it_has_logged_and_its_steps_are_not_run_again(folder):
+    records = train(folder, "loaded", 2, "--rl.kl_weight=0.1", "--train.eval_every=2")
+    logged = [record["eval_loss"] for record in records if "eval_loss" in record][-1]
+    run = jaxstack.load(folder / "loaded")
+    assert run.evaluate().loss == pytest.approx(logged, abs=1e-5)
+    chats = replace(run.config.data, source="chat")
+    assert np.isfinite(run.evaluate(chats).loss)
+    with pytest.raises(ConfigError, match="learns from completions that it samples"):
+        replay.Replay(run.config)
