@@ -14,6 +14,8 @@ from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_value
 from jaxstack.runtime import platform
 
 if TYPE_CHECKING:
+    from jaxstack.data.loader import DataLoader
+    from jaxstack.generate.rollouts import Rollouts
     from jaxstack.training.setup import Setup
     from jaxstack.training.step import EvalStep, TrainStep
 
@@ -86,9 +88,18 @@ def make_steps(setup: "Setup") -> Steps:
         make = make_eager_step
     watching = None if setup.watched is None else make(cfg, setup.ctx, setup.abstract, setup.watched)
     train = make(cfg, setup.ctx, setup.abstract)
-    objective = objective_of(cfg.model, cfg.learned_preference)
+    objective = objective_of(cfg.model, cfg.aim)
     evaluate = make_eval_step(cfg.model, setup.ctx, cfg.train.grad_accum, objective)
     return Steps(train, watching, jax.jit(evaluate))
+
+
+def open_rollouts(setup: "Setup", loader: "DataLoader") -> "Rollouts | None":
+    """Returns what samples completions for a run that learns from rewards, and for others `None`."""
+    if setup.cfg.learned_rewards is None:
+        return None
+    from jaxstack.generate.rollouts import Rollouts
+
+    return Rollouts.create(setup, loader)
 
 
 def open_mesh(cfg: Config, searched: Collection[str]) -> Config:

@@ -104,6 +104,8 @@ def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
 
 def train(setup: "Setup", changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
+    from jax.sharding import PartitionSpec
+
     from jaxstack.data.loader import DataLoader
     from jaxstack.generate import pictures
     from jaxstack.training.services.init_from import open_reference, open_teacher
@@ -115,7 +117,9 @@ def train(setup: "Setup", changes: list[str]) -> None:
     dataset = setup.dataset
     steps = start.make_steps(setup)
     # A batch is a function of seed and index, so no reader has a state.
-    loader = DataLoader(cfg, dataset, ctx.layout.sharding(ctx.layout.batch))
+    # All processes read all prompts of a step, which is fewer rows than it has completions.
+    loader = DataLoader(cfg, dataset, ctx.layout.sharding(PartitionSpec() if cfg.learned_rewards else ctx.layout.batch))
+    rollouts = start.open_rollouts(setup, loader)
     teach = open_teacher(cfg, dataset.tokenizer, setup.mesh)
     refer = open_reference(cfg, dataset.tokenizer, setup.mesh, ctx)
 
@@ -129,17 +133,28 @@ def train(setup: "Setup", changes: list[str]) -> None:
         train_step = run.ahead.wrap(steps.train, setup.abstract, lengths, teach)
         evaluated = averaged_params(cfg.model, setup.abstract)
         eval_step = completed(run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths), refer)
+        if rollouts is not None:
+            eval_step = rollouts.evaluator(refer)
+            if lost := rollouts.restore(loop.step, loop.batch):
+                run.console.print(lost, style="yellow")
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
 
         # ---- training loop
         while loop.step < cfg.train.steps:
-            batch = refer(state.params, teach(loader.to_devices(run.next_batch(batches))))
+            rows = run.next_batch(batches)
+            figures: dict[str, Any] = {}
+            if rollouts is None:
+                batch = loader.to_devices(rows)
+            else:
+                with run.rollout(state.params):
+                    batch, figures = rollouts.batch(state.params, loop.batch)
+            batch = refer(state.params, teach(batch))
             loop = loop.advance()
             step = steps.choose(loop.step, cfg.debug.watch_every, train_step)
             state, metrics = run.profiler.run_step(loop.step, step, state, batch)
-            spike = log_step(run, loop, metrics)  # reads the metrics of the step before: the host never waits
+            spike = log_step(run, loop, metrics | figures)  # reads the metrics of the step before: the host never waits
             stop = run.should_stop(loop)
             last = loop.step == cfg.train.steps
             evaluate = last or loop.step % cfg.train.eval_every == 0
@@ -150,13 +165,19 @@ def train(setup: "Setup", changes: list[str]) -> None:
                 del state, metrics  # two states may not fit into memory
                 state, loop = run.restore_before(spike, loop)
                 batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
+                if rollouts is not None:
+                    rollouts.waiting.clear()
                 continue
             if save:
                 loop = run.save(loop, state)
+                if rollouts is not None:
+                    rollouts.save(loop.step)
             if stop:
                 run.stop(loop)  # raises
             if evaluate:
                 run.evaluate(loop, eval_step, state)
+                if rollouts is not None:
+                    run.log_samples(loop.step, rollouts.take_samples())
 
         # ---- end
         run.end_loop()

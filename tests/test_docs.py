@@ -133,7 +133,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
     (r"--data\.source=chat", [*STEPS, *ALONE]),
-    (r"(sft|dpo)_quickstart", [*STEPS, "--data.batch_size=8"]),
+    (r"(sft|dpo|grpo)_quickstart", [*STEPS, "--data.batch_size=8"]),
     (r"--data\.buckets", [*STEPS, *ALONE, "--data.batch_size=4"]),
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused

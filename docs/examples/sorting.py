@@ -3,7 +3,8 @@
     python docs/examples/sorting.py
 
 It writes sorting.jsonl, whose answers are right in half of the conversations, and sorting_pairs.jsonl, in which the
-right answer is preferred to one with two digits exchanged. The pairs have other digits than the conversations.
+right answer is preferred to one with two digits exchanged. The pairs have other digits than the conversations, and are
+also prompts for rewards, which read `answer`.
 """
 
 import json
@@ -32,7 +33,10 @@ def main(folder: Path = Path()) -> None:
         drawn.setdefault(one[0], one)
     rows = [*drawn.values()]
     chats = [{"prompt": prompt, "completion": rng.choice([right, wrong])} for prompt, right, wrong in rows[:-PAIRS]]
-    pairs = [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in rows[-PAIRS:]]
+    pairs = [
+        {"prompt": prompt, "chosen": right, "rejected": wrong, "answer": right}
+        for prompt, right, wrong in rows[-PAIRS:]
+    ]
     for name, lines in (("sorting", chats), ("sorting_pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         print(f"wrote {len(lines):,} lines to {folder / name}.jsonl")

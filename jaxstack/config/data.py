@@ -13,10 +13,10 @@ from jaxstack.config.pictures import PICTURES
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
 SourceName: TypeAlias = Literal[
-    "stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "preferences", "digits", "images"
+    "stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "preferences", "prompts", "digits", "images"
 ]
 
-TEMPLATED = ("chat", "preferences")
+TEMPLATED = ("chat", "preferences", "prompts")
 """Sources of conversations, which a chat template renders."""
 
 _WITHOUT_PATH = ("stdlib", "digits")
@@ -74,12 +74,14 @@ class DataConfig:
     text files. `tokens`: a token file, see `data.format`. `hf`: a Hugging Face dataset (extra `[hf]`). `chat`:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
     classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `preferences`: prompts with a
-    better and a worse completion; see docs/preferences.md. `digits`: scikit-learn's
-    pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md and contrastive.md."""
+    better and a worse completion; see docs/preferences.md. `prompts`: prompts whose completions are rewarded; see
+    docs/reinforcement.md. `digits`: scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one
+    size; see docs/diffusion.md and contrastive.md."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`), of
-    texts with labels (`labels`) or of pairs of completions (`preferences`), translations (`pairs`): a file, a folder,
-    or `package:NAME`; or a folder or .npz file of pictures (`images`)."""
+    texts with labels (`labels`), of pairs of completions (`preferences`) or of prompts (`prompts`), translations
+    (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz file of pictures (`images`). `task:NAME` draws
+    conversations or prompts of a task, see docs/reinforcement.md."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False

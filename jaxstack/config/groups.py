@@ -1,6 +1,6 @@
 """All groups of keys of a run, before keys of different groups are compared."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxstack.config.data import DataConfig
 from jaxstack.config.model import ModelConfig
@@ -13,6 +13,7 @@ from jaxstack.config.training import (
     OptimConfig,
     PreferenceConfig,
     ProfileConfig,
+    RLConfig,
     RunConfig,
     SampleConfig,
     TrainConfig,
@@ -29,6 +30,7 @@ class Groups:
     train: TrainConfig = field(default_factory=TrainConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -52,9 +54,28 @@ class Groups:
         return self.preference if "preferences" in sources else None
 
     @property
+    def learned_rewards(self) -> RLConfig | None:
+        """How the run learns from rewards of its own completions, or `None` if its data have no prompts."""
+        sources = {one.source for one in self.data.mixture or (self.data,)}
+        return self.rl if "prompts" in sources else None
+
+    @property
+    def read_data(self) -> DataConfig:
+        """The data with as many rows in a batch as the loader reads: of prompts, those that a step may need."""
+        rl = self.learned_rewards
+        if rl is None:
+            return self.data
+        return replace(self.data, batch_size=self.data.batch_size // rl.group * rl.attempts)
+
+    @property
+    def aim(self) -> PreferenceConfig | RLConfig | None:
+        """What the run learns in place of the likelihood of its data, if anything."""
+        return self.learned_preference or self.learned_rewards
+
+    @property
     def objective(self) -> Objective:
         """What the run learns, and what an evaluation measures."""
-        return self.learned_preference.objective if self.learned_preference else self.model.objective
+        return self.aim.objective if self.aim else self.model.objective
 
     @property
     def text_length(self) -> int:

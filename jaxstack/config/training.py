@@ -221,6 +221,107 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 
 
 @dataclass(frozen=True)
+class RLConfig:
+    """Reinforcement learning: the model answers the prompts of `data.source=prompts`, and functions reward the answers.
+    See docs/reinforcement.md."""
+
+    rewards: tuple[str, ...] = ()
+    """Functions that return the reward of a completion, as `module:function` or `file.py:function`. A task of
+    `data.path=task:NAME` has its own function, which is used if this is empty."""
+    weights: tuple[float, ...] = ()
+    """Factor of each function in the reward, which is their sum. Empty means 1 each."""
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo"] = "grpo"
+    """Algorithm: it determines advantages, the loss of a token and the mean over tokens. Formulas:
+    `jaxstack/posttrain/losses.py`."""
+    group: Annotated[int, Interval(2)] = 8
+    """Completions of each prompt. It divides `data.batch_size`, which counts completions."""
+    tokens: PositiveInt = 128
+    """Maximum number of tokens of a completion."""
+    updates: PositiveInt = 1
+    """Optimizer steps for each rollout. Each step learns from its own `data.batch_size` completions."""
+    clip_low: NonNegativeFloat | None = None
+    """How far below 1 ratios are clipped. Null means 0.2, or 0.0003 with `gspo`."""
+    clip_high: NonNegativeFloat | None = None
+    """How far above 1 ratios are clipped; with `cispo`, the largest ratio. Null means 0.2, or 0.28 with `dapo`, 0.0004
+    with `gspo` and 5 with `cispo`."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the divergence of a token from the reference, in nats."""
+    kl_weight: NonNegativeFloat = 0.0
+    """Weight of the divergence in the loss. With 0 and no `rl.reference`, there is no reference."""
+    reference: str | None = None
+    """Run or Hugging Face folder of the frozen reference, a decoder with the same tokenizer. Null means the model that
+    the run starts with."""
+    exact: bool = True
+    """Sample with the log-probabilities of training, bit for bit, so that the first ratio of a rollout is exactly 1.
+    With false, sampling is faster, and importance weights correct the difference."""
+    importance_limit: PositiveFloat = 2.0
+    """With `rl.exact=false`: the largest importance weight of a token."""
+    overlong_buffer: NonNegativeInt = 0
+    """Number of tokens before `rl.tokens` over which a penalty falls from 0 to -1. The reward includes it. 0 means no
+    penalty."""
+    redraws: NonNegativeInt | None = None
+    """How often groups whose rewards are all equal are replaced by groups of other prompts. Null means 3 with `dapo`,
+    else 0."""
+
+    def __post_init__(self) -> None:
+        check_bounds("rl", self)
+        expand_home(self, "reference")
+        require(
+            not self.weights or len(self.weights) == len(self.rewards),
+            f"rl.weights={list(self.weights)} has {len(self.weights)} numbers for the {len(self.rewards)} functions of "
+            f"rl.rewards. Give one for each, or none.",
+        )
+        require(
+            self.overlong_buffer <= self.tokens,
+            f"rl.overlong_buffer={self.overlong_buffer} is more than rl.tokens={self.tokens}. Lower it.",
+        )
+        require(
+            self.updates == 1 or self.loss != "rloo",
+            f"rl.updates={self.updates} needs ratios, which rl.loss=rloo does not have. Use rl.updates=1, or "
+            f"rl.loss=grpo.",
+        )
+        clipped = {"clip_low": self.loss not in ("rloo", "cispo"), "clip_high": self.loss != "rloo"}
+        for key, used in clipped.items():
+            require(
+                used or getattr(self, key) is None,
+                f"rl.{key}={getattr(self, key)} is not read by rl.loss={self.loss}. Leave it null.",
+            )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the divergence from a reference is computed."""
+        return self.kl_weight > 0 or self.reference is not None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """How far below and above 1 ratios are clipped."""
+        low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 5.0)}.get(self.loss, (0.2, 0.2))
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @property
+    def attempts(self) -> int:
+        """How often a group of each prompt of a batch is drawn at most."""
+        redraws = self.redraws
+        if redraws is None:
+            redraws = 3 if self.loss == "dapo" else 0
+        return 1 + redraws
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The parts of the loss. Their sums are divided by the number of completions, or of their tokens."""
+        weights = "loss_weights" if self.loss in ("dapo", "cispo") else "row_weights"
+        penalty = (Term("penalty", weights, self.kl_weight),) if self.kl_weight else ()
+        kl = (Term("kl", "loss_weights", 0.0),) if self.has_reference else ()
+        return (Term("policy", weights), *penalty, *kl)
+
+    @property
+    def objective(self) -> Objective:
+        """What evaluations measure: the reward of held-out prompts, and the divergence from the reference."""
+        logged = (Term("reward", "row_weights", 0.0), Term("length", "row_weights", 0.0))
+        return Objective("held-out loss", "minus the reward", terms=(*self.terms, *logged))
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 

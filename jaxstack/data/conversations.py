@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 from jaxstack.common import inputs
 from jaxstack.config import ConfigError
+from jaxstack.posttrain import tasks
 
 Message: TypeAlias = dict[str, str]
 """A message with its `role` and `content`."""
@@ -80,11 +81,16 @@ def read_conversations(path: str) -> Iterator[Conversation]:
 
 
 def json_objects(path: str, what: str) -> Iterator[tuple[str, Any]]:
-    """Yields the JSON values of a file, each with its name in error messages. `what` says what a value should be.
+    """Yields the JSON values of a file or a task, each with its name in error messages.
+
+    `what` says what a value should be. Conversations are other rows of a task than prompts, see `tasks.rows`.
 
     Raises:
       ConfigError: the file does not exist, or is not JSON.
     """
+    if path.startswith(tasks.PREFIX):
+        yield from tasks.rows(path, answered=what == "conversation")
+        return
     if not Path(path).is_file():
         raise ConfigError(f"data.path={path} is not a file. Give a file with one {what} in JSON per line.")
     with Path(path).open("rb") as lines:

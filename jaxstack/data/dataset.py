@@ -19,6 +19,7 @@ from jaxstack.data.conversations import read_conversations
 from jaxstack.data.images import Images, fingerprint, read_images, split_images
 from jaxstack.data.labelled import Labels, labels_of
 from jaxstack.data.preferences import encode_preferences, read_preferences
+from jaxstack.data.rewarded import encode_prompts, read_prompts
 from jaxstack.data.seq2seq import SpecialIds, ids_of, special_ids
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import ClassNames, Tokenizer, make_tokenizer, same_vocabulary
@@ -249,8 +250,7 @@ def _make_tokenizer(texts: Sequence[DataConfig], cfg: DataConfig, labels: Labels
                     yield from (pair.source, pair.target)
                 continue
             if one.source in TEMPLATED:
-                conversations = _render_preferences(one) if one.source == "preferences" else _render(one)
-                yield from (part.text for part in conversations)
+                yield from _rendered_texts(one)
                 continue
             yield from (part.text for part in _examples(one, labels) or documents(one))
 
@@ -263,6 +263,8 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
         return _encode_chat(name, cfg, tokenizer)
     if cfg.source == "preferences":
         return _encode_preferences(name, cfg, tokenizer)
+    if cfg.source == "prompts":
+        return _encode_prompts(name, cfg, tokenizer)
     if examples := _examples(cfg, labels):
         return _encode_labels(name, cfg, tokenizer, examples)
     skipped: list[str] = []
@@ -294,6 +296,16 @@ def _template(cfg: DataConfig) -> chat.ChatTemplate:
     return chat.JinjaTemplate(f"the chat template of {cfg.tokenizer}", saved)
 
 
+def _rendered_texts(cfg: DataConfig) -> Iterator[str]:
+    """Yields the texts of a source that a chat template renders."""
+    if cfg.source == "prompts":
+        template = _template(cfg)
+        yield from (template.prompt(row.messages) for row in read_prompts(str(cfg.path)))
+        return
+    conversations = _render_preferences(cfg) if cfg.source == "preferences" else _render(cfg)
+    yield from (part.text for part in conversations)
+
+
 def _render_preferences(cfg: DataConfig) -> Iterator[chat.RenderedConversation]:
     """Yields both conversations of each pair of a source as text."""
     found = read_preferences(str(cfg.path))
@@ -315,6 +327,18 @@ def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Sou
         *([note] if note else []),
         f"{tokens.loss_mask.mean():.0%} of the tokens in completions",
     ]
+    return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
+
+
+def _encode_prompts(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Returns prompts whose completions are rewarded. Equal prompts are all held out, or none."""
+    tokens, note = encode_prompts(read_prompts(str(cfg.path)), _template(cfg), tokenizer, cfg.seq_len)
+    fields = repr([row.fields for row in tokens.rows]).encode()
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + fields).hexdigest()
+    held_out_D = pairs.hold_out([repr(row.messages) for row in tokens.rows], cfg.eval_fraction, "prompt")
+    train = tokens.documents(~held_out_D)
+    held_out = tokens.documents(held_out_D)
+    parts = [f"{train.starts.size:,} prompts train, {held_out.starts.size:,} held out", *([note] if note else [])]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 

@@ -56,8 +56,8 @@ class HeldOut:
         self.name = source.name
         self.share = share
         self._tokenizer = tokenizer
-        of_pairs = any(one.source == "preferences" for one in keys.single_sources())
-        self._reads_text = model.family == "decoder" and not of_pairs
+        judged = any(one.source in ("preferences", "prompts") for one in keys.single_sources())
+        self._reads_text = model.family == "decoder" and not judged
         if isinstance(source.eval, Images):
             reader = picture_reader(model, source.eval, keys.batch_size)
             self.local_batches = [*reader.batches(rows[0], steps)]
@@ -218,17 +218,18 @@ class DataLoader:
 
     def __init__(self, cfg: Config, dataset: data.Dataset, sharding: jax.sharding.Sharding) -> None:
         """Prepares to read batches; only the held-out ones are read at once."""
-        self._keys = cfg.data
+        self._keys = keys = cfg.read_data
         self._steps = cfg.train.steps
+        self._prompts = cfg.learned_rewards is not None
         self._dataset = dataset
         self._sharding = sharding
-        local = rows_by_length(cfg.data, sharding)
-        counts = [cfg.data.with_length(length).batch_size for length in cfg.data.lengths]
+        local = rows_by_length(keys, sharding)
+        counts = [keys.with_length(length).batch_size for length in keys.lengths]
         self._local_rows = {rows.size: (rows, count) for rows, count in zip(local, counts, strict=True)}
         self._records = [SourceRecord(name=one.name, text=one.fingerprint) for one in dataset.sources]
-        self._set_reader(make_reader(cfg.model, cfg.data, dataset, cfg.run.seed), Start())
+        self._set_reader(make_reader(cfg.model, keys, dataset, cfg.run.seed), Start())
         self.held_out = [
-            HeldOut(source, share, dataset.tokenizer, cfg.model, cfg.data, cfg.train.eval_steps, sharding)
+            HeldOut(source, share, dataset.tokenizer, cfg.model, keys, cfg.train.eval_steps, sharding)
             for source, share in zip(dataset.sources, dataset.shares, strict=True)
         ]
 
@@ -308,6 +309,11 @@ class DataLoader:
         for _, batch in data.prefetch(self._batches.slice(slice(first + count)), first):
             yield batch
 
+    def read(self, index: int) -> data.Batch:
+        """Returns this process's rows of the batch with this index."""
+        batch: data.Batch = self._batches[index]
+        return batch
+
     def first_batches(self, count: int) -> Iterator[data.Batch]:
         """Returns an iterator over all rows of the first `count` batches.
 
@@ -340,7 +346,7 @@ class DataLoader:
 
     def row_figures(self, index: int) -> dict[str, float]:
         """Returns for the log of a batch: `bucket`, the length of its rows, if they vary, and `padding`, its share."""
-        return self._reader.row_figures(index)
+        return {} if self._prompts else self._reader.row_figures(index)
 
     def describe_batch(self, index: int) -> str:
         """Returns one line that lists where a batch was read."""

@@ -79,8 +79,18 @@ def _preference(name: str, value: Any) -> Preference:
         raise ConfigError(f"the keys are {shown}. Write prompt, chosen and rejected.")
     sides = {key: value[key] for key in ("chosen", "rejected")}
     prompt = value.get("prompt")
-    if prompt is None:
-        prompt = _common(sides)
+    messages = prompt_messages(value, _common(sides) if prompt is None else prompt)
+    chosen, rejected = (_completion(key, sides[key], messages) for key in ("chosen", "rejected"))
+    return Preference(name, messages, chosen, rejected)
+
+
+def prompt_messages(value: dict[str, Any], prompt: Any) -> list[Message]:
+    """Returns the messages before a completion, from a prompt that is a text or messages, and the key `system`.
+
+    Raises:
+      ConfigError: they are not messages, or a completion cannot follow.
+    """
+    refuse_unsupported(value)
     messages = _as_messages("prompt", prompt, "user")
     if system := value.get("system"):
         if any(message["role"] == "system" for message in messages):
@@ -89,8 +99,7 @@ def _preference(name: str, value: Any) -> Preference:
     if not messages or messages[-1]["role"] == "assistant":
         last = "is empty" if not messages else "ends with an answer"
         raise ConfigError(f"the prompt {last}, so no completion can follow. End it with a message of the user.")
-    chosen, rejected = (_completion(key, sides[key], messages) for key in ("chosen", "rejected"))
-    return Preference(name, messages, chosen, rejected)
+    return messages
 
 
 def _common(sides: dict[str, Any]) -> list[Any]:

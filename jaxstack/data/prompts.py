@@ -54,7 +54,9 @@ def _conversation(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generat
     document = rng.integers(held_out.starts.size)
     start = int(held_out.starts[document])
     end = int(held_out.ends[document])
-    return tokenizer.decode(held_out.ids[start : start + int(held_out.loss_mask[start:end].argmax())])
+    answers = held_out.loss_mask[start:end]
+    before = int(answers.argmax()) if answers.any() else answers.size  # a prompt has no answer
+    return tokenizer.decode(held_out.ids[start : start + before])
 
 
 def _line(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> str:

@@ -17,6 +17,7 @@ from jaxstack.data.labelled import make_batch
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens, PairWindows
 from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
+from jaxstack.data.rewarded import PromptTokens, PromptWindows
 from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
 from jaxstack.data.token_stream import TokenStream
@@ -74,7 +75,7 @@ class _Windows:
         return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
 
 
-_AnyWindows: TypeAlias = _Windows | PairWindows | PreferenceWindows
+_AnyWindows: TypeAlias = _Windows | PairWindows | PreferenceWindows | PromptWindows
 
 
 def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows:
@@ -88,6 +89,8 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
         return PairWindows.of(tokens, packing)
     if isinstance(tokens, PreferenceTokens):
         return PreferenceWindows.of(tokens, seq_len, packing)
+    if isinstance(tokens, PromptTokens):
+        return PromptWindows.of(tokens)
     room = seq_len + (tokens.labels is None)
     length_D = tokens.ends - tokens.starts
     assert tokens.starts.size
@@ -330,7 +333,11 @@ class SequenceReader:
         """
         if self.is_padded or self._sentences:
             return None
-        parts = [windows.length_W[window_B] for windows, _, window_B in self._by_epoch(sequences)]
+        parts = [
+            windows.length_W[window_B]
+            for windows, _, window_B in self._by_epoch(sequences)
+            if not isinstance(windows, PromptWindows)
+        ]
         return np.arange(1, self._seq_len + 1) < np.concatenate(parts)[:, None]
 
     def _by_epoch(self, sequences: np.ndarray) -> Iterator[tuple[_AnyWindows, np.ndarray, np.ndarray]]:

@@ -49,7 +49,7 @@ def make_eager_step(
       ConfigError: the pipeline has several stacks or weight units, so that loops of stages have other trip counts.
     """
     ctx = _with_static_loops(cfg.mesh.pipe, cfg.model.family, ctx)
-    objective = objective_of(cfg.model, cfg.learned_preference)
+    objective = objective_of(cfg.model, cfg.aim)
     forward = make_eval_step(cfg.model, ctx, cfg.train.grad_accum, objective)
     train_step = make_train_step(cfg, ctx, watched)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -59,6 +59,11 @@ class Replay:
 
     def __init__(self, run: Config) -> None:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
+        if run.learned_rewards is not None:
+            raise ConfigError(
+                f"{run.run.dir} learns from completions that it samples, which are not stored, so its steps cannot be "
+                f"run again. Lower optim.lr, or check the rewards of these steps in metrics.jsonl."
+            )
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
         self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
         self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg
@@ -98,7 +103,7 @@ class Replay:
             train_step = jit_train_step(cfg, ctx, abstract)
             for _ in range(count):
                 state, _ = train_step(state, self._complete(state, next(batches)))
-        objective = objective_of(cfg.model, cfg.learned_preference)
+        objective = objective_of(cfg.model, cfg.aim)
         return state, with_scale(state, objective, self._complete(state, next(batches))), start
 
     def _complete(self, state: TrainState, batch: data.Batch) -> Batch:

@@ -77,9 +77,14 @@ def spec(cfg: ModelConfig) -> Spec:
 def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     """Declares the arrays of a training batch, from the model and its data."""
     arrays = of(model).batch_spec(model, data)
-    if {one.source for one in data.mixture or (data,)} != {"preferences"}:
+    sources = {one.source for one in data.mixture or (data,)}
+    if not sources <= {"prompts", "preferences"}:
         return arrays
     ids = arrays["tokens"]
+    if sources == {"prompts"}:
+        floats = {name: replace(ids, values="ones") for name in ("row_weights", "token_weights", "importance")}
+        normal = ("old_log_probs", "reference_log_probs", "advantages")
+        return arrays | floats | {name: replace(ids, values="normal") for name in normal}
     return arrays | {
         "segment_ids": replace(ids, values="one_document"),
         "positions": replace(ids, values="positions"),

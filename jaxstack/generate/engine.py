@@ -388,19 +388,31 @@ class Engine:
         Args:
           **options: see `decode.make_generate`. `stop` is not read.
         """
+        return cls.without_params(cfg, **options).with_params(params)
+
+    @classmethod
+    def without_params(cls, cfg: ModelConfig, **options: Unpack[GenerateOptions]) -> "Engine":
+        """Returns an engine for `with_params`; see `create`."""
         cfg = dropless(cfg)
         ctx = (options.get("ctx") or Context()).whole_sequences()
-        engine = cls(cfg, ctx, options.get("gate"), options.get("vocabulary") or cfg.vocab, params)
+        return cls(cfg, ctx, options.get("gate"), options.get("vocabulary") or cfg.vocab, {})
+
+    def with_params(self, params: Params) -> "Engine":
+        """Returns the engine with other parameters of the model, and with the programs that this one compiles."""
+        cfg = self.cfg
+        ctx = self.ctx
         if ctx.dtype == jnp.float32 and (ctx.ops.decode == "scan" or ctx.layout.pipeline is not None):
-            return engine  # the parameters are used as they are
+            return replace(self, params=params)  # they are used as they are
 
         def prepare(params: Params, first: jax.Array) -> tuple[PyTree, PyTree]:
             model = CachedDecoder.create(cfg, params, ctx, gate=None, vocabulary=1, first=first, num_slots=1)
             return model.token_weights, model.params
 
-        program = compile_program(ctx, prepare, (engine.specs.params, engine.specs.rows), engine.specs.params)
-        copies, cast = program(params, np.zeros(ctx.layout.replicas, np.int32))
-        return replace(engine, params=cast, token_weights=copies)
+        key = ("prepare",)
+        if key not in self.programs:
+            self.programs[key] = compile_program(ctx, prepare, (self.specs.params, self.specs.rows), self.specs.params)
+        copies, cast = self.programs[key](params, np.zeros(ctx.layout.replicas, np.int32))
+        return replace(self, params=cast, token_weights=copies)
 
     @property
     def specs(self) -> Specs:
@@ -653,9 +665,11 @@ class Programs:
     ) -> tuple[PyTree, PyTree]:
         """Runs `work(at, *arguments)`, compiled; `at(first)` is the sampler of rows that begin in these slots [B]."""
 
+        engine = replace(self.engine, params={}, token_weights=None)  # a program must not keep them in memory
+
         def run(params: Params, copies: PyTree, *arguments: PyTree) -> tuple[PyTree, PyTree]:
             def at(first: jax.Array) -> RowSampler:
-                return RowSampler(self.engine.decoder(params, copies, first, self.slots), self.sampling)
+                return RowSampler(engine.decoder(params, copies, first, self.slots), self.sampling)
 
             return work(at, *arguments)
 

@@ -8,7 +8,7 @@ that this forward pass alone would write, at the cost of about one pass for each
 Suffixes: B rows of this device, S slots, C slots of a chunk, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -62,6 +62,12 @@ class Exact:
     stop: tuple[int, ...]
     rows: int = 8
 
+    def with_params(self, params: Params) -> "Exact":
+        """Returns the writer with other parameters of the model, and with the programs that this one compiles."""
+        other = replace(self, scorer=self.scorer.with_params(params), engine=self.engine.with_params(params))
+        other.__dict__["_program"] = self._program
+        return other
+
     def texts(self, prompts: Rows, seed: int) -> list[Rollout]:
         """Returns a text for each prompt; see `TrainedRun.rollout`."""
         how = self.sample
@@ -94,7 +100,7 @@ class Exact:
     def _draft(self, prompts: Rows, added: Rows, marks: np.ndarray, some: list[int], seed: int) -> None:
         """Adds the tokens to some texts that the KV cache gives them."""
         longest = max(len(prompts[i]) for i in some) + self.sample.tokens
-        batch = ContinuousBatch(self.engine, rows=min(self.rows, len(some)), slots=longest, stop=self.stop)
+        batch = ContinuousBatch(self.engine, rows=self.rows, slots=longest, stop=self.stop)
         for i in some:
             batch.add(Prompt(i, [*prompts[i], *added[i]], self.sample, marks[i], seed, begun=len(added[i])))
         while batch.busy:

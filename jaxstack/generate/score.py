@@ -6,7 +6,7 @@ Suffixes: B rows, S slots, K alternatives to a token, V vocabulary.
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -49,6 +49,7 @@ class Scorer:
       params: its parameters.
       ctx: the execution context, for whole sequences.
       gate: domain of the texts, for a model with a hard gate.
+      length: length of the program of every text. `None` means that the length of the text chooses it.
       programs_with_alternatives: the programs of `logprobs`, by number of alternatives and vocabulary.
     """
 
@@ -56,6 +57,7 @@ class Scorer:
     params: Params
     ctx: Context
     gate: int | None = None
+    length: int | None = None
     programs_with_alternatives: dict[tuple[int, int], Callable[..., PyTree]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -66,6 +68,12 @@ class Scorer:
           gate: domain of the texts, for a model with a hard gate.
         """
         return cls(dropless(cfg), params, ctx.whole_sequences(), gate)
+
+    def with_params(self, params: Params) -> "Scorer":
+        """Returns the scorer with other parameters of the model, and with the program of `scores` of this one."""
+        other = replace(self, params=params)
+        other.__dict__["_score"] = self._score
+        return other
 
     def scores(self, texts: Rows, rows: int = 8) -> Iterator[tuple[int, Scores]]:
         """Yields the index of each text and its scores; the longest texts come first.
@@ -125,6 +133,8 @@ class Scorer:
 
     def slots(self, tokens: int) -> int:
         """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
+        if self.length is not None:
+            return self.length
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
         slots = power_of_buckets(tokens)
         return slots if table is None else min(slots, table)

@@ -9,13 +9,14 @@ from typing import NamedTuple, overload
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from numpy.typing import ArrayLike
 
 from jaxstack import data, families, hf, sharding
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
-from jaxstack.config.training import PreferenceConfig
+from jaxstack.config.training import PreferenceConfig, RLConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.text_stream import TextStream
@@ -25,6 +26,7 @@ from jaxstack.generate import decode, features, pictures, translate
 from jaxstack.generate.engine import Engine, GenerateOptions
 from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
+from jaxstack.generate.rollouts import Rollouts
 from jaxstack.generate.score import Scorer
 from jaxstack.generate.speculative import Speculation
 from jaxstack.models import params
@@ -35,6 +37,8 @@ from jaxstack.training.assemble import make_eval_step, objective_of
 from jaxstack.training.features import qat
 from jaxstack.training.losses import EvalSums
 from jaxstack.training.services import init_from
+from jaxstack.training.setup import Setup
+from jaxstack.training.state import Recipe, abstract_state
 
 
 class Evaluation(NamedTuple):
@@ -403,7 +407,7 @@ class TrainedRun:
         Raises:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
-        cfg = replace(self.config, data=source or self.config.data)
+        cfg = self.config if source is None else _with_data(self.config, source)
         dataset = data.load_for(cfg.model, cfg.data)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
@@ -414,16 +418,24 @@ class TrainedRun:
                 f"the data was read with the tokenizer {dataset.tokenizer.name}, which has other ids than that of the "
                 f"run. Use data.tokenizer={self.tokenizer.name}."
             )
-        loader = DataLoader(cfg, dataset, self.context.layout.sharding(self.context.layout.batch))
+        rows = PartitionSpec() if cfg.learned_rewards else self.context.layout.batch
+        loader = DataLoader(cfg, dataset, self.context.layout.sharding(rows))
         mesh = self.context.layout.mesh
         assert mesh is not None, "a run is loaded onto a mesh"
         # The adapters of the run are merged here, so its reference is read again.
         refer = init_from.open_reference(replace(cfg, model=self.model), self.tokenizer, mesh, self.context)
+        if cfg.learned_rewards is not None:
+            setup = Setup(cfg, dataset, mesh, self.context, abstract_state(Recipe.of(cfg), self.context))
+            step = Rollouts.create(setup, loader).evaluator(refer)
+        else:
+            compiled = self._eval_step(cfg.learned_preference)
+
+            def step(params: Params, batch: Batch) -> EvalSums:
+                return compiled(params, refer(params, batch))
+
         losses = {}
         for one in loader.held_out:
-            batches = (refer(self.params, loader.to_devices(batch)) for batch in one.local_batches)
-            step = self._eval_step(cfg.learned_preference)
-            sums = (step(self.params, batch) for batch in batches)
+            sums = (step(self.params, loader.to_devices(batch)) for batch in one.local_batches)
             losses[one.name] = mean_losses(cfg.objective.terms, sums, lambda: None).loss
         loss = loader.mean_loss(losses)
         return Evaluation(loss, loss / math.log(2) / loader.held_out_bytes_per_token, losses)
@@ -449,3 +461,11 @@ class TrainedRun:
         """The model ready to score texts."""
         require_decoder(self.model)
         return Scorer.create(self.model, self.params, self.context, self._options(self.config.sample.domain)["gate"])
+
+
+def _with_data(cfg: Config, source: DataConfig) -> Config:
+    """Returns the configuration of a run with other data; keys for pairs or prompts are left out if it has none."""
+    there = {one.source for one in source.single_sources()}
+    preference = cfg.preference if "preferences" in there else PreferenceConfig()
+    rl = cfg.rl if "prompts" in there else RLConfig()
+    return replace(cfg, data=source, preference=preference, rl=rl)

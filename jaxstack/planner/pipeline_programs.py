@@ -79,7 +79,7 @@ class _Stage:
         """Builds the stage on a device's shards of parameters and batch."""
         values = job.ctx.layout.defer_grad_sync(families.spec(job.model), values)
         batch = job.ctx.layout.shard_sequence(batch)
-        objective = objective_of(job.model, job.cfg.learned_preference)
+        objective = objective_of(job.model, job.cfg.aim)
         terms = objective.terms
         rows, length = batch[terms[0].weights].shape
         if job.model.dropout:

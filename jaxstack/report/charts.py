@@ -55,6 +55,25 @@ CHARTS = (
 )
 
 
+REWARD_CHARTS = (
+    Chart("reward", "Reward (mean of the completions of a step)"),
+    Chart("eval_reward", "Held-out reward (mean of prompts)", noisy=False),
+    Chart("reward_std", "Standard deviation of the reward", scale="zero"),
+    Chart("groups_without_spread", "Groups without spread (%)", 100, "zero"),
+    Chart("length", "Length of completions (tokens)", scale="zero"),
+    Chart("kl", "Divergence from the reference (nats per token)"),
+    Chart("ratio_max", "Largest ratio of new and old probability"),
+    Chart("ratio_min", "Smallest ratio of new and old probability"),
+    Chart("rollout_tokens_per_s", "Speed of rollouts (tokens per second)", scale="zero"),
+)
+"""Charts of runs that learn from rewards."""
+
+
+def reward_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
+    """Returns the charts of rewards that some run has values for."""
+    return [chart for chart in REWARD_CHARTS if any(run.series(chart.key)[0].size for run in runs)]
+
+
 def source_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Returns a chart of the held-out loss for each source of the runs' mixtures."""
     names = dict.fromkeys(name for run in runs for name in run.mixture)

@@ -13,6 +13,7 @@ from jaxstack.report.runs import (
     MISSING,
     LoggedRun,
     config_differences,
+    format_number,
     format_value,
     list_events,
     time_categories,
@@ -35,6 +36,7 @@ def render(runs: Sequence[LoggedRun]) -> str:
         _section("Evaluations", _evaluations(runs)),
         _section("Watched values", "".join(_watched(run, runs) for run in runs)),
         _section("Pictures", "".join(map(_drawn, runs))),
+        _section("Completions", "".join(_completions(run, runs) for run in runs)),
         _section("Events", _events(runs)),
         _section("Differences", _differences(runs) if len(runs) > 1 else ""),
         _section("Configuration", "".join(map(_config, runs))),
@@ -130,7 +132,8 @@ def _share(seconds: str, part: str) -> str:
 
 
 def _charts(runs: Sequence[LoggedRun], losses: Comparison) -> str:
-    found = {chart: charts.metric_chart(chart, runs) for chart in (*charts.source_charts(runs), *charts.CHARTS)}
+    wanted = (*charts.source_charts(runs), *charts.reward_charts(runs), *charts.CHARTS)
+    found = {chart: charts.metric_chart(chart, runs) for chart in wanted}
     pictures = "".join(_picture(chart.title, svg) for chart, svg in found.items() if svg)
     missing = [chart for chart, svg in found.items() if svg is None and not chart.key.startswith("moe_")]
     curves = "".join(_picture(chart.title, *_both(chart)) for chart in losses.charts)
@@ -216,6 +219,18 @@ def _drawn(run: LoggedRun) -> str:
 
     figures = "".join(figure(step, file.read_bytes()) for step, file in shown)
     return f"<div class=grid>{figures}</div>" if figures else ""
+
+
+def _completions(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
+    """Returns a table of the completions that the first and the newest evaluation have logged, with their rewards."""
+    every = run.completions
+    rows = [
+        (f"{step:,}", escape(one.prompt), escape(one.completion), format_number(one.reward, ".4g"))
+        for step, samples in (every[:1] if len(every) == 1 else [*every[:1], *every[-1:]])
+        for one in samples
+    ]
+    title = f"<p>{_name(run, runs)}completions of held-out prompts</p>"
+    return title + _table(["Step", "Prompt", "Completion", "Reward"], rows, "events") if rows else ""
 
 
 def _events(runs: Sequence[LoggedRun]) -> str:

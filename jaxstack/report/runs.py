@@ -22,13 +22,31 @@ from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.reading import yaml_check
 from jaxstack.config.sentences import SentencesConfig
-from jaxstack.config.training import PreferenceConfig
+from jaxstack.config.training import PreferenceConfig, RLConfig
 from jaxstack.report.evaluations import Result, by_name
 from jaxstack.tracking import goodput
 from jaxstack.tracking.jsonl import Record, describe_damage, is_step, read_log
 
 MISSING = "-"
 """Shown for a value that is not known."""
+
+
+class LoggedCompletion(NamedTuple):
+    """A completion of a held-out prompt, with its reward."""
+
+    prompt: str
+    completion: str
+    reward: float
+
+    @classmethod
+    def of(cls, value: object) -> "LoggedCompletion | None":
+        """Returns the completion of a JSON value, or `None` if it has none."""
+        if not isinstance(value, dict):
+            return None
+        prompt, completion, reward = (value.get(name) for name in cls._fields)
+        if not (isinstance(prompt, str) and isinstance(completion, str) and _finite(reward)):
+            return None
+        return cls(prompt, completion, float(reward))
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,8 @@ class LoggedRun:
         """What the run learns. Losses of different objectives cannot be compared."""
         if self.config.get("data.source") == "preferences":
             return PreferenceConfig().objective
+        if self.config.get("data.source") == "prompts":
+            return RLConfig().objective
         labels = bool(self.config.get("model.labels"))
         family, each = (self.config.get(f"model.{key}") for key in ("family", "label_each"))
         sentences = SentencesConfig(tuple(self.config.get("model.sentences.tasks") or ())).terms
@@ -73,6 +93,17 @@ class LoggedRun:
     def training(self) -> list[Record]:
         """Returns the lines of optimizer steps."""
         return [record for record in self.records if is_step(record)]
+
+    @cached_property
+    def completions(self) -> list[tuple[int, list["LoggedCompletion"]]]:
+        """The completions that evaluations have logged, with their steps."""
+        found = []
+        for record in self.records:
+            samples = record.get("samples")
+            step = record.get("step")
+            if isinstance(samples, list) and isinstance(step, int):
+                found.append((step, [one for sample in samples if (one := LoggedCompletion.of(sample))]))
+        return found
 
     @cached_property
     def spent(self) -> dict[str, float]:
@@ -377,9 +408,10 @@ def _describe_objective(run: LoggedRun) -> dict[str, str]:
     if len(objective.terms) > 1 or objective.accuracy:
         figures["objective"] = f"{objective.loss.removeprefix('held-out ')} in {objective.unit}"
     if len(objective.terms) > 1:
-        for term in objective.terms:
-            last = _last(run, f"eval_loss_{term.name}")
-            figures[f"last held-out loss of {term.name}"] = format_number(last, ".4f")
+        for term in objective.logged_terms:
+            key = f"loss_{term.name}" if term.scale else term.name
+            name = f"loss of {term.name}" if term.scale else term.name
+            figures[f"last held-out {name}"] = format_number(_last(run, f"eval_{key}"), ".4f")
     if objective.accuracy:
         figures[f"last held-out {objective.accuracy}"] = format_number(_last(run, "eval_accuracy"), ".1%")
     return figures

@@ -21,6 +21,7 @@ _CATEGORIES = {
     "compile": "#7c3aed",
     "start": "#64748b",
     "data": "#c2410c",
+    "rollout": "#0f766e",
     "evaluation": "#0369a1",
     "checkpoint": "#a16207",
     "profile": "#be185d",

@@ -11,10 +11,10 @@ from jaxstack.tracking.jsonl import Record
 class GoodputRecorder:
     """Records how this process spends its seconds. Every moment belongs to exactly one of `KINDS`."""
 
-    KINDS = ("start", "compile", "step", "data", "evaluation", "checkpoint", "profile", "end")
+    KINDS = ("start", "compile", "step", "data", "rollout", "evaluation", "checkpoint", "profile", "end")
     """`start`: until the first batch is requested. `compile`: until the first step is done. `data`: waiting for
-    batches. `checkpoint`: waiting for saves. `profile`: overhead of the profiler, outside of the traced steps. `end`:
-    samples, plots and shutdown."""
+    batches. `rollout`: sampling completions, and their rewards. `checkpoint`: waiting for saves. `profile`: overhead of
+    the profiler, outside of the traced steps. `end`: samples, plots and shutdown."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(self.KINDS, 0.0)
@@ -65,8 +65,9 @@ def spent(records: Iterable[Record]) -> dict[str, float]:
 
 
 def fraction(sums: dict[str, float]) -> float | None:
-    """Returns the goodput: the fraction of all seconds spent on steps that were kept. `None` if nothing was timed."""
-    return sums["step"] / everything if (everything := sum(sums.values())) else None
+    """Returns the goodput: the fraction of all seconds spent on steps that were kept, with the completions that they
+    learn from. `None` if nothing was timed."""
+    return (sums["step"] + sums.get("rollout", 0.0)) / everything if (everything := sum(sums.values())) else None
 
 
 def work_seconds(records: Iterable[Record]) -> float:

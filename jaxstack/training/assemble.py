@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ModelConfig, TrainConfig
-from jaxstack.config.training import PreferenceConfig
+from jaxstack.config.training import PreferenceConfig, RLConfig
 from jaxstack.models import shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -21,6 +21,7 @@ from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses, step
 from jaxstack.training.features import comparison, loss_scale, noise_scale, pipelined, qat, teacher
+from jaxstack.training.features.policy import policy_objective, policy_share
 from jaxstack.training.features.preference import preference_objective
 from jaxstack.training.features.watch import Watched, WatchProbe
 from jaxstack.training.gradients import Gradients, Share, accumulated, over_devices, plain, summed_once
@@ -29,13 +30,15 @@ from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import Probe, TrainStep
 
 
-def objective_of(model: ModelConfig, preference: PreferenceConfig | None = None) -> Objective:
+def objective_of(model: ModelConfig, aim: PreferenceConfig | RLConfig | None = None) -> Objective:
     """Returns what a model is trained for, unless you give `make_gradients` an objective of your own.
 
-    `preference` says how it learns from pairs of completions, if it does; see `Groups.learned_preference`.
+    `aim` says how it learns from pairs of completions or from rewards, if it does; see `Groups.aim`.
     """
-    if preference is not None:
-        return preference_objective(model, preference)
+    if isinstance(aim, PreferenceConfig):
+        return preference_objective(model, aim)
+    if isinstance(aim, RLConfig):
+        return policy_objective(model, aim)
     rows = comparison.comparing(model)
     loss = families.of(model).loss if rows is None else comparison.compared_loss(rows)
     return Objective(loss, model.objective.terms, families.of(model).extras(model))
@@ -53,11 +56,13 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     train = cfg.train
     spec = families.spec(model)
     ctx = within_step(ctx)
-    objective = objective or objective_of(model, cfg.learned_preference)
+    objective = objective or objective_of(model, cfg.aim)
     if cfg.distill.teacher is not None:
         objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill))
 
     def innermost(objective: Objective) -> Share:
+        if cfg.learned_rewards is not None:
+            return policy_share(model, ctx, cfg.learned_rewards, objective)
         if ctx.layout.pipeline is None:
             return plain(model, ctx, objective)
         split = ctx.layout.pipeline.split if cfg.pipeline.split is None else cfg.pipeline.split
@@ -101,7 +106,7 @@ def make_train_step(
     if watched is not None:
         probes.append(WatchProbe(watched, ctx))
         inner = replace(ctx, observer=watched.watcher)
-    objective = objective or objective_of(cfg.model, cfg.learned_preference)
+    objective = objective or objective_of(cfg.model, cfg.aim)
     gradients = make_gradients(cfg, inner, objective)
     train_step = step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, objective, probes)
     if cfg.train.dtype == "float16":

@@ -96,6 +96,7 @@ def mixed(*sources, **changes):
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
 LATENT = {"model.latent.kv_rank": 32, "model.head_dim": 192}
+PROMPTS = {"data.source": "prompts", "data.path": "x", "run.init_from": "x"}
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
     ({"run.dir": ""}, {"run.dir": "r"}),
     ({"kernels.decode_group": 64}, {"kernels.decode_group": 64, "kernels.decode_weights": "int4"}),
@@ -344,6 +345,26 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"distill.temperature": 0.0}, {"distill.temperature": 0.1}),
     ({"distill.top_tokens": 0}, {"distill.top_tokens": 1}),
     (ENCODER | {"distill.teacher": "RUN"}, ENCODER),
+    ({"rl.group": 4}, PROMPTS | {"rl.group": 4}),
+    (PROMPTS | {"rl.group": 1}, PROMPTS | {"rl.group": 2}),
+    (PROMPTS | {"rl.group": 3}, PROMPTS | {"rl.group": 16}),
+    (PROMPTS | {"rl.tokens": 256}, PROMPTS | {"rl.tokens": 255}),
+    (PROMPTS | {"rl.overlong_buffer": 129}, PROMPTS | {"rl.overlong_buffer": 128}),
+    (PROMPTS | {"rl.rewards": ("a:b",), "rl.weights": (1.0, 2.0)},
+     PROMPTS | {"rl.rewards": ("a:b", "a:c"), "rl.weights": (1.0, 2.0)}),
+    (PROMPTS | {"rl.updates": 2, "rl.loss": "rloo"}, PROMPTS | {"rl.updates": 2}),
+    (PROMPTS | {"rl.clip_low": 0.1, "rl.loss": "cispo"}, PROMPTS | {"rl.clip_high": 0.1, "rl.loss": "cispo"}),
+    (PROMPTS | {"rl.clip_high": 0.1, "rl.loss": "rloo"}, PROMPTS | {"rl.clip_high": 0.1, "rl.loss": "gspo"}),
+    (PROMPTS | {"run.init_from": None}, PROMPTS),
+    (PROMPTS | {"model.dropout": 0.1}, PROMPTS),
+    (PROMPTS | {"data.packing": True}, PROMPTS),
+    (PROMPTS | {"mesh.context": 2}, PROMPTS | {"mesh.tensor": 2}),
+    (PROMPTS | {"model.lora.rank": 2}, COMPLETIONS | {"model.lora.rank": 2}),
+    (PROMPTS | MOE | {"model.moe.router": "timestep"}, PROMPTS | MOE),
+    (PROMPTS | {"train.qat": "int8"}, COMPLETIONS | {"train.qat": "int8"}),
+    (PROMPTS | {"train.debug": True}, COMPLETIONS | {"train.debug": True}),
+    (PROMPTS | {"distill.teacher": "x"}, PROMPTS),
+    ({"run.init_from": "x", "data.mixture": (SourceConfig("prompts", "a"), SourceConfig("chat", "b"))}, PROMPTS),
     ({"preference.beta": 0.2}, COMPLETIONS | {"preference.beta": 0.2}),
     (COMPLETIONS | {"preference.beta": 0.0}, COMPLETIONS | {"preference.beta": 0.1}),
     (COMPLETIONS | {"preference.nll_weight": -0.1}, COMPLETIONS | {"preference.nll_weight": 0.0}),

@@ -79,7 +79,6 @@ MISSING = {
     "multi-token prediction": "mtp",
     "offloading to the host": "offload",
     "CPU offloading": "offload",
-    "reinforcement learning": "reinforce grpo rl",
     "Cloud Storage paths": "gcs",
     "MX formats": "mxfp",
     "asynchronous tensor parallelism": "async",

@@ -93,7 +93,7 @@ def checked(text: str) -> Page:
 def test_seconds_add_up_and_goodput_is_the_part_of_steps():
     sums = goodput.spent(LINES)
     assert sums == {
-        "start": 6.0, "compile": 9.0, "step": 4.0, "data": 0.5, "evaluation": 0.5, "checkpoint": 0.25,
+        "start": 6.0, "compile": 9.0, "step": 4.0, "data": 0.5, "rollout": 0.0, "evaluation": 0.5, "checkpoint": 0.25,
         "profile": 0.0, "end": 0.25, "lost": 4.0, "down": 60.5,
     }  # fmt: skip
     assert goodput.fraction(sums) == 4.0 / 85.0
@@ -292,6 +292,34 @@ def test_the_losses_of_the_sources_of_a_mixture(tmp_path):
     read = checked(page.render(found))
     for name in ("a <b>", "c"):
         assert f"Held-out loss of {name} (nats per token)" in read.text
+
+
+def test_rewards_and_completions_of_a_run_that_learns_from_them(tmp_path):
+    def sample(text: str, reward: object) -> dict:
+        return {"prompt": "<b>1 + 2", "completion": text, "reward": reward}
+
+    lines = [
+        training(10, reward=0.25, reward_std=0.5, ratio_max=1.0, seconds={"step": 1.0, "rollout": 3.0}),
+        {"step": 10, "eval_loss": -0.5, "eval_reward": 0.5},
+        {"step": 10, "samples": [sample("first", 0), sample("other", 1.5)]},
+        {"step": 15, "samples": [sample("unshown", 1)]},
+        training(20, reward=0.75, reward_std=0.5, ratio_max=1.5, seconds={"step": 1.0}),
+        {"step": 20, "eval_loss": -0.875, "eval_reward": 0.875},
+        {"step": 20, "samples": [sample("last", 1), "no sample", {"prompt": 3}, sample("no number", "1")]},
+        {"step": 20, "samples": 3},
+    ]
+    (run,) = runs.read_runs([write(tmp_path / "run", lines, CONFIG + "data: {source: prompts, path: p}\n")])
+    assert [chart.key for chart in charts.reward_charts([run])] == ["reward", "eval_reward", "reward_std", "ratio_max"]
+    assert goodput.fraction(run.spent) == 1
+    text = checked(page.render([run])).text
+    assert "Completions" in text
+    assert "<b>1 + 2" in text
+    assert all(word in text for word in ("first", "other", "1.5", "last", "rollout"))
+    assert not any(word in text for word in ("unshown", "no sample", "no number"))
+    assert "last held-out reward0.8750" in text
+    (plain,) = runs.read_runs([write(tmp_path / "plain", LINES)])
+    assert charts.reward_charts([plain]) == []
+    assert "Completions" not in checked(page.render([plain])).text
 
 
 def test_what_comes_from_files_is_text(tmp_path):

@@ -18,6 +18,7 @@ def check_training(cfg: Groups) -> None:
     _check_base_width(cfg)
     _check_distill(cfg)
     _check_preference(cfg)
+    _check_rewards(cfg)
     _check_qat(cfg)
     _check_keep_zeros(cfg)
 
@@ -153,6 +154,78 @@ def _check_preference(cfg: Groups) -> None:
         not pair.has_reference or pair.reference is not None or cfg.run.init_from is not None,
         f"preference.loss={pair.loss} compares the model with the one that the run starts with, but run.init_from is "
         f"not set. Name a run that was trained on conversations, or use preference.loss=orpo or simpo.",
+    )
+
+
+def _check_rewards(cfg: Groups) -> None:
+    """Checks that a run can learn from rewards of its own completions, if it does.
+
+    Raises:
+      ConfigError: keys of the group are set without prompts, or something of the run does not fit sampling.
+    """
+    rewards = cfg.learned_rewards
+    data = cfg.data
+    if rewards is None:
+        for key, value in vars(cfg.rl).items():
+            require(
+                value == getattr(type(cfg.rl), key),
+                f"rl.{key}={value} is for rewards of completions, but data.source={data.source} has no prompts. Use "
+                f"data.source=prompts, or leave it out.",
+            )
+        return
+    require(
+        not data.mixture,
+        f"data.mixture={list(data.mixture)} has prompts, which cannot be mixed. Use data.source=prompts, and one file.",
+    )
+    require(
+        cfg.model.family == "decoder" and cfg.model.moe.router not in ("domain", "timestep"),
+        f"data.source=prompts teaches plain decoders, but model.family={cfg.model.family} and "
+        f"model.moe.router={cfg.model.moe.router}. Use a decoder without domains.",
+    )
+    require(
+        not data.packing and not data.buckets,
+        f"data.packing={data.packing}, data.buckets={data.buckets} are for texts that exist before the run. Leave both "
+        f"out with data.source=prompts.",
+    )
+    require(
+        data.batch_size % rewards.group == 0,
+        f"rl.group={rewards.group} does not divide data.batch_size={data.batch_size}, the number of completions of a "
+        f"step. Use a divisor.",
+    )
+    require(
+        rewards.tokens < data.seq_len,
+        f"rl.tokens={rewards.tokens} leaves no room for a prompt in data.seq_len={data.seq_len}. Lower it.",
+    )
+    _check_sampling(cfg)
+
+
+def _check_sampling(cfg: Groups) -> None:
+    """Checks that completions can be sampled with the model as it learns.
+
+    Raises:
+      ConfigError: a key has a value that the sampler does not know, or there is no model to begin with.
+    """
+    unsuitable = {
+        "mesh.pipe": (cfg.mesh.pipe, 1),
+        "mesh.context": (cfg.mesh.context, 1),
+        "mesh.partitioner": (cfg.mesh.partitioner, "manual"),
+        "model.dropout": (cfg.model.dropout, 0),
+        "model.lora.rank": (cfg.model.lora.rank, 0),
+        "train.qat": (cfg.train.qat, "none"),
+        "train.debug": (cfg.train.debug, False),
+        "debug.eager": (cfg.debug.eager, False),
+        "distill.teacher": (cfg.distill.teacher, None),
+    }
+    for key, (value, needed) in unsuitable.items():
+        require(
+            value == needed,
+            f"{key}={value} does not fit data.source=prompts, whose completions are sampled while the model learns. "
+            f"Leave it out.",
+        )
+    require(
+        cfg.run.init_from is not None,
+        "data.source=prompts improves a model that already answers, but run.init_from is not set. Name a run that was "
+        "trained on conversations.",
     )
 
 

@@ -22,6 +22,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "train": ("steps", "grad_accum", "dtype", "remat", "eval_every"),
     "distill": (),
     "preference": (),
+    "rl": (),
     "optim": ("name", "lr", "schedule", "warmup_steps", "weight_decay"),
     "kernels": (),
     "mesh": ("data", "fsdp", "tensor"),
@@ -141,7 +142,7 @@ def _common(groups: Sequence[Group]) -> dict[str, list[Key]]:
 def _others(common: dict[str, list[Key]]) -> Iterator[str]:
     """Yields a line that names the groups without a much used key, if there are any."""
     if rest := [name for name, keys in common.items() if not keys]:
-        yield f"more groups: {', '.join(rest)}"
+        yield f"others: {', '.join(rest)}"
 
 
 def _described(groups: Sequence[Group], width: int) -> Iterator[str]:

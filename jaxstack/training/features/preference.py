@@ -147,7 +147,7 @@ def make_refer(model: ModelConfig, ctx: Context, frozen: Params | None = None) -
         frozen = jax.jit(lambda params: cast_matrices(spec, params, ctx.dtype))(frozen)
 
     def refer(params: Params, batch: Batch) -> Batch:
-        read = {name: batch[name] for name in ("tokens", "targets", "positions", "segment_ids")}
+        read = {name: batch[name] for name in ("tokens", "targets", "positions", "segment_ids") if name in batch}
         base = without_adapters(spec, params) if frozen is None else frozen
         return {**batch, "reference_log_probs": program(base, read)}
 

@@ -261,10 +261,10 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
 
 
 def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, ctx: Context) -> Refer:
-    """Returns what adds the log-probabilities of the frozen reference to batches of pairs; to other batches, nothing.
+    """Returns what adds the log-probabilities of the frozen reference to batches that are compared with one.
 
-    The reference is `preference.reference`, or the model of `run.init_from`. A run that trains adapters of that model
-    has its parameters already, and leaves the adapters out.
+    The reference is `preference.reference` or `rl.reference`, or the model of `run.init_from`. A run that trains
+    adapters of that model has its parameters already, and leaves the adapters out.
 
     Args:
       cfg: the resolved configuration of the run that learns.
@@ -275,13 +275,14 @@ def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, c
     Raises:
       ConfigError: the reference cannot be read, or it does not suit the run.
     """
-    preference = cfg.learned_preference
-    if preference is None or not preference.has_reference:
+    aim = cfg.aim
+    if aim is None or not aim.has_reference:
         return lambda params, batch: batch
-    if preference.reference is None and cfg.model.lora.rank and cfg.run.init_adapter is None:
+    if aim.reference is None and cfg.model.lora.rank and cfg.run.init_adapter is None:
         return make_refer(replace(cfg.model.base, dropout=0.0), ctx.whole_sequences())
-    key = "run.init_from" if preference.reference is None else "preference.reference"
-    name = preference.reference or str(cfg.run.init_from)
+    group = "rl" if cfg.learned_rewards else "preference"
+    key = "run.init_from" if aim.reference is None else f"{group}.reference"
+    name = aim.reference or str(cfg.run.init_from)
     model, params, ctx = read_frozen(cfg, key, name, tokenizer, mesh)
     return make_refer(model, ctx.whole_sequences(), params)
 

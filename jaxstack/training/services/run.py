@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -216,6 +216,18 @@ class Run:
         self.goodput.enter("step" if self.throughput.started else "compile")
         self._host_reads.forbid()
         return batch
+
+    @contextmanager
+    def rollout(self, params: PyTree) -> Iterator[None]:
+        """Counts the time inside as `rollout`, and not as a step, after the step that computes `params` is done."""
+        jax.block_until_ready(params)
+        with self.goodput.during("rollout"), self.throughput.paused():
+            yield
+
+    def log_samples(self, step: int, samples: Sequence[dict[str, PyTree]]) -> None:
+        """Logs completions of an evaluation, with their rewards."""
+        if samples:
+            self._log.write({"step": step, "samples": [*samples]})
 
     def log_step(self, loop: LoopState, metrics: dict[str, PyTree]) -> int | None:
         """Takes the metrics of a step that was started, and logs the step before it, see `StepLogger`."""

@@ -1,0 +1,485 @@
+"""Rollouts: completions that a model samples before a step, their rewards, and the batch that the step learns from.
+
+Prompts and completions depend on the seed, the index of the batch and the parameters alone. The prompts of several
+steps (`rl.updates`) are continued at once; a checkpoint between these steps has a file with the batches that wait.
+
+Suffixes: B completions of a step, S positions, P prompts, G completions of a prompt.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.common import files
+from jaxstack.common.tree import Batch
+from jaxstack.config import Config, ConfigError, SampleConfig
+from jaxstack.config.training import RLConfig
+from jaxstack.data import Tokenizer, chat
+from jaxstack.data.loader import DataLoader
+from jaxstack.data.rewarded import PromptTokens, RewardedPrompt
+from jaxstack.generate.continuous import ContinuousBatch, Prompt
+from jaxstack.generate.engine import Engine
+from jaxstack.generate.exact import Exact
+from jaxstack.generate.prompts import Rows, row_seeds
+from jaxstack.generate.score import Scorer
+from jaxstack.models.params import Params
+from jaxstack.posttrain import losses, rewards, tasks
+from jaxstack.posttrain.rewards import Reward
+from jaxstack.runtime import distributed
+from jaxstack.training.losses import EvalSums
+from jaxstack.training.setup import Setup
+
+SAMPLES = 4
+"""Number of completions of held-out prompts that an evaluation logs."""
+
+Arrays = dict[str, np.ndarray]
+"""The arrays of a batch by name [B, S]."""
+
+
+Figures = dict[str, np.generic]
+"""What is logged of the completions of a step, by name."""
+
+
+class Completion(NamedTuple):
+    """A completion of a prompt.
+
+    Attributes:
+      tokens: its ids, with the token that ends it.
+      old_log_probs: log-probability of each token under the trainer's forward pass, float32 [tokens].
+      log_probs: the same under the sampler; equal to them if it is exact.
+      redrafted: number of tokens that the forward pass has chosen in place of drafts.
+    """
+
+    tokens: list[int]
+    old_log_probs: np.ndarray
+    log_probs: np.ndarray
+    redrafted: int = 0
+
+
+class Judged(NamedTuple):
+    """A completion with its reward.
+
+    Attributes:
+      row: the prompt.
+      ids: ids of the prompt.
+      completion: what was sampled.
+      ended: whether it ended before the limit of tokens.
+      text: the completion as text, without the token that ends it.
+      parts: the value of each function.
+      reward: the weighted sum, with the penalty for its length.
+    """
+
+    row: RewardedPrompt
+    ids: list[int]
+    completion: Completion
+    ended: bool
+    text: str
+    parts: list[float]
+    reward: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """Samples completions at temperature 1 from all tokens.
+
+    Attributes:
+      exact: the forward pass of the trainer, and the KV cache with which it drafts.
+      rl: keys of the run.
+    """
+
+    exact: Exact
+    rl: RLConfig
+
+    @classmethod
+    def create(cls, setup: Setup) -> "Sampler":
+        """Returns a sampler without parameters; its calls have the shapes of the step's forward pass."""
+        cfg = setup.cfg
+        tokenizer = setup.dataset.tokenizer
+        sample = SampleConfig(tokens=cfg.rl.tokens, temperature=1.0, prompts=())
+        scorer = replace(Scorer.create(cfg.model, {}, setup.ctx), length=cfg.data.seq_len)
+        engine = Engine.without_params(cfg.model, ctx=setup.ctx, vocabulary=tokenizer.vocab_size)
+        return cls(Exact(scorer, engine, sample, stop_tokens(tokenizer), cfg.microbatch_size), cfg.rl)
+
+    def sample(self, params: Params, prompts: Rows, seed: int) -> list[Completion]:
+        """Returns a completion of each prompt, with these parameters."""
+        exact = self.exact.with_params(params)
+        if self.rl.exact:
+            found = exact.texts(prompts, seed)
+            return [Completion(one.tokens, one.log_probs, one.log_probs, one.redrafted) for one in found]
+        tokens, log_probs = self._sample_fast(exact.engine, prompts, seed)
+        whole = [[*prompt, *new] for prompt, new in zip(prompts, tokens, strict=True)]
+        scores = dict(exact.scorer.scores(whole, exact.rows))
+        return [
+            Completion(new, scores[i].log_probs[len(prompts[i]) - 1 :], np.concatenate(log_probs[i]))
+            for i, new in enumerate(tokens)
+        ]
+
+    def _sample_fast(self, engine: Engine, prompts: Rows, seed: int) -> tuple[Rows, list[list[np.ndarray]]]:
+        """Returns tokens with their log-probabilities, from the KV cache alone."""
+        exact = self.exact
+        slots = max(map(len, prompts)) + exact.sample.tokens
+        batch = ContinuousBatch(engine, rows=exact.rows, slots=slots, stop=exact.stop, alternatives=1)
+        for i, (prompt, mark) in enumerate(zip(prompts, row_seeds(prompts), strict=True)):
+            batch.add(Prompt(i, prompt, exact.sample, mark, seed, logprobs=True))
+        tokens: Rows = [[] for _ in prompts]
+        log_probs: list[list[np.ndarray]] = [[] for _ in prompts]
+        while batch.busy:
+            for part in batch.advance():
+                assert part.logprobs is not None
+                tokens[part.name] += part.tokens
+                log_probs[part.name].append(np.asarray(part.logprobs.chosen, np.float32))
+        return tokens, log_probs
+
+
+def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a completion.
+
+    Raises:
+      ConfigError: no single token ends an answer of the chat template.
+    """
+    end = chat.end_of_turn(chat.template_for(tokenizer), tokenizer)
+    if stop := tuple(dict.fromkeys((*end.tokens, *tokenizer.stop_ids))):
+        return stop
+    raise ConfigError(
+        f"no single token of data.tokenizer={tokenizer.name} ends an answer, so that completions would not end. Use a "
+        f"tokenizer whose chat template ends answers with a special token."
+    )
+
+
+@dataclass(eq=False)
+class Rollouts:
+    """Makes the batches of a run that learns from rewards.
+
+    Attributes:
+      cfg: the run.
+      tokenizer: its tokenizer.
+      prompts: all prompts, training and held out, by their numbers.
+      rewards: functions of completions.
+      sampler: samples completions.
+      loader: says which prompts a step has.
+      rows: where the rows of a batch are on the devices.
+      waiting: batches that were made for later steps, by their index, with what is logged of them.
+      samples: completions of the newest evaluation, for the log.
+    """
+
+    cfg: Config
+    tokenizer: Tokenizer
+    prompts: PromptTokens
+    rewards: list[Reward]
+    sampler: Sampler
+    loader: DataLoader
+    rows: jax.sharding.Sharding
+    waiting: dict[int, tuple[Arrays, Figures]] = field(default_factory=dict)
+    samples: list[dict[str, object]] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, setup: Setup, loader: DataLoader) -> "Rollouts":
+        """Prepares to sample; nothing is compiled yet.
+
+        Raises:
+          ConfigError: a reward does not exist or does not suit the rows, or a prompt is too long.
+        """
+        if jax.process_count() > 1:
+            raise ConfigError(
+                "data.source=prompts samples completions in one process, but this run has several. Use one process "
+                "with all devices of a machine."
+            )
+        cfg = setup.cfg
+        train = setup.dataset.train
+        assert isinstance(train, PromptTokens)
+        held_out = setup.dataset.eval
+        assert isinstance(held_out, PromptTokens)
+        order = np.argsort(np.append(train.numbers, held_out.numbers))
+        starts = np.append(train.starts, held_out.starts)[order]
+        ends = np.append(train.ends, held_out.ends)[order]
+        prompts = replace(train, starts=starts, ends=ends, numbers=np.arange(order.size))
+        functions = find_rewards(cfg.rl, str(cfg.data.path))
+        longest = int((ends - starts).argmax())
+        needed = int(ends[longest] - starts[longest]) + cfg.rl.tokens - 1
+        if needed > cfg.data.seq_len:
+            raise ConfigError(
+                f"{prompts.rows[longest].name} needs {needed:,} positions with rl.tokens={cfg.rl.tokens}, but "
+                f"data.seq_len={cfg.data.seq_len}. Raise data.seq_len, or lower rl.tokens."
+            )
+        for row in prompts.rows:
+            for one in functions:
+                one.check(row.name, row.fields)
+        rows = setup.ctx.layout.sharding(setup.ctx.layout.batch)
+        return cls(cfg, setup.dataset.tokenizer, prompts, functions, Sampler.create(setup), loader, rows)
+
+    # ---- training
+
+    def batch(self, params: Params, index: int) -> tuple[Batch, Figures]:
+        """Returns the batch with this index on the devices, and what is logged of its completions.
+
+        If it is not there yet, the prompts of this step and of the next steps are continued with these parameters.
+        """
+        if index not in self.waiting:
+            after = (index // self.cfg.rl.updates + 1) * self.cfg.rl.updates
+            self.waiting = self._roll_out(params, range(index, after))
+        arrays, figures = self.waiting.pop(index)
+        rows = self.cfg.data.batch_size
+        local = distributed.local_rows(self.rows, rows)
+        own = {name: array[local] for name, array in arrays.items()}
+        return distributed.to_global_batch(own, self.rows, local, rows), figures
+
+    def _roll_out(self, params: Params, indices: range) -> dict[int, tuple[Arrays, Figures]]:
+        """Returns the batches of some steps."""
+        began = time.perf_counter()
+        rl = self.cfg.rl
+        P = self.cfg.data.batch_size // rl.group
+        numbers = {i: self.loader.read(i)["prompts"][:, 0].tolist() for i in indices}
+        groups: dict[tuple[int, int], list[Judged]] = {}
+        drawn = dict.fromkeys(indices, 0)
+        flat = dict.fromkeys(indices, 0)
+        sampled = 0
+        for attempt in range(rl.attempts):
+            places = [(i, p) for i in indices for p in range(P) if not _has_spread(groups.get((i, p)))]
+            if not places:
+                break
+            fresh = {i: iter(numbers[i][attempt * P : (attempt + 1) * P]) for i in indices}
+            wanted = [next(fresh[i]) for i, _ in places]
+            judged = self._judge(params, wanted, rl.group, (indices.start, attempt))
+            sampled += sum(len(one.completion.tokens) for group in judged for one in group)
+            for place, group in zip(places, judged, strict=True):
+                drawn[place[0]] += 1
+                flat[place[0]] += not _has_spread(group)
+                groups[place] = group
+        seconds = time.perf_counter() - began
+        speed = {"rollout_s": np.float64(seconds / len(indices)), "rollout_tokens_per_s": np.float64(sampled / seconds)}
+        found = {}
+        for i in indices:
+            own = [groups[i, p] for p in range(P)]
+            share = {"groups_without_spread": np.float64(flat[i] / drawn[i]), "groups_drawn": np.int64(drawn[i])}
+            found[i] = make_arrays(rl, own, self.cfg.data.seq_len), self._figures(own) | share | speed
+        return found
+
+    def _judge(self, params: Params, numbers: Sequence[int], group: int, key: tuple[int, ...]) -> list[list[Judged]]:
+        """Returns completions of prompts with their rewards, `group` of each; random numbers depend on the key."""
+        rl = self.cfg.rl
+        ids = self.prompts.ids_of(numbers)
+        seed = int(np.random.SeedSequence((self.cfg.run.seed, *key)).generate_state(1)[0])
+        completions = self.sampler.sample(params, [one for one in ids for _ in range(group)], seed)
+        stop = self.sampler.exact.stop
+        judged = []
+        for i, number in enumerate(numbers):
+            row = self.prompts.rows[number]
+            own = []
+            for completion in completions[i * group : (i + 1) * group]:
+                ended = completion.tokens[-1] in stop
+                text = self.tokenizer.decode(completion.tokens[: len(completion.tokens) - ended])
+                parts = [one(row.name, row.text, text, row.fields) for one in self.rewards]
+                reward = sum(one.weight * value for one, value in zip(self.rewards, parts, strict=True))
+                if rl.overlong_buffer:
+                    length = jnp.float32(len(completion.tokens))
+                    reward += float(losses.overlong_penalty(length, longest=rl.tokens, buffer=rl.overlong_buffer))
+                own.append(Judged(row, ids[i], completion, ended, text, parts, reward))
+            judged.append(own)
+        return judged
+
+    def _figures(self, groups: Sequence[Sequence[Judged]]) -> Figures:
+        """Returns what is logged of the completions of a step."""
+        flat = [one for group in groups for one in group]
+        values = np.array([one.reward for one in flat])
+        lengths = np.array([len(one.completion.tokens) for one in flat])
+        figures = {
+            "reward": values.mean(),
+            "reward_std": values.std(),
+            "length": lengths.mean(),
+            "ended": np.mean([one.ended for one in flat]),
+        }
+        if len(self.rewards) > 1:
+            for k, one in enumerate(self.rewards):
+                figures[f"reward/{one.name}"] = np.mean([each.parts[k] for each in flat])
+        if self.cfg.rl.exact:
+            figures["redrafted"] = sum(one.completion.redrafted for one in flat) / lengths.sum()
+        else:
+            apart = np.concatenate([one.completion.old_log_probs - one.completion.log_probs for one in flat])
+            figures["sampler_kl"] = float(np.mean(np.expm1(apart) - apart))
+            figures["sampler_difference"] = np.abs(apart).max()
+        return {name: np.float64(value) for name, value in figures.items()}
+
+    # ---- evaluation
+
+    def evaluator(self, refer: Callable[[Params, Batch], Batch]) -> Callable[[Params, Batch], EvalSums]:
+        """Returns the evaluation of held-out prompts: one completion of each is sampled, always with the same seed."""
+        count = 0
+
+        def evaluate(params: Params, batch: Batch) -> EvalSums:
+            nonlocal count
+            numbers = np.asarray(jax.device_get(batch["prompts"]))[:, 0].tolist()
+            judged = [one for (one,) in self._judge(params, numbers, 1, (0, 0, 1))]
+            if count % self.cfg.train.eval_steps == 0:
+                self.samples = [_sample(one) for one in judged[:SAMPLES]]
+            count += 1
+            sums = {
+                "reward": float(sum(one.reward for one in judged)),
+                "length": float(sum(len(one.completion.tokens) for one in judged)),
+            }
+            weights = dict.fromkeys(("policy", "reward", "length"), float(len(judged)))
+            sums["policy"] = -sums["reward"]
+            if self.cfg.rl.has_reference:
+                divergence, tokens = self._divergence(params, judged, refer)
+                sums |= dict.fromkeys(("kl", "penalty"), divergence)
+                weights |= dict.fromkeys(("kl", "penalty"), tokens)
+            names = [term.name for term in self.cfg.objective.terms]
+            losses_of, weights_of = ({name: jnp.float32(each[name]) for name in names} for each in (sums, weights))
+            return EvalSums(losses_of, weights_of, None)
+
+        return evaluate
+
+    def take_samples(self) -> list[dict[str, object]]:
+        """Returns the samples of an evaluation once."""
+        samples = self.samples
+        self.samples = []
+        return samples
+
+    def _divergence(
+        self, params: Params, judged: Sequence[Judged], refer: Callable[[Params, Batch], Batch]
+    ) -> tuple[float, float]:
+        """Returns the sum of the divergence from the reference over the tokens of completions, and their number."""
+        total = count = 0.0
+        rows = self.cfg.data.batch_size
+        for at in range(0, len(judged), rows):
+            part = [[one] for one in judged[at : at + rows]]
+            arrays = make_arrays(self.cfg.rl, part, self.cfg.data.seq_len)
+            padded = {name: np.pad(a, ((0, rows - len(a)), (0, 0))) for name, a in arrays.items()}
+            batch = refer(params, jax.device_put(padded, self.rows))
+            reference = np.asarray(jax.device_get(batch["reference_log_probs"]))
+            mask = padded["loss_weights"] > 0
+            own = padded["old_log_probs"][mask]
+            total += float(losses.divergence(jnp.asarray(own), jnp.asarray(reference[mask]), self.cfg.rl.kl).sum())
+            count += float(mask.sum())
+        return total, count
+
+    # ---- checkpoints between the steps of a rollout
+
+    def save(self, step: int) -> None:
+        """Writes the batches that wait beside the checkpoint of a step; removes files of checkpoints that are gone."""
+        folder = Path(self.cfg.run.dir) / "rollouts"
+        kept = {*manifest.steps(run_dir.checkpoints(Path(self.cfg.run.dir))), step}
+        for old in folder.glob("*.npz"):
+            if old.stem.isdigit() and int(old.stem) not in kept:
+                old.unlink()
+        if not self.waiting:
+            return
+        folder.mkdir(exist_ok=True)
+        content = {
+            f"{index}/{kind}/{name}": value
+            for index, (arrays, figures) in self.waiting.items()
+            for kind, values in (("arrays", arrays), ("figures", figures))
+            for name, value in values.items()
+        }
+        with files.atomic_file(folder / f"{step}.npz") as file:
+            np.savez(file, **content)  # type: ignore[arg-type]
+
+    def restore(self, step: int, index: int) -> str:
+        """Reads the batches that waited at a checkpoint.
+
+        Args:
+          index: of the next batch.
+
+        Returns:
+          A line for the user if they are needed and not there: then new completions are sampled. Otherwise "".
+        """
+        self.waiting = {}
+        if index % self.cfg.rl.updates == 0:
+            return ""
+        path = Path(self.cfg.run.dir) / "rollouts" / f"{step}.npz"
+        try:
+            with np.load(path) as content:
+                for key in content.files:
+                    number, kind, name = key.split("/", 2)
+                    arrays, figures = self.waiting.setdefault(int(number), ({}, {}))
+                    if kind == "arrays":
+                        arrays[name] = content[key]
+                    else:
+                        figures[name] = content[key][()]
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            self.waiting = {}
+            return (
+                f"{path} with completions for the next steps cannot be read ({type(error).__name__}); new ones are "
+                f"sampled"
+            )
+        return ""
+
+
+def find_rewards(rl: RLConfig, path: str) -> list[Reward]:
+    """Returns the functions of `rl.rewards`, or the function of the task that `data.path` names.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if rl.rewards:
+        return rewards.load(rl.rewards, rl.weights)
+    if path.startswith(tasks.PREFIX):
+        return [Reward.of(path, tasks.find(path)[0].reward)]
+    raise ConfigError(
+        f"rl.rewards is empty, but data.path={path} is not a task with a reward. Name functions, such as "
+        f"--rl.rewards=[rewards.py:right]."
+    )
+
+
+def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) -> Arrays:
+    """Returns the batch of some groups, a row for each completion.
+
+    Returns:
+      Arrays [B, S]:
+      - `tokens` and `targets`, int32: the targets are the tokens that follow.
+      - `loss_weights`, float32: 1 where the target is of the completion.
+      - `row_weights`, float32: 1 at the first position.
+      - `token_weights`, float32: the weight of each token in the sum that `RLConfig.terms` divides.
+      - `importance`, float32: ratio of the trainer's and the sampler's probability, at most `rl.importance_limit`.
+      - `old_log_probs`, float32: of the targets of the completion.
+      - `advantages`, float32: of the completion, at every position.
+    """
+    values = jnp.asarray([[one.reward for one in group] for group in groups], jnp.float32)
+    if rl.loss == "rloo":
+        scaled = losses.rloo_advantages(values) if values.shape[1] > 1 else values
+    else:
+        scaled = losses.group_advantages(values, scale=rl.loss != "dr_grpo")
+    flat = [one for group in groups for one in group]
+    shape = len(flat), seq_len
+    arrays: Arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
+    floats = ("loss_weights", "row_weights", "token_weights", "importance", "old_log_probs", "advantages")
+    arrays |= {name: np.zeros(shape, np.float32) for name in floats}
+    for row, one in enumerate(flat):
+        text = [*one.ids, *one.completion.tokens]
+        arrays["tokens"][row, : len(text) - 1] = text[:-1]
+        arrays["targets"][row, : len(text) - 1] = text[1:]
+        where = row, slice(len(one.ids) - 1, len(text) - 1)
+        arrays["loss_weights"][where] = 1
+        arrays["old_log_probs"][where] = one.completion.old_log_probs
+        if rl.exact:
+            arrays["importance"][where] = 1
+        else:
+            pair = (jnp.asarray(one.completion.old_log_probs), jnp.asarray(one.completion.log_probs))
+            arrays["importance"][where] = losses.truncated_importance(*pair, limit=rl.importance_limit)
+    arrays["row_weights"][:, 0] = 1
+    arrays["advantages"][:] = np.asarray(scaled).reshape(-1, 1)
+    mask = arrays["loss_weights"]
+    match rl.loss:
+        case "grpo" | "gspo":
+            arrays["token_weights"] = mask / np.maximum(mask.sum(1, keepdims=True), 1)
+        case "dr_grpo":
+            arrays["token_weights"] = mask / np.float32(rl.tokens)
+        case _:
+            arrays["token_weights"] = mask.copy()
+    return arrays
+
+
+def _has_spread(group: Sequence[Judged] | None) -> bool:
+    """Returns whether the rewards of a group differ. A group that was not drawn yet has none."""
+    return group is not None and len({one.reward for one in group}) > 1
+
+
+def _sample(one: Judged) -> dict[str, object]:
+    """Returns what the log shows of a completion."""
+    return {"prompt": one.row.text[-500:], "completion": one.text[:500], "reward": one.reward}
