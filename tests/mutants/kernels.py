@@ -240,5 +240,5 @@ mistakes(
     ("& (same.sum() == count)", "& (same.sum() >= count)"),
     ("lengths = jnp.diff(starts, append=b * s)", "lengths = jnp.diff(starts, append=b * s - 1)"),
     ("where(fit, out.shape[1], 0)", "where(fit, 0, out.shape[1])"),
-    ('"PADDING_CAUSAL", (True, False): "PADDING"', '"PADDING", (True, False): "PADDING"'),
+    ('(True, True): "PADDING_CAUSAL"', '(True, True): "PADDING"'),
 )
