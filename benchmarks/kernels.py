@@ -121,25 +121,46 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
 
     e = jnp.dtype(dtype).itemsize
     seeds = count()
+    capability = getattr(jax.devices()[0], "compute_capability", None)
 
     def random(*shape: int, scale: float = 1.0) -> jax.Array:
         return (scale * jax.random.normal(jax.random.key(next(seeds)), shape)).astype(dtype)
 
     found: list[Case] = []
 
-    def attention(B: int, S: int, H: int, G: int, K: int) -> None:
-        pairs = B * H * S * (S + 1) / 2
+    def attention(B: int, S: int, H: int, G: int, K: int, documents: int = 0, softcap: float | None = None) -> None:
+        lengths = np.random.default_rng(0).multinomial(S - documents, np.ones(max(documents, 1)) / max(documents, 1), B)
+        lengths += documents > 0  # none is empty
+        ids = [np.repeat(np.arange(row.size), row) for row in lengths]
+        pairs = H * float((lengths * (lengths + 1.0)).sum()) / 2
         q, kv = e * B * S * H * K, e * B * S * G * K
+        packed = {"segments": True, "max_documents": documents} if documents else {}
+
+        def args() -> tuple[jax.Array, ...]:
+            arrays = random(B, S, H, K), random(B, S, G, K), random(B, S, G, K)
+            return (*arrays, jnp.asarray(np.stack(ids), jnp.int32)) if documents else arrays
+
+        def call(name: str) -> Callable[..., Any]:
+            how: dict[str, Any] = {"scale": K**-0.5, "softcap": softcap, "implementation": name}
+            if not documents:
+                return lambda q, k, v: kernels.attention(q, k, v, **how)
+            return lambda q, k, v, ids: kernels.attention(
+                q, k, v, segment_ids=ids, max_documents=documents, **how
+            )  # fmt: skip
+
+        what = [f"batch {B}, sequence {S}, heads {H}/{G} of {K}, causal"]
+        what += [f"{documents} documents"] * (documents > 0) + [f"cap {softcap}"] * (softcap is not None)
         found.append(
             Case(
                 "attention",
-                f"batch {B}, sequence {S}, heads {H}/{G} of {K}, causal",
-                lambda: (random(B, S, H, K), random(B, S, G, K), random(B, S, G, K)),
-                lambda name: lambda q, k, v: kernels.attention(q, k, v, scale=K**-0.5, implementation=name),
+                ", ".join(what),
+                args,
+                call,
                 (4 * pairs * K, 12 * pairs * K),
                 (2 * q + 2 * kv, 6 * q + 6 * kv),
-                {"dtype": jnp.dtype(dtype), "head_dim": K, "softcap": None},
-                tokamax("attention"),
+                {"dtype": jnp.dtype(dtype), "head_dim": K, "softcap": softcap, "compute_capability": capability}
+                | packed,
+                {} if documents or softcap else tokamax("attention"),
                 differentiated=3,
             )
         )
@@ -272,6 +293,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     if small:
         codes(3, 128, 32, 4, 64)
         attention(1, 128, 4, 2, 16)
+        attention(2, 64, 4, 2, 16, documents=5)
         norm(64, 128)
         cross_entropy(2, 32, 32, 64)
         grouped(256, 8, 32, 64)
@@ -298,6 +320,10 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     attention(8, 2048, 32, 32, 64)
     attention(4, 4096, 32, 32, 64)
     attention(2, 4096, 8, 4, 256)
+    attention(8, 2048, 16, 16, 128, documents=8)
+    attention(1, 8192, 32, 8, 128, documents=32)
+    attention(2, 4096, 16, 4, 64, documents=16)
+    attention(2, 4096, 8, 4, 256, documents=16, softcap=50.0)
     norm(8192, 4096)
     cross_entropy(4, 2048, 2048, 128256)
     cross_entropy(4, 2048, 4096, 128256)

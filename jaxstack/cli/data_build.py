@@ -13,7 +13,7 @@ from jaxstack.data.tokens import TokenFileHeader, write_token_file
 
 _CHOSEN_IN_TRAINING = {
     "seq_len", "batch_size", "packing", "eval_fraction", "mixture", "mixture_changes", "format", "vocab_size",
-    "buckets", "max_padding",
+    "buckets", "max_padding", "max_documents",
 }  # fmt: skip
 
 

@@ -113,6 +113,9 @@ class DataConfig:
     puts whole documents into each row, and cuts only those that are longer than a row. With source `chat`, `labels`,
     `pairs` or `preferences`, `true` does so, too: several whole conversations, texts or pairs in a row instead of
     one."""
+    max_documents: PositiveInt | None = None
+    """With rows of several documents: the most that a row may have, where padding counts as one. A row with more ends
+    the run with an error. `kernels.attention=cudnn` needs it to attend within documents. `null`: no limit."""
     buckets: Literal["auto"] | tuple[int, ...] = ()
     """Lengths of rows in ascending order, such as `[128, 256, 512]`; the last one is `data.seq_len`. Each row has one
     document, conversation, text or pair, and each batch has the smallest length that holds its rows. Shorter rows are

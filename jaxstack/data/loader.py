@@ -191,6 +191,27 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
     return Position(start_batch=0, start_read=[], read=read, sources=records, orders=orders)
 
 
+def check_documents(batch: data.Batch, most: int | None, where: str) -> None:
+    """Checks that no row has more documents than `data.max_documents`; padding counts as one.
+
+    Args:
+      most: the key; `None` means no limit.
+      where: names the batch in the error.
+
+    Raises:
+      ConfigError: a row has more.
+    """
+    for name, ids_BS in batch.items():
+        if most is None or not name.endswith("segment_ids"):
+            continue
+        count_B = 1 + (ids_BS[:, 1:] != ids_BS[:, :-1]).sum(1)
+        if (largest := int(count_B.max())) > most:
+            raise ConfigError(
+                f"{where} has a row of {largest} documents, but data.max_documents={most}.",
+                "Raise it and continue the run, or leave it out: attention then runs as another kernel.",
+            )
+
+
 Reader: TypeAlias = "data.MixtureReader | PictureReader | BucketReader"
 
 
@@ -232,6 +253,9 @@ class DataLoader:
             HeldOut(source, share, dataset.tokenizer, cfg.model, keys, cfg.train.eval_steps, sharding)
             for source, share in zip(dataset.sources, dataset.shares, strict=True)
         ]
+        for one in self.held_out:
+            for batch in one.local_batches:
+                check_documents(batch, cfg.data.max_documents, f"a held-out batch of {one.name}")
 
     def _set_reader(self, reader: Reader, start: Start) -> None:
         """Reads training batches with a reader that has this start."""
@@ -306,7 +330,8 @@ class DataLoader:
 
     def iterate(self, first: int, count: int) -> Iterator[data.Batch]:
         """Yields this process's rows of `count` batches from index `first` on. A thread reads ahead."""
-        for _, batch in data.prefetch(self._batches.slice(slice(first + count)), first):
+        for index, batch in data.prefetch(self._batches.slice(slice(first + count)), first):
+            check_documents(batch, self._keys.max_documents, f"batch {index}")
             yield batch
 
     def read(self, index: int) -> data.Batch:

@@ -41,7 +41,8 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     pipeline = pipeline_program(cfg.model, cfg.pipeline, cfg.data.batch_size, cfg.train.grad_accum, mesh, platform)
     require_lengths(cfg, replace(cfg.mesh, **mesh.shape), 1 if pipeline is None else pipeline.schedule.microbatches)
     layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
-    ops = make_ops(cfg.model, cfg.kernels, cfg.train, cfg.has_segments, layout, platform, device)
+    segments = cfg.has_segments, cfg.data.max_documents
+    ops = make_ops(cfg.model, cfg.kernels, cfg.train, *segments, layout, platform, device)
     return Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
 
 
@@ -72,6 +73,7 @@ def make_ops(
     kernels: KernelsConfig,
     train: TrainConfig,
     segments: bool,
+    max_documents: int | None,
     layout: Layout,
     platform: str | None,
     device: jax.Device | None,
@@ -83,6 +85,7 @@ def make_ops(
       kernels: which of them the user has named.
       train: has the dtype of activations, and says what is rounded.
       segments: whether batches have segment ids.
+      max_documents: most segments of a row, if it is known.
       layout: of the arrays.
       platform: `cpu`, `gpu` or `tpu`. `None` means that it is not known: every op has its default.
       device: one of the devices, whose generation some kernels depend on. `None` means that it is not known.
@@ -95,13 +98,13 @@ def make_ops(
         "train.dtype=float16 is for GPUs, and this is a TPU, which multiplies bfloat16. Use train.dtype=bfloat16.",
     )
     codes = kernels.decode_scheme
-    ops = Ops(quant=train.quant, decode_weights=codes)
+    ops = Ops(quant=train.quant, decode_weights=codes, max_documents=max_documents)
     if platform is None:
         return ops
     mesh = layout.mesh
     assert mesh is not None
     known = {"dtype": jnp.dtype(train.dtype), "compute_capability": getattr(device, "compute_capability", None)}
-    cases = op_cases(model, layout, codes, segments)
+    cases = op_cases(model, layout, codes, segments, max_documents)
     chosen = implementations(platform, kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
     # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
     # over tiles of rows in each layer of experts take minutes to compile.

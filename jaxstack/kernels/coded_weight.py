@@ -31,7 +31,7 @@ from jaxstack.kernels.implementation import (
     Implementation,
     OpCase,
     exceeds_float32,
-    precedes_ampere,
+    precedes,
     resolve_implementation,
 )
 from jaxstack.kernels.rounding import nearest_held, repeat
@@ -47,7 +47,7 @@ def _unsupported_by_pallas(case: OpCase) -> str:
     scheme = case.get("scheme")
     if scheme is not None and scheme.group is not None and scheme.group % (PACKED // 2):
         return f"takes groups that are multiples of {PACKED // 2}, not of {scheme.group}"
-    return precedes_ampere(case) or exceeds_float32(case)
+    return precedes(case) or exceeds_float32(case)
 
 
 IMPLEMENTATIONS = {

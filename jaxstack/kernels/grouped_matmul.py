@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.implementation import Implementation, exceeds_float32, precedes_ampere, resolve_implementation
+from jaxstack.kernels.implementation import Implementation, exceeds_float32, precedes, resolve_implementation
 from jaxstack.kernels.taps import Tapped, product
 from jaxstack.sharding import collectives
 
 IMPLEMENTATIONS = {
     "ragged": Implementation(),
     "grouped": Implementation(),
-    "pallas_gpu": Implementation(("gpu",), lambda case: exceeds_float32(case) or precedes_ampere(case)),
+    "pallas_gpu": Implementation(("gpu",), lambda case: exceeds_float32(case) or precedes(case)),
     "pallas_tpu": Implementation(("tpu",), exceeds_float32),
 }
 

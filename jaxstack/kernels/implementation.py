@@ -44,12 +44,12 @@ Implementations: TypeAlias = Mapping[str, Implementation]
 """The implementations of one op, by name."""
 
 
-def precedes_ampere(case: OpCase) -> str:
-    """Returns why a kernel for NVIDIA GPUs from Ampere on cannot compute a case, or "" if it can."""
-    capability = case.get("compute_capability")
-    if capability is None or (capability.replace(".", "").isdecimal() and float(capability) >= 8):
+def precedes(case: OpCase, capability: str = "8.0", what: str = "") -> str:
+    """Returns why a kernel for NVIDIA GPUs of a compute capability and later cannot compute a case, or "" if it can."""
+    there = case.get("compute_capability")
+    if there is None or (there.replace(".", "").isdecimal() and float(there) >= float(capability)):
         return ""  # AMD's have letters
-    return f"takes NVIDIA GPUs of compute capability 8.0 and later, not {capability}"
+    return f"takes {what}NVIDIA GPUs of compute capability {capability} and later, not {there}"
 
 
 def exceeds_float32(case: OpCase) -> str:
@@ -71,17 +71,18 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "cross_entropy": ("chunked",),
     },
     # Nothing has been measured on an accelerator yet. These choices follow from the compilers' output
-    # (docs/kernels.md). `auto` does not select our Pallas kernels until a device has confirmed values and speed, except
-    # for experts and codes on GPU: "grouped" has the host read a predicate before every tile, in 13,824 loops of a step
-    # of 64 experts, and "ragged" multiplies all rows with all experts. On TPU ragged_dot is a kernel of XLA. XLA:GPU
-    # keeps the values of codes in memory, so that a token of Llama 3 8B in int4 moves six times the bytes.
-    # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own and comes first where
-    # it computes the definition. "chunked" needs a thousand times its memory, and 23 s to compile for an H100.
+    # (docs/kernels.md). `auto` selects our Pallas kernels where the others move several times their bytes: for
+    # attention on TPU, and on GPU where cuDNN's kernel does not compute it (attention_bytes.json); for experts and
+    # codes on GPU. "grouped" has the host read a predicate before every tile, in 13,824 loops of a step of 64 experts,
+    # and "ragged" multiplies all rows with all experts. On TPU ragged_dot is a kernel of XLA. XLA:GPU keeps the values
+    # of codes in memory, so that a token of Llama 3 8B in int4 moves six times the bytes.
+    # Attention: all but "xla" need memory linear in the sequence. cuDNN's kernel is NVIDIA's own, moves the fewest
+    # bytes and comes first where it computes the definition. "chunked" moves more than 20 times the bytes of a kernel.
     # Norms on TPU use XLA, which fuses them with neighbouring operations. On GPU the compiled step decides on norms,
     # experts, layers and the update (benchmarks/results/step_bytes.json). The compiled step of a new token decides on
     # decoding (decode_gpu_aot.json).
     "gpu": {
-        "attention": ("cudnn", "chunked"),
+        "attention": ("cudnn", "pallas_gpu", "chunked"),
         "norm": ("custom_vjp",),
         "cross_entropy": ("chunked",),
         "moe": ("pallas_gpu", "grouped"),
@@ -90,7 +91,7 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
         "decode": ("unrolled",),
         "codes": ("pallas_gpu",),
     },
-    "tpu": {"attention": ("chunked",), "cross_entropy": ("chunked",)},
+    "tpu": {"attention": ("pallas_tpu", "chunked"), "cross_entropy": ("chunked",)},
 }
 """The implementations that `auto` tries first on a platform, in order. After them it tries the others of the op."""
 

@@ -229,7 +229,7 @@ def _attend(
     masked["implementation"] = ctx.ops.attention
     if axes:
         return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.layout.context_method, **masked)
-    return kernels.attention(q, k, v, **masked)
+    return kernels.attention(q, k, v, max_documents=ctx.ops.max_documents, **masked)
 
 
 def mlp_spec(cfg: ModelConfig) -> Spec:

@@ -42,6 +42,7 @@ class Ops:
       decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
       decode_weights: format of these copies on one device, see `jaxstack.config.KernelsConfig`; `None` means floats.
       codes: how matrices that are kept as codes are multiplied.
+      max_documents: most documents of a row, `data.max_documents`; `None` means that it is not known.
       loss_chunk: tokens whose logits are in memory at a time, if `cross_entropy` is `chunked`.
       quant: 8-bit format of the matmuls of linear layers, or `none`, see `jaxstack.config.TrainConfig`.
     """
@@ -58,6 +59,7 @@ class Ops:
     decode: Literal["scan", "unrolled"] = "scan"
     decode_weights: Scheme | None = None
     codes: str = "xla"
+    max_documents: int | None = None
     loss_chunk: int = CHUNK_TOKENS["cpu"]
     quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
 
@@ -70,9 +72,10 @@ class Ops:
     def whole_sequences(self) -> "Ops":
         """The ops for generation, where padding is a segment of its own.
 
-        cuDNN's attention kernel does not support segments; `chunked` takes its place, as `auto` would choose.
+        cuDNN's attention kernel supports no segments whose number is unknown; `pallas_gpu` takes its place, as `auto`
+        would choose.
         """
-        return replace(self, attention={"cudnn": "chunked"}.get(self.attention, self.attention))
+        return replace(self, attention={"cudnn": "pallas_gpu"}.get(self.attention, self.attention))
 
 
 def implementations(
@@ -99,7 +102,7 @@ def implementations(
 
 
 def op_cases(
-    model: ModelConfig, layout: Layout, scheme: Scheme | None, segments: bool
+    model: ModelConfig, layout: Layout, scheme: Scheme | None, segments: bool, max_documents: int | None
 ) -> dict[str, implementation.OpCase]:
     """Returns what is known of the operands of each op in a run, for `implementations`.
 
@@ -108,6 +111,7 @@ def op_cases(
       layout: of its arrays, on a mesh.
       scheme: of quantised matrices that decoding reads. `None` means floats.
       segments: whether batches have segment ids.
+      max_documents: most segments of a row, if it is known.
     """
     assert layout.mesh is not None
     return {
@@ -116,6 +120,7 @@ def op_cases(
             "value_dim": model.value_width,
             "softcap": model.attention_softcap,
             "segments": segments,
+            "max_documents": max_documents,
             "sequence_shards": layout.mesh.shape["context"],
             "context_method": layout.context_method,
             "mask": attention_mask(model),

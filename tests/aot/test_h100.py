@@ -1,15 +1,21 @@
 """Compiles the training step for 8 and 64 H100 with the CUDA plugin, on a machine without a GPU."""
 
+import functools
+import json
 import math
 import re
 from dataclasses import replace
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 pytest.importorskip("jax_cuda13_plugin", reason="the CUDA compiler is not installed: pip install -e '.[test,cuda13]'")
 
+import attention_bytes
 import collective_windows
 import decode_gpu
 import programs
@@ -28,6 +34,7 @@ from cases import (
     report,
 )
 
+from jaxstack import kernels
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
 from jaxstack.kernels import tiles
@@ -150,8 +157,8 @@ def test_a_token_reads_codes_and_never_their_values(weights, group, part):
     """`part` is that of the bytes in bfloat16; embedding, head and cache stay as they are."""
     cfg = ModelConfig(num_layers=4, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=16384)
     moved = {}
-    for name, kernels in {"float": {}, weights: {"decode_weights": weights, "decode_group": group}}.items():
-        ctx = decode_gpu.context(cfg, "bfloat16", kernels, aot.devices("h100:1")[0])
+    for name, how in {"float": {}, weights: {"decode_weights": weights, "decode_group": group}}.items():
+        ctx = decode_gpu.context(cfg, "bfloat16", how, aot.devices("h100:1")[0])
         found = decode_gpu.program_of_token(decode_gpu.Decoding(cfg, ctx, 1, decode_gpu.Length()))
         assert 1 <= found["bytes_moved"] / found["bytes_needed"] < 1.05, found
         moved[name] = found["bytes_moved"]
@@ -268,8 +275,8 @@ def test_a_step_of_experts_asks_the_host_nothing(layers, capacity_factor):
     """64 experts, of which a token uses 8: `auto` takes a kernel, and each loop of the program has a known length."""
     moe = MoEConfig(num_experts=64, top_k=8, d_ff=704, capacity_factor=capacity_factor)
     model = ModelConfig(num_layers=2, d_model=1024, num_heads=8, vocab_size=4096, moe=moe)
-    kernels = KernelsConfig(layers="auto" if layers == "unrolled" else layers)
-    found = aot.compile(replace(config(model, 8, 2048), kernels=kernels), ONE)
+    chosen = KernelsConfig(layers="auto" if layers == "unrolled" else layers)
+    found = aot.compile(replace(config(model, 8, 2048), kernels=chosen), ONE)
     program = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts)
     print(f"{found.total / 2**30:.2f} GiB, {sum(o.times for o in program.operations):.0f} operations")
     print(*program.loops, sep="\n")
@@ -340,3 +347,82 @@ def test_a_step_with_every_kernel():
     text = programs.small_step("h100:1x1x8", fsdp=2, tensor=2, expert=2)
     assert text.count("__gpu$xla.gpu.triton") >= 10
     assert re.search(r" s32\[.*dot\(", text)
+
+
+def test_rows_of_documents_move_little_more_than_one_document():
+    """The bytes of attention with its gradients, as `auto` selects, beside the same rows without segments."""
+    (device,) = aot.devices(ONE)
+    for title, case in attention_bytes.CASES.items():
+        if not case.documents or case.softcap:
+            continue
+        plain = replace(case, documents=0)
+        moved = [attention_bytes.measure(each, "cudnn", device) for each in (case, plain)]
+        print(title, moved)
+        assert moved[0]["gigabytes"] <= 1.15 * moved[1]["gigabytes"]
+        assert moved[0]["operations"] <= 20
+
+
+@pytest.mark.parametrize(("heads", "kind"), [((4, 4), "packed"), ((4, 2), "plain"), ((4, 4), "window")])
+def test_the_call_of_cudnn_is_the_call_of_jax(heads, kind, monkeypatch):
+    """The same program as JAX's own function. For grouped heads its offsets of keys are wrong before version 0.12."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    b, s, (h, g), width, most = 2, 64, heads, 192, 4
+    window = 7 if kind == "window" else 0
+    mask = kernels.AttentionMask(window)
+    where = SingleDeviceSharding(aot.devices(ONE)[0])
+    shapes = [((b, s, n, width), jnp.bfloat16) for n in (h, g, g, h)] + [((b, s), jnp.int32)]
+    arrays = [jax.ShapeDtypeStruct(*each, sharding=where) for each in shapes]
+
+    def ours(q, k, v, d_out, ids):
+        how = {"segment_ids": ids, "max_documents": most} if kind == "packed" else {}
+        f = functools.partial(kernels.attention, scale=0.1, mask=mask, implementation="cudnn", **how)
+        out, vjp = jax.vjp(f, q, k, v)
+        return out, *vjp(d_out)
+
+    def theirs(q, k, v, d_out, ids):
+        how = {"mask_type": fused.MaskType.CAUSAL, "sliding_window_length": window or None}
+        if kind == "packed":
+            changes = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            starts = jax.vmap(lambda row: jnp.nonzero(row, size=most + 1, fill_value=-1)[0])(changes).astype(jnp.int32)
+            ends = jnp.where(starts[:, 1:] < 0, s, starts[:, 1:])
+            lengths = jnp.where(starts[:, :-1] < 0, -1, ends - starts[:, :-1])
+            how = {"mask_type": fused.MaskType.PADDING_CAUSAL, "q_seqlen": lengths, "kv_seqlen": lengths}
+            how |= {"q_offsets": starts, "kv_offsets": starts}
+        out, vjp = jax.vjp(lambda q, k, v: fused.dot_product_attention(q, k, v, scale=0.1, **how), q, k, v)
+        return out, *vjp(d_out)
+
+    def calls(f):
+        """Returns the kernels of a program: shapes with their order in memory, and the configuration.
+
+        Of the scores, which no program has in memory, JAX also writes default values.
+        """
+        text = jax.jit(f).lower(*arrays).compile().as_text()
+        pattern = (
+            r'= (\([^\n=]*\)) custom-call\([^\n]*"(__cudnn\$\w+)", operand_layout_constraints=(\{.*?\}), api[^\n]*'
+            r"backend_config=(\{.*\})\n"
+        )
+        found = re.findall(pattern, text)
+        both = []
+        for results, target, operands, text in found:
+            how = json.loads(text)["cudnn_fmha_backend_config"]
+            del how["intermediate_tensor_shape"]["layout"]
+            how["intermediate_tensor_shape"].pop("tuple_shapes", None)
+            both.append((target, operands, results, how))
+        return sorted(both, key=lambda one: one[0])
+
+    found = calls(ours)
+    assert [target for target, *_ in found] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert found == calls(theirs)
+
+
+@pytest.mark.parametrize("most", [None, 8])
+def test_a_packed_step(most):
+    """In shard_map, `auto` takes a kernel for rows of several documents: no loop over chunks of scores."""
+    model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256)
+    cfg = replace(config(model, 4, 2048, fsdp=2, tensor=2), kernels=KernelsConfig())
+    cfg = replace(cfg, data=replace(cfg.data, packing=True, max_documents=most))
+    text = str(aot.compile(cfg, "h100:1x1x4").compiled.as_text())
+    assert ("__cudnn$fmhaSoftmaxBackward" in text) == (most is not None)
+    assert ("attention_dkv" in text) == (most is None)

@@ -385,6 +385,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"train.qat": "fp8"}, {"train.qat": "fp8", "train.qat_group": None}),
     ({"train.qat": "nf4", "train.qat_group": 32}, {"train.qat": "nf4"}),
     ({"train.qat_group": 0}, {"train.qat_group": 1}),
+    ({"data.max_documents": 8}, {"data.max_documents": 8, "data.packing": True}),
+    ({"data.max_documents": 0, "data.packing": True}, {"data.max_documents": 1, "data.packing": True}),
     ({"data.max_padding": 0.2}, {"data.max_padding": 0.2, "data.buckets": "auto"}),
     ({"data.buckets": (256, 128)}, {"data.buckets": (128, 256)}),
     ({"data.buckets": (0, 256)}, {"data.buckets": (1, 256)}),

@@ -1,6 +1,7 @@
 """Where a run reads on after a checkpoint: with equal sizes, with others, and after checkpoints of older versions."""
 
 import hashlib
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -376,3 +377,22 @@ def test_a_run_resumes_with_other_sizes(folder, capsys):
     np.testing.assert_array_equal(batch["tokens"], reader.read(rows + 8 + np.arange(8))["tokens"])
     with pytest.raises(ConfigError, match=r"step 5 of .* had other batches .* changed at batch 6\. Set these keys"):
         Replay(cfg).before(5)
+
+
+def test_rows_have_at_most_as_many_documents_as_the_key_allows(folder):
+    """Training and held-out rows; the error names the batch. Attention by cuDNN reads no more."""
+    loader, *_ = loader_of(folder, "--data.packing=true")
+    batches = [*loader.iterate(0, 12)]
+    runs = [[len([*itertools.groupby(row)]) for row in batch["segment_ids"].tolist()] for batch in batches]
+    most = max(map(max, runs))
+    first = next(i for i, rows in enumerate(runs) if max(rows) == most)
+    held_out = [batch["segment_ids"] for one in loader.held_out for batch in one.local_batches]
+    assert most > max(len([*itertools.groupby(row)]) for ids in held_out for row in ids.tolist())
+    enough, *_ = loader_of(folder, "--data.packing=true", f"--data.max_documents={most}")
+    assert len([*enough.iterate(0, 12)]) == 12
+    scarce, *_ = loader_of(folder, "--data.packing=true", f"--data.max_documents={most - 1}")
+    with pytest.raises(ConfigError, match=f"batch {first} has a row of {most} documents, but .*={most - 1}"):
+        [*scarce.iterate(0, 12)]
+    assert len([*scarce.iterate(0, first)]) == first
+    with pytest.raises(ConfigError, match=r"a held-out batch of .* has a row of"):
+        loader_of(folder, "--data.packing=true", "--data.max_documents=1")

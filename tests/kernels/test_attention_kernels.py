@@ -288,18 +288,24 @@ def choose(wanted, platform, **case):
 
 
 def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
-    plain = {"head_dim": 128, "softcap": None, "segments": False, "sequence_shards": 1}
-    assert choose("auto", "gpu", **plain) == choose("cudnn", "gpu", **plain) == "cudnn"
-    assert (choose("auto", "tpu", **plain), choose("pallas", "tpu", **plain)) == ("chunked", "pallas_tpu")
-    for change, words in [
-        ({"softcap": 50.0}, "does not cap scores"),
-        ({"segments": True}, "does not support segments"),
-        ({"head_dim": 256}, "takes heads up to 128 wide, not 256"),
-        ({"head_dim": 20}, "multiples of 8, not 20"),
-        ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+    plain = {"head_dim": 128, "softcap": None, "segments": False, "sequence_shards": 1, "compute_capability": "9.0"}
+    packed = plain | {"segments": True, "max_documents": 16}
+    wide = plain | {"head_dim": 256}
+    for case in (plain, packed, wide, packed | {"head_dim": 192}):
+        assert choose("auto", "gpu", **case) == choose("cudnn", "gpu", **case) == "cudnn"
+        assert choose("pallas", "tpu", **case) == "pallas_tpu"
+    for case, words in [
+        (plain | {"softcap": 50.0}, "does not cap scores"),
+        (plain | {"head_dim": 20}, "multiples of 8, not 20"),
+        (plain | {"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+        (packed | {"max_documents": None}, "takes segments only with data.max_documents"),
+        (packed | {"mask": AttentionMask(9)}, "does not support segments with a window"),
+        (packed | {"sequence_shards": 2}, "does not support segments in a sequence that is split"),
+        (packed | {"compute_capability": "8.9"}, "takes segments on NVIDIA GPUs of compute capability 9.0 and later"),
+        (wide | {"compute_capability": "8.0"}, "takes heads of 256 on NVIDIA GPUs of compute capability 9.0 and later"),
+        (wide | {"sequence_shards": 2}, "takes heads up to 128 wide in a sequence that is split"),
     ]:
-        case = plain | change
-        assert choose("auto", "gpu", **case) == "chunked"
+        assert choose("auto", "gpu", **case) == "pallas_gpu"
         with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*; use one of .*pallas_gpu"):
             choose("cudnn", "gpu", **case)
     for change, words in [
@@ -312,6 +318,8 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
             assert choose("auto", platform, **plain | change) == "chunked"
             with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
                 choose("pallas", platform, **plain | change)
+    for capability in ("7.5", "gfx942"):  # one without bfloat16, and one of another vendor
+        assert choose("auto", "gpu", **packed | {"compute_capability": capability}) == "chunked"
     ring = plain | {"sequence_shards": 2}
     assert (choose("auto", "gpu", **ring), choose("pallas", "gpu", **ring)) == ("cudnn", "pallas_gpu")
     assert choose("auto", "gpu", **ring, context_method="all_gather") == "chunked"
@@ -319,7 +327,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         choose("pallas", "gpu", **ring, context_method="all_gather")
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(
-        ValueError, match="cudnn does not support segments; use one of xla, chunked, pallas_gpu, pallas_tpu"
+        ValueError, match=r"cudnn takes segments only with .*; use one of xla, chunked, pallas_gpu, pallas_tpu"
     ):
         kernels.attention(x, x, x, scale=1.0, segment_ids=jnp.zeros((1, 4)), implementation="cudnn")
 

@@ -230,3 +230,15 @@ mistakes(
     ("(row < end, into < A)", "(row <= end, into < A)"),
     ("first = jnp.minimum(starts // tile_rows, tiles - 1)", "first = starts // tile_rows"),
 )
+
+mistakes(
+    "kernels",
+    "kernels/attention/cudnn.py",
+    "kernels/test_packed_attention.py",
+    ("offsets * (k.shape[2] * width)", "offsets * (h * width)"),
+    ("(first_BS.sum() <= count) &", "(first_BS.sum() <= count + 1) &"),
+    ("& (same.sum() == count)", "& (same.sum() >= count)"),
+    ("lengths = jnp.diff(starts, append=b * s)", "lengths = jnp.diff(starts, append=b * s - 1)"),
+    ("where(fit, out.shape[1], 0)", "where(fit, 0, out.shape[1])"),
+    ('(True, True): "PADDING_CAUSAL"', '(True, True): "PADDING"'),
+)

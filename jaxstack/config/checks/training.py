@@ -12,6 +12,7 @@ def check_training(cfg: Groups) -> None:
       ConfigError: two keys do not fit each other.
     """
     _check_steps(cfg)
+    _check_documents(cfg)
     _check_domains(cfg)
     _check_adapters(cfg)
     _check_lengths(cfg)
@@ -33,6 +34,15 @@ def _check_steps(cfg: Groups) -> None:
     require(
         not cfg.profile.span or cfg.profile.span[1] <= train.steps,
         f"profile.steps={cfg.profile.steps} ends after train.steps={train.steps}. Name steps of the run.",
+    )
+
+
+def _check_documents(cfg: Groups) -> None:
+    most = cfg.data.max_documents
+    require(
+        most is None or cfg.has_segments,
+        f"data.max_documents={most} counts the documents that attention tells apart, but rows have no segments. Use "
+        f"data.packing=true, or leave data.max_documents out.",
     )
 
 

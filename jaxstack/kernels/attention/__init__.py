@@ -4,7 +4,7 @@
 |---|---|---|
 | `xla` | the definition: all scores at once | `reference.py` |
 | `chunked` | a chunk of scores at a time, by XLA | `chunked.py` |
-| `cudnn` | NVIDIA's kernel, through `jax.nn.dot_product_attention` | `cudnn.py` |
+| `cudnn` | NVIDIA's kernel | `cudnn.py` |
 | `pallas_gpu` | our kernel for GPUs, by Triton | `pallas_gpu.py` |
 | `pallas_tpu` | our kernel for TPUs, by Mosaic | `pallas_tpu.py` |
 
@@ -37,7 +37,7 @@ from jaxstack.kernels.implementation import (
     Implementation,
     OpCase,
     interpret_setting,
-    precedes_ampere,
+    precedes,
     resolve_implementation,
 )
 from jaxstack.sharding import collectives
@@ -45,7 +45,7 @@ from jaxstack.sharding import collectives
 CAUSAL = AttentionMask()
 """Every token attends to itself and all earlier ones of its segment."""
 
-_MAX_HEAD_DIM = {"cudnn": 128, "pallas_gpu": 256, "pallas_tpu": 256}  # cuDNN supports 256 on Hopper and later
+_MAX_HEAD_DIM = 256
 _DTYPES = {
     "cudnn": ("bfloat16", "float16"),
     "pallas_gpu": ("float32", "bfloat16", "float16"),
@@ -71,21 +71,39 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
             return "does not support a window in a sequence that is split over mesh axis context"
         if case.get("context_method", "ring") != "ring":
             return "takes the keys of a split sequence by mesh.context_method=ring only"
-    if case.get("head_dim", 0) > _MAX_HEAD_DIM[name]:
-        return f"takes heads up to {_MAX_HEAD_DIM[name]} wide, not {case['head_dim']}"
+    if case.get("head_dim", 0) > _MAX_HEAD_DIM:
+        return f"takes heads up to {_MAX_HEAD_DIM} wide, not {case['head_dim']}"
     if case.get("value_dim", case.get("head_dim")) != case.get("head_dim"):
         return f"takes values as wide as keys, not {case['value_dim']} and {case['head_dim']}"
     if "dtype" in case and (dtype := jnp.dtype(case["dtype"]).name) not in _DTYPES[name]:
         return f"takes {' and '.join(_DTYPES[name])}, not {dtype}"
-    if name != "cudnn":
+    if name == "pallas_tpu":
         return ""
+    if why := precedes(case):
+        return why
+    return _unsupported_by_cudnn(case) if name == "cudnn" else ""
+
+
+def _unsupported_by_cudnn(case: OpCase) -> str:
+    """Returns why cuDNN's kernel cannot compute a case that a kernel of ours for GPUs can."""
     if case.get("head_dim", 0) % 8:
         return f"takes head widths that are multiples of 8, not {case['head_dim']}"
-    if why := precedes_ampere(case):
-        return why
     if case.get("softcap") is not None:
         return "does not cap scores"
-    return "does not support segments" if case.get("segments") else ""
+    if case.get("head_dim", 0) > cudnn.PUBLIC_HEAD_DIM:
+        if case.get("sequence_shards", 1) > 1:
+            return f"takes heads up to {cudnn.PUBLIC_HEAD_DIM} wide in a sequence that is split over mesh axis context"
+        if why := precedes(case, "9.0", f"heads of {case['head_dim']} on "):
+            return why
+    if not case.get("segments"):
+        return ""
+    if case.get("sequence_shards", 1) > 1:
+        return "does not support segments in a sequence that is split over mesh axis context"
+    if case.get("mask", AttentionMask()).window:
+        return "does not support segments with a window"
+    if not case.get("max_documents"):
+        return "takes segments only with data.max_documents, the most of them in a row"
+    return precedes(case, "9.0", "segments on ")
 
 
 IMPLEMENTATIONS = {
@@ -110,6 +128,7 @@ def attention(
     kv_segment_ids: jax.Array | None = None,
     prefix_ids: jax.Array | None = None,
     bias: RelativeBias | None = None,
+    max_documents: int | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: [B, S, H, K] in q's dtype, with the softmax in float32.
@@ -137,14 +156,16 @@ def attention(
       prefix_ids: integers [B, S], with kind="prefix". Tokens of a segment with the same id see each other; 0 is not a
         prefix.
       bias: is added to the scores before the cap; its table has a column for each query head. `None` means no bias.
+      max_documents: most segments of a row; `None` means that it is not known. Only "cudnn" needs it, and segments of
+        contiguous tokens. With other rows its first output of each row is NaN.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
       ValueError: H is not a multiple of G, a window is negative, the arrays do not fit the mask, or the implementation
         is unknown or does not support the arguments.
     """
-    case = {"segments": segment_ids is not None, "value_dim": v.shape[3]}
-    o = options(q, k, scale, mask, softcap, implementation, bias, **case)
+    case = {"segments": segment_ids is not None, "value_dim": v.shape[3], "max_documents": max_documents}
+    o = options(q, k, scale, mask, softcap, implementation, bias, **case)._replace(max_documents=max_documents or 0)
     arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
     q, k, v, table = collectives.match_varying(q, k, v, None if bias is None else bias.table)
     return _attend(o, q, k, v, arrays, table)
@@ -280,8 +301,10 @@ def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bi
 
 def _attend(o: Options, q, k, v, mask: Mask, table):
     match o.name:
-        case "cudnn":
+        case "cudnn" if mask.queries.segments is None and q.shape[3] <= cudnn.PUBLIC_HEAD_DIM:
             return cudnn.attend(o, q, k, v)
+        case "cudnn":
+            return cudnn.attend_packed(o, q, k, v, mask.queries.segments)
         case "pallas_gpu":
             return pallas_gpu.attend(o, q, k, v, mask.queries.segments)
         case "pallas_tpu":

@@ -55,6 +55,7 @@ class Options(NamedTuple):
       name: name of the implementation.
       interpret: whether to interpret Pallas kernels; see `kernels.implementation.interpret_mode`.
       buckets: distances of each bucket of a relative bias, or None without a bias.
+      max_documents: most documents of a row with segment ids, as far as that is known; 0 means that it is not.
     """
 
     scale: float
@@ -63,6 +64,7 @@ class Options(NamedTuple):
     name: str = "xla"
     interpret: InterpretSetting = False
     buckets: Buckets | None = None
+    max_documents: int = 0
 
     @property
     def causal(self) -> bool:
