@@ -100,8 +100,8 @@ assert abs(flops / 430e21 - 1) < 0.01
 assert abs(days / 16_000 - 1) < 0.01
 
 # %% [markdown]
-# No program reaches the peak. `plan time` takes the fractions of it that Megatron-LM reached on A100s, adds the collectives and
-# the idle time of the pipeline, and draws a step: what a device computes, and what it waits for. Narayanan et al. 2021 give 34
+# No program reaches the peak. `plan time` has a model that is fitted to published steps. It adds the collectives and the idle
+# time of the pipeline, and draws a step: what a device computes, and what it waits for. Narayanan et al. 2021 give 34
 # days for the same tokens, from 140 TFLOP/s of a device in 2021. The last lines of the output name the errors of such predictions.
 
 # %%

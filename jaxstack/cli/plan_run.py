@@ -35,7 +35,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--price", type=optional, help="price of one device for an hour")
     parser.add_argument("--watts", type=optional, help="power of one device with its share of the machine, in watts")
     parser.add_argument(
-        "--mfu", type=PositiveFraction, default=0.4, help="fraction of the peak that training reaches on --target"
+        "--mfu",
+        type=PositiveFraction | None,
+        help="fraction of the peak that training reaches on --target; null means what `plan time` predicts",
     )
     parser.add_argument(
         "--served",
@@ -168,7 +170,7 @@ def figures(found: "RunPlan") -> dict[str, str]:
         "model": f"{m.num_layers} layers, width {m.d_model}, {heads}, {mlp}",
         "batch": f"{found.batch:,} tokens, {found.cfg.data.batch_size} sequences (nanochat's rule)",
         "steps": f"{found.cfg.train.steps:,}, {found.tokens:.4g} tokens",
-        "learning rate": f"{optim.lr:g}, b2 {optim.b2:g}, warm-up {optim.warmup_steps} steps (Marin's recipe)",
+        "learning rate": f"{optim.lr:g}, b2 {optim.b2:g}, warm-up {optim.warmup_steps} steps (square-root rule)",
     }
     if machine is None or found.seconds is None or found.need is None:
         return lines

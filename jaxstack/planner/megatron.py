@@ -100,13 +100,15 @@ def _held(ctx: Context) -> float:
 
 
 def hardware_flops(job: Job) -> float:
-    """Returns the FLOPs of a step with full recomputation of the layers, by the convention of full attention.
+    """Returns the FLOPs of a step with what `train.remat` repeats, by the convention of full attention.
 
-    For a classic GPT it is 96 B s L h^2 (1 + s / 6h + V / 16 L h) with B sequences a step (Narayanan et al. 2021,
-    section 5.1). The last matmul of each layer counts as repeated, which `train.remat=full` leaves out.
+    `full` repeats the layers: for a classic GPT the sum is 96 B s L h^2 (1 + s / 6h + V / 16 L h) with B sequences a
+    step (Narayanan et al. 2021, section 5.1). The last matmul of each layer counts as repeated. `selective` and `dots`
+    repeat attention's scores and their product with values (Korthikanti et al. 2022, section 5). `none`: nothing.
     """
     m = job.model
     tokens = job.data.batch_size * job.data.seq_len
-    head = m.d_model * m.vocab
-    layers = 2.0 * (flops.matmul_params(m) - head) + 4.0 * m.num_heads * m.head_width * job.data.seq_len * m.num_layers
-    return tokens * (flops.flops_per_token(m, job.data.seq_len, job.data.target_length).full + layers)
+    attention = 4.0 * m.num_heads * m.head_width * job.data.seq_len * m.num_layers
+    matmuls = 2.0 * (flops.matmul_params(m) - m.d_model * m.vocab)
+    repeated = {"none": 0.0, "selective": attention, "dots": attention, "full": attention + matmuls}[job.train.remat]
+    return tokens * (flops.flops_per_token(m, job.data.seq_len, job.data.target_length).full + repeated)

@@ -55,10 +55,9 @@ class ChipLimits:
         names = ("tensorfloat32", "float32", "bfloat16") if dtype == "float32" else (dtype,)
         found = [self.chip.flops[name] for name in names if name in self.chip.flops]
         if not found:
-            raise ConfigError(
-                f"{self.chip.kinds[0]} has no peak for {dtype}. Use a dtype that it computes in: "
-                f"{', '.join(self.chip.flops)}."
-            )
+            takes = [name for name in ("bfloat16", "float32") if name in self.chip.flops]
+            advice = f"Set --train.dtype={takes[0]}." if dtype in ("bfloat16", "float32") else "Set --train.quant=none."
+            raise ConfigError(f"{self.chip.kinds[0]} has no peak for {dtype}. {advice}")
         return found[0]
 
     @property

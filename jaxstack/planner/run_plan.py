@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxstack import families
 from jaxstack.common.hardware import Chip
@@ -14,6 +14,8 @@ from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.scaling_law import BESIROGLU, FLOPS_PER_PARAMETER_AND_TOKEN, PUBLISHED_RANGE
 
 LARGEST_BUDGET = 1e30
+FIRST_MFU = 0.4
+"""Fraction of the peak with which a plan starts; the predicted time of its mesh replaces it."""
 ROUNDS = 6
 """Corrections of the budget until the time of the run is the given one. Shapes are discrete, so it is never exact."""
 
@@ -26,7 +28,7 @@ class Machine:
       name: the target as the user wrote it.
       chip: the chip.
       devices: number of devices.
-      mfu: fraction of the peak that the run reaches, by the FLOPs of full attention.
+      mfu: fraction of the peak that the run reaches, by the FLOPs of full attention. `None` means the predicted one.
       watts: power of one device, or None.
       price: of one device for an hour, or None.
     """
@@ -34,14 +36,22 @@ class Machine:
     name: str
     chip: Chip
     devices: int
-    mfu: float
+    mfu: float | None
     watts: float | None
     price: float | None
 
     def seconds(self, model: ModelConfig, keys: DataConfig, dtype: str, tokens: float) -> float:
         """Returns the seconds that a model takes for this many tokens."""
         per_token = flops.flops_per_token(model, keys.seq_len, keys.target_length).full
-        return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * self.mfu)
+        return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * (self.mfu or FIRST_MFU))
+
+    def that_reaches(self, cfg: Config, step: float) -> "Machine":
+        """Returns the machine with the MFU of a step of this many seconds, unless the user has set it."""
+        if self.mfu is not None:
+            return self
+        tokens = cfg.data.batch_size * cfg.data.seq_len
+        at_first = self.seconds(cfg.model, cfg.data, cfg.train.dtype, tokens)
+        return replace(self, mfu=FIRST_MFU * at_first / step)
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,9 @@ class RunPlan:
                 )
         if self.predicted_step is not None and self.seconds is not None:
             planned = self.seconds / self.cfg.train.steps
-            if planned < self.predicted_step:
+            if planned < 0.999 * self.predicted_step:
                 assert self.machine is not None
+                assert self.machine.mfu is not None
                 predicted = self.machine.mfu * planned / self.predicted_step
                 found.append(
                     f"--mfu={self.machine.mfu:g} is more than the {predicted:.3f} that `plan time` predicts here."
@@ -157,11 +168,20 @@ def plan_budget(base: Config, given: Collection[str], budget: float, sizes: Size
         return RunPlan(cfg, recipe.parameters_of(cfg.model), None, None, None)
     kept = [key for key in SEARCHED_KEYS if key in given]
     best = mesh_plan.search(cfg, mesh_plan.of_target(machine.name), kept, count=1).ranked[0]
+    machine = machine.that_reaches(best.cfg, best.seconds)
     return RunPlan(best.cfg, recipe.parameters_of(cfg.model), machine, best.need, best.seconds)
 
 
 def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes, machine: Machine) -> RunPlan:
-    """Plans a run that takes at most this many seconds; arguments as in `plan_budget`."""
+    """Plans a run that takes at most this many seconds; arguments as in `plan_budget`.
+
+    Without an MFU, a first plan says which one its mesh reaches.
+    """
+    if machine.mfu is None:
+        first = plan_time(base, given, seconds, sizes, replace(machine, mfu=FIRST_MFU))
+        assert first.predicted_step is not None
+        machine = machine.that_reaches(first.cfg, first.predicted_step)
+    assert machine.mfu is not None
     budget = seconds * machine.devices * ChipLimits(machine.chip).peak(base.train.dtype) * machine.mfu
     for _ in range(ROUNDS):
         cfg = _sized(base, given, budget, sizes)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from jaxstack import families
 from jaxstack.config import Config
@@ -74,6 +75,8 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     arrays = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in batch.items()}
     key = jax.eval_shape(lambda: jax.random.key(0)) if cfg.model.dropout else None
     program = jax.make_jaxpr(make_gradients(cfg, ctx))(state.params, arrays, key).jaxpr
+    # JAX leaves operations whose results nobody reads, such as a second gathering of a pipeline's weights.
+    program, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
     count = len(jax.tree.leaves(state.params))
     arguments = [PARAMETERS if i < count else "" for i in range(len(program.invars))]
     labels = labels_of(Job(cfg, ctx))

@@ -47,6 +47,17 @@ def test_gpt3_needs_more_than_35_a100():
     assert sum(f.value for f in eighteen[:-1]) == pytest.approx(state * 18 / 16)
 
 
+@pytest.mark.parametrize(("remat", "per_layer"), [("none", 72), ("selective", 72), ("full", 96)])
+def test_recomputation_is_that_of_the_policy(remat, per_layer):
+    """72 B s L h^2 (1 + s / 6h) without recomputation; `selective` adds the 4 B s^2 L h of attention once more."""
+    cfg, _, _ = gpt3(data=1)
+    cfg = replace(cfg, train=replace(cfg.train, remat=remat))
+    s, h, V, L = 2048, 12288, 51200, 96
+    expected = 1536 * s * L * h**2 * per_layer * (1 + s / (6 * h)) + 6 * 1536 * s * h * V
+    expected += 4 * 1536 * s**2 * L * h if remat == "selective" else 0
+    assert megatron.hardware_flops(Job(cfg, memory.context(cfg))) == pytest.approx(expected, rel=1e-6)
+
+
 def test_gpt3_takes_430_zettaflops_and_16000_days():
     cfg, _, _ = gpt3(data=1)
     step = megatron.hardware_flops(Job(cfg, memory.context(cfg)))

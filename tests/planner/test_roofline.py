@@ -252,8 +252,10 @@ def test_chips_are_complete_and_no_two_share_a_name():
 
 
 def test_a_peak_that_a_chip_does_not_have_is_an_error():
-    with pytest.raises(ConfigError, match="no peak for bfloat16"):
+    with pytest.raises(ConfigError, match=r"no peak for bfloat16. Set --train.dtype=float32\."):
         ChipLimits(CHIPS["v100"]).peak("bfloat16")
+    with pytest.raises(ConfigError, match=r"no peak for float8. Set --train.quant=none\."):
+        ChipLimits(CHIPS["a100"]).peak("float8")
     assert ChipLimits(CHIPS["h100"]).peak("float32") == 494.7e12
     assert ChipLimits(CHIPS["v5e"]).peak("float32") == 197e12
 

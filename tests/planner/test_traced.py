@@ -261,18 +261,14 @@ def test_the_trace_of_today_is_within_the_bounds_of_committed_programs(case):
         ("dit", {"tensor": 2, "fsdp": 2, "accum": 2}),
         ("coca", {"fsdp": 4, "remat": "full"}),
         ("olmo2", {"fsdp": 2, "tensor": 2, "remat": "selective"}),
-        pytest.param(
-            "deep_branches",
-            {"pipe": 2, "fsdp": 2, "micro": 4, "remat": "full"},
-            # Also with "t5": the trace has a second gathering of a stage's weights, whose result nobody reads.
-            marks=pytest.mark.xfail(reason="the trace counts the gathers of a pipeline twice", strict=True),
-        ),
+        ("deep_branches", {"pipe": 2, "fsdp": 2, "micro": 4, "remat": "full"}),
     ],
 )
 def test_traffic_is_what_compiled_programs_send(name, options):
     """Each axis and kind of collective; sums of scalars, which the trace leaves out, are less than a hundredth.
 
-    XLA gathers some parameters once where the trace does so for each microbatch or use.
+    XLA gathers some parameters once where the trace does so for each microbatch or use. A pipeline gathers each once.
+    There it merges two of the sums over stages, which have the same operand.
     """
     cfg = of_family(name, **options)
     devices = jax.devices()[: math.prod(cfg.mesh.sizes.values())]
@@ -283,5 +279,7 @@ def test_traffic_is_what_compiled_programs_send(name, options):
     expected = hlo.sent(estimate.traffic(Job(cfg, ctx)))
     least, gathers = 1e-2 * sum(sent.values()), ("fsdp", "all-gather")
     gathered, by_trace = sent.pop(gathers, 0), expected.pop(gathers, 0)
-    assert gathered <= by_trace <= 1.5 * gathered
+    assert gathered <= by_trace <= (1.5 if "pipe" not in options else 1.0) * gathered
+    summed, by_trace = sent.pop(("pipe", "all-reduce"), 0), expected.pop(("pipe", "all-reduce"), 0)
+    assert summed <= by_trace <= 1.2 * summed
     assert not {key for key in {*sent, *expected} if abs(sent.get(key, 0) - expected.get(key, 0)) > least}
