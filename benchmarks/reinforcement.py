@@ -3,9 +3,9 @@
     python benchmarks/reinforcement.py
 
 A byte model of 0.5 million parameters learns to sort digits from conversations. Then GRPO continues from it, once for
-each seed, with the right rewards, and with the rewards of a step shuffled among its completions, which must not improve.
-Both are measured on held-out prompts: pass@1 is the mean reward of eight completions of each prompt, and pass@8 the share
-of the prompts with a right one.
+each seed, with the right rewards, and with the rewards of a step shuffled among its completions. The latter must not
+improve. Both are measured on held-out prompts: pass@1 is the mean reward of eight completions of each prompt, and
+pass@8 the share of the prompts with a right one.
 """
 
 import argparse
