@@ -7,6 +7,7 @@ Suffixes: B completions of a step, S positions, P prompts, G completions of a pr
 """
 
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -402,7 +403,7 @@ class Rollouts:
                         arrays[name] = content[key]
                     else:
                         figures[name] = content[key][()]
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             self.waiting = {}
             return (
                 f"{path} with completions for the next steps cannot be read ({type(error).__name__}); new ones are "
