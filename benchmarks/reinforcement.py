@@ -2,14 +2,15 @@
 
     python benchmarks/reinforcement.py
 
-A byte model of 0.5 million parameters learns to sort digits from conversations. Then GRPO continues from it, once for
-each seed, with the right rewards, and with the rewards of a step shuffled among its completions. The latter must not
-improve. Both are measured on held-out prompts: pass@1 is the mean reward of eight completions of each prompt, and
-pass@8 the share of the prompts with a right one.
+A byte model of 0.5 million parameters learns to sort digits from conversations, half of which are wrong. Then GRPO
+continues from it, once for each seed, with the right rewards, and with the rewards of a step shuffled among its
+completions. The latter must not improve. Both are measured on held-out prompts: pass@1 is the mean reward of eight
+completions of each prompt, and pass@8 the share of the prompts with a right one.
 """
 
 import argparse
 import json
+import runpy
 import tempfile
 import time
 from dataclasses import replace
@@ -18,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import record
 
+EXAMPLE = Path(__file__).parents[1] / "docs/examples/sorting.py"
 SIZES = ["--model.num_layers=4", "--model.d_model=96", "--model.num_heads=4", "--model.d_ff=256"]
 COMMON = [
-    *SIZES, "--data.path=task:sorting:5", "--sample.prompts=[]", "--run.log_every=1", "--mesh.data=1",
+    *SIZES, "--sample.prompts=[]", "--run.log_every=1", "--mesh.data=1",
     "--optim.weight_decay=0",
 ]  # fmt: skip
 CHAT = [
@@ -37,7 +39,7 @@ GROUP = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--chat_steps", type=int, default=250)
+    parser.add_argument("--chat_steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=128)
     args = parser.parse_args()
@@ -52,9 +54,12 @@ def run(folder: Path, args: argparse.Namespace) -> None:
     from jaxstack.config.reading.parse import parse_config
     from jaxstack.train import main as train
 
-    train(parse_config([*COMMON, *CHAT, f"--run.dir={folder}/chat", f"--train.steps={args.chat_steps}"]))
+    runpy.run_path(str(EXAMPLE))["main"](folder)
+    answers = [f"--data.path={folder}/sorting.jsonl"]
+    asked = [f"--data.path={folder}/sorting_pairs.jsonl", "--rl.rewards=[jaxstack.posttrain.tasks.text:sorting]"]
+    train(parse_config([*COMMON, *CHAT, *answers, f"--run.dir={folder}/chat", f"--train.steps={args.chat_steps}"]))
     first = jaxstack.load(folder / "chat")
-    prompts = parse_config([*COMMON, *RL, f"--run.init_from={folder}/chat"])
+    prompts = parse_config([*COMMON, *RL, *asked, f"--run.init_from={folder}/chat"])
     rl = resolve(replace(prompts, model=first.config.model), None)
     before = measure(first, rl, args.prompts)
     print("supervised", before, flush=True)
@@ -63,7 +68,8 @@ def run(folder: Path, args: argparse.Namespace) -> None:
         for shuffled in (False, True):
             name = f"seed{seed}{'shuffled' if shuffled else ''}"
             flags = [
-                *COMMON, *RL, f"--run.dir={folder}/{name}", f"--run.init_from={folder}/chat", f"--run.seed={seed}",
+                *COMMON, *RL, *asked, f"--run.dir={folder}/{name}", f"--run.init_from={folder}/chat",
+                f"--run.seed={seed}",
                 f"--train.steps={args.steps}", f"--train.eval_every={args.steps}", f"--rl.reference={folder}/chat",
             ]  # fmt: skip
             began = time.perf_counter()
