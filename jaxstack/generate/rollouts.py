@@ -7,6 +7,7 @@ Suffixes: B completions of a step, S positions, P prompts, G completions of a pr
 """
 
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -246,7 +247,7 @@ class Rollouts:
                 break
             fresh = {i: iter(numbers[i][attempt * P : (attempt + 1) * P]) for i in indices}
             wanted = [next(fresh[i]) for i, _ in places]
-            judged = self._judge(params, wanted, rl.group, (indices.start, attempt))
+            judged = self.judge(params, wanted, rl.group, (indices.start, attempt))
             sampled += sum(len(one.completion.tokens) for group in judged for one in group)
             for place, group in zip(places, judged, strict=True):
                 drawn[place[0]] += 1
@@ -261,7 +262,7 @@ class Rollouts:
             found[i] = make_arrays(rl, own, self.cfg.data.seq_len), self._figures(own) | share | speed
         return found
 
-    def _judge(self, params: Params, numbers: Sequence[int], group: int, key: tuple[int, ...]) -> list[list[Judged]]:
+    def judge(self, params: Params, numbers: Sequence[int], group: int, key: tuple[int, ...]) -> list[list[Judged]]:
         """Returns completions of prompts with their rewards, `group` of each; random numbers depend on the key."""
         rl = self.cfg.rl
         ids = self.prompts.ids_of(numbers)
@@ -315,7 +316,7 @@ class Rollouts:
         def evaluate(params: Params, batch: Batch) -> EvalSums:
             nonlocal count
             numbers = np.asarray(jax.device_get(batch["prompts"]))[:, 0].tolist()
-            judged = [one for (one,) in self._judge(params, numbers, 1, (0, 0, 1))]
+            judged = [one for (one,) in self.judge(params, numbers, 1, (0, 0, 1))]
             if count % self.cfg.train.eval_steps == 0:
                 self.samples = [_sample(one) for one in judged[:SAMPLES]]
             count += 1
@@ -402,7 +403,7 @@ class Rollouts:
                         arrays[name] = content[key]
                     else:
                         figures[name] = content[key][()]
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             self.waiting = {}
             return (
                 f"{path} with completions for the next steps cannot be read ({type(error).__name__}); new ones are "

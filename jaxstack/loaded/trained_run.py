@@ -407,7 +407,7 @@ class TrainedRun:
         Raises:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
-        cfg = self.config if source is None else _with_data(self.config, source)
+        cfg = self.config if source is None else self._with_data(source)
         dataset = data.load_for(cfg.model, cfg.data)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
@@ -440,6 +440,13 @@ class TrainedRun:
         loss = loader.mean_loss(losses)
         return Evaluation(loss, loss / math.log(2) / loader.held_out_bytes_per_token, losses)
 
+    def _with_data(self, source: DataConfig) -> Config:
+        """Returns the configuration with other data; keys for pairs or prompts are left out if it has none."""
+        there = {one.source for one in source.single_sources()}
+        preference = self.config.preference if "preferences" in there else PreferenceConfig()
+        rl = self.config.rl if "prompts" in there else RLConfig()
+        return replace(self.config, data=source, preference=preference, rl=rl)
+
     @cached_property
     def _engines(self) -> dict[int, Engine]:
         return {}
@@ -461,11 +468,3 @@ class TrainedRun:
         """The model ready to score texts."""
         require_decoder(self.model)
         return Scorer.create(self.model, self.params, self.context, self._options(self.config.sample.domain)["gate"])
-
-
-def _with_data(cfg: Config, source: DataConfig) -> Config:
-    """Returns the configuration of a run with other data; keys for pairs or prompts are left out if it has none."""
-    there = {one.source for one in source.single_sources()}
-    preference = cfg.preference if "preferences" in there else PreferenceConfig()
-    rl = cfg.rl if "prompts" in there else RLConfig()
-    return replace(cfg, data=source, preference=preference, rl=rl)

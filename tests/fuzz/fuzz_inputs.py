@@ -204,6 +204,10 @@ _PREFERENCES = [
     {"prompt": "a", "chosen": "b", "rejected": "c", "system": "s"},
     {"chosen": _CHATS[0]["messages"], "rejected": [*_CHATS[0]["messages"][:1], {"role": "assistant", "content": "d"}]},
 ]
+_PROMPTS = [
+    {"prompt": "a", "answer": 3, "system": "s"},
+    {"prompt": _CHATS[0]["messages"][:1], "completion": "b", "numbers": [1, 2]},
+]
 _PAIR = {"source": "Yes", "target": "Ja", "language": "de"}
 _PO = """msgid ""
 msgstr "Content-Type: text/plain; charset=UTF-8\\n"
@@ -463,6 +467,7 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "flags": _flags(),
     "conversations": _lines(*_CHATS) | _json([*_CHATS]),
     "preferences": _lines(*_PREFERENCES) | _json([*_PREFERENCES]),
+    "prompts": _lines(*_PROMPTS) | _json([*_PROMPTS]),
     "translations": _TRANSLATIONS,
     "token_header": _json(_HEADER, *(_HEADER | {"tokenizer": saved} for saved in _SAVED)),
     "token_starts": damaged(st.sampled_from([_npy(np.array(x)) for x in ([0, 10], [0, 99], [5, 1], [0.5, 1.5], [])])),

@@ -20,6 +20,7 @@ from jaxstack.data import binary, chat, images, tokenizers, tokens
 from jaxstack.data.chat import JinjaTemplate, PlainTemplate
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.preferences import read_preferences
+from jaxstack.data.rewarded import read_prompts
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxstack.data.translations import read_translations
 from jaxstack.hf import configs, peft
@@ -78,6 +79,11 @@ def conversations(content: bytes, folder: Path) -> object:
 @reader()
 def preferences(content: bytes, folder: Path) -> object:
     return [*read_preferences(str(write(folder / "pairs.jsonl", content)))]
+
+
+@reader()
+def prompts(content: bytes, folder: Path) -> object:
+    return [*read_prompts(str(write(folder / "prompts.jsonl", content)))]
 
 
 @reader()

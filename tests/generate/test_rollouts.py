@@ -208,6 +208,33 @@ def test_prompts_and_seeds_are_functions_of_seed_and_step(folder):
     assert third_calls[0][1] != calls[1][1]
 
 
+@pytest.mark.parametrize("damage", ["whole", "cut", "changed", "empty", "missing"])
+def test_files_of_waiting_batches_are_read_or_named(folder, damage):
+    rollouts, params = opened(parsed(folder, f"files{damage}", 2, "--rl.updates=3"))
+    calls = scripted(rollouts, lambda call, count: ["a", "1"] * (count // 2))
+    rollouts.batch(params, 3)
+    (folder / f"files{damage}").mkdir()
+    rollouts.save(4)
+    waiting = rollouts.waiting
+    assert sorted(waiting) == [4, 5]
+    path = folder / f"files{damage}" / "rollouts" / "4.npz"
+    content = path.read_bytes()
+    half = len(content) // 2
+    changed = content[:half] + bytes([content[half] ^ 255]) + content[half + 1 :]
+    damaged = {"whole": content, "cut": content[:half], "changed": changed, "empty": b""}
+    path.unlink() if damage == "missing" else path.write_bytes(damaged[damage])
+    line = rollouts.restore(4, 4)
+    if damage == "whole":
+        assert line == ""
+        assert jax.tree.all(jax.tree.map(np.array_equal, rollouts.waiting, waiting))
+        assert rollouts.restore(4, 6) == ""
+        assert rollouts.waiting == {}, "a new rollout begins"
+        return
+    assert "4.npz with completions for the next steps cannot be read" in line
+    rollouts.batch(params, 4)
+    assert [len(prompts) for prompts, _ in calls] == [24, 16]
+
+
 def test_penalties_and_weights_are_in_the_reward(folder):
     names = f"[{folder}/rewards.py:letters, {folder}/rewards.py:shorter]"
     flags = [f"--rl.rewards={names}", "--rl.weights=[1, 0.5]", "--rl.overlong_buffer=2"]

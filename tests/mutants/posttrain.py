@@ -80,3 +80,29 @@ mistakes(
     ("return replace(found, middles=self.middles[which])", "return found"),
     ("if messages[: len(before)] == before:", "if False:"),
 )
+
+mistakes(
+    "posttrain", "training/features/policy.py", "training/test_policy.py -k definition",
+    ('batch["token_weights"] * batch["importance"] * each', 'batch["token_weights"] * each'),
+    ('(mask * divergence).sum()}', 'divergence.sum()}'),
+    ("losses.gspo(log_probs, old, advantages, mask, low=low, high=high)",
+     "losses.gspo(log_probs, old, advantages, mask, low=high, high=low)"),
+    ("return losses.reinforce(log_probs, advantages)", "return losses.reinforce(old, advantages)"),
+    ("policy=jax.checkpoint_policies.nothing_saveable", "policy=jax.checkpoint_policies.everything_saveable",
+     "training/test_policy.py -k bits"),
+    ("sides = jnp.where(mask, jnp.stack([ratios, -ratios]), -jnp.inf)", "sides = jnp.stack([ratios, -ratios])",
+     "training/test_policy.py -k bits"),
+)  # fmt: skip
+
+mistakes(
+    "posttrain", "generate/rollouts.py", "training/test_policy.py -k definition",
+    ('scale=rl.loss != "dr_grpo")', "scale=True)"),
+    ('arrays["token_weights"] = mask / np.float32(rl.tokens)', 'arrays["token_weights"] = mask'),
+    ("slice(len(one.ids) - 1, len(text) - 1)", "slice(len(one.ids), len(text))"),
+    ('case "grpo" | "gspo":', 'case "grpo":'),
+    ("attempt * P : (attempt + 1) * P", ": P", "generate/test_rollouts.py -k replaced"),
+    ("flat[place[0]] += not _has_spread(group)", "flat[place[0]] += _has_spread(group)",
+     "generate/test_rollouts.py -k replaced"),
+    ("(indices.start, attempt))", "(attempt,))", "generate/test_rollouts.py -k functions_of_seed"),
+    ("if index % self.cfg.rl.updates == 0:", "if False:", "generate/test_rollouts.py -k waiting"),
+)  # fmt: skip
