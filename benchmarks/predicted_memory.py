@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,16 @@ if __name__ == "__main__":
 import numpy as np
 from record import RESULTS, record
 
-from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, PipelineConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from jaxstack.planner import estimate, hlo, memory
 from jaxstack.planner.job import Job
 
@@ -126,9 +135,13 @@ def compilers() -> dict[str, str]:
     return found
 
 
-def predict(name: str, chip: str) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-    """Returns the bytes of a case by formula: those of memory by purpose, and those sent by axes and kind."""
-    cfg, platform = CASES[name], PLATFORMS[chip]
+def predict(name: str, chip: str, attention: str) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+    """Returns the bytes of a case by formula: those of memory by purpose, and those sent by axes and kind.
+
+    `attention` is its implementation in the compiled program, which `auto` may not select today.
+    """
+    named = KernelsConfig(attention=attention.split("_")[0])  # type: ignore[arg-type]
+    cfg, platform = replace(CASES[name], kernels=named), PLATFORMS[chip]
     devices = math.prod(cfg.mesh.sizes.values())
     ctx = memory.context(cfg, devices, platform)
     parts = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
@@ -170,7 +183,7 @@ def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str
 
 def compare(name: str, chip: str, compiled: dict[str, Any]) -> dict[str, Any]:
     """Returns the formula's bytes of a case beside the compiled ones."""
-    parts, sent = predict(name, chip)
+    parts, sent = predict(name, chip, compiled["kernels"]["attention"])
     total = sum(parts.values())
     return {
         "parts": {part: round(value) for part, value in parts.items()},

@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
         "--memory",
         metavar="GIB",
         type=PositiveFloat | None,
-        help="GiB of a device to use; null means all of a TPU's, and the three quarters of a GPU's that JAX reserves",
+        help="GiB of a device to use; null means all of a TPU's, and the 92%% of a GPU's that a run reserves",
     )
     parser.add_argument("--top", type=PositiveInt, default=8, help="meshes to print")
     parser.add_argument("--compile", type=NonNegativeInt, default=2, help="meshes to compile, in minutes each")

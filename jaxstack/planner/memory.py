@@ -22,6 +22,7 @@ from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import has_formulas
+from jaxstack.runtime.platform import GPU_MEMORY_FRACTION
 from jaxstack.sharding import ShardingError, abstract_mesh
 from jaxstack.training.state import Recipe, TrainState, abstract_state
 
@@ -103,8 +104,10 @@ def room_of(devices: Sequence[jax.Device]) -> Room:
     name = chip_name(kind)
     sheet = CHIPS[name].hbm_bytes if name else float("inf")
     limit = min((d.memory_stats() or {}).get("bytes_limit", sheet) for d in devices)
-    # JAX reserves three quarters of a GPU; about a twelfth is needed by the driver and by libraries.
-    larger = 0.92 * sheet if platform_of(devices[0]) == "gpu" and limit < 0.85 * sheet < float("inf") else 0
+    # Without the setting of `platform.configure`, JAX reserves three quarters of a GPU.
+    larger = (
+        GPU_MEMORY_FRACTION * sheet if platform_of(devices[0]) == "gpu" and limit < 0.85 * sheet < float("inf") else 0
+    )
     return Room(f"a device ({kind})", limit, limit, larger=larger)
 
 
@@ -163,9 +166,9 @@ def plan(job: Job, name: str) -> str:
         f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",
     ]
     if chip.platform == "gpu":
-        size = 0.75 * chip.hbm_bytes / GIB
+        size = GPU_MEMORY_FRACTION * chip.hbm_bytes / GIB
         more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
-        lines.append(f"  {'JAX reserves three quarters of it':<44} {size:>8.3f}  ({more})")
+        lines.append(f"  {f'a run reserves {GPU_MEMORY_FRACTION:.0%} of it':<44} {size:>8.3f}  ({more})")
     if job.train.dtype not in chip.flops and job.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16. Use train.dtype=float16.")
     if verdict != "it fits":
@@ -288,7 +291,7 @@ class Savings:
                 fits = "fits" if high <= room.bytes else "may fit"
             parts.append(f"{words} {gib(size)} ({size / before - 1:+.0%}, {fits})")
         if room.larger * 0.99 > room.bytes:
-            share = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"
+            share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={GPU_MEMORY_FRACTION}"
             parts.append(f"{share} gives JAX {gib(room.larger)} in place of {gib(room.bytes)}")
         larger = "Use more devices with mesh.fsdp, or a smaller model."
         if not parts:

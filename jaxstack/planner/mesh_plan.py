@@ -17,9 +17,6 @@ from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_clocks import ChipClock, CpuClock
 from jaxstack.runtime import platform
 
-RESERVED = 0.75
-"""Fraction of a GPU's memory that JAX reserves, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
-
 
 @dataclass(frozen=True)
 class Devices:
@@ -49,14 +46,18 @@ def of_target(target: str, gigabytes: float | None = None) -> Devices:
 
     Args:
       target: chip and topology.
-      gigabytes: GiB of memory of a device to use; None means all of the chip, or what JAX reserves of a GPU's.
+      gigabytes: GiB of memory of a device to use; None means all of the chip, or what a run reserves of a GPU's.
 
     Raises:
       ConfigError: the target is unknown.
     """
     name, count, limits = figures.limits_of(target)
     chip = limits.chip
-    room = chip.hbm_bytes * (RESERVED if chip.platform == "gpu" else 1) if gigabytes is None else gigabytes * GIB
+    room = (
+        chip.hbm_bytes * (platform.GPU_MEMORY_FRACTION if chip.platform == "gpu" else 1)
+        if gigabytes is None
+        else gigabytes * GIB
+    )
     return Devices(target, count, chip.platform, Room(f"a device ({name})", room, room), ChipClock(limits))
 
 

@@ -1,7 +1,7 @@
-"""Settings that must be made before JAX starts: the number of CPU devices, and the XLA flags that go with it.
+"""Settings that must be made before JAX starts: the number of CPU devices, their XLA flags, and the memory of GPUs.
 
-JAX is not imported here. Variables that the user has set (`JAX_PLATFORMS`, `JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`) are not
-changed.
+JAX is not imported here. Variables that the user has set (`JAX_PLATFORMS`, `JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`,
+`XLA_PYTHON_CLIENT_MEM_FRACTION`) are not changed.
 """
 
 import math
@@ -15,6 +15,9 @@ from jaxstack.config import ConfigError, MeshConfig
 MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
 CPU_FLAG = ("xla_cpu_multi_thread_eigen", "false")
 """The flag of XLA for several CPU devices. With a shared thread pool, devices would wait for each other."""
+GPU_MEMORY_FRACTION = 0.92
+"""Part of a GPU's memory that JAX reserves, in place of its three quarters: the driver and libraries need the rest."""
+_FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 _MOST_DEVICES = 4096  # simulated ones; each needs threads
 _MOST_OF_A_MACHINE = 64
 """More devices than any machine has for a process. A CPU simulates more only if the user asks for them."""
@@ -48,7 +51,7 @@ def physical_cores() -> int:
 
 
 def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
-    """Sets the variables that JAX reads when it is imported. They do not affect accelerators.
+    """Sets the variables that JAX reads when it is imported: the number of CPU devices, and the memory of GPUs.
 
     Args:
       batch: number of sequences in one microbatch; 0 if the devices need not divide it.
@@ -57,6 +60,8 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     Raises:
       ConfigError: JAX_NUM_CPU_DEVICES is not a number of devices; or the mesh needs more than a machine has.
     """
+    if not {*_FRACTION_NAMES, "XLA_PYTHON_CLIENT_PREALLOCATE"} & os.environ.keys():
+        os.environ[_FRACTION_NAMES[0]] = str(GPU_MEMORY_FRACTION)
     given = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not (given.isdecimal() and 1 <= int(given) <= _MOST_DEVICES):
         raise ConfigError(

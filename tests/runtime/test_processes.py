@@ -631,6 +631,22 @@ def test_simulated_devices_have_threads_of_their_own(fsdp, threads, monkeypatch)
     assert os.environ.get("NPROC") == threads
 
 
+MEMORY = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+
+
+@pytest.mark.parametrize("name", [None, *MEMORY])
+def test_a_run_reserves_what_a_gpu_can_spare(name, monkeypatch):
+    """jaxlib refuses both names of the fraction together, and a user's settings stay."""
+    for each in MEMORY:
+        monkeypatch.setenv(each, "")  # it is restored after the test
+        monkeypatch.delenv(each)
+    if name:
+        monkeypatch.setenv(name, "0.5")
+    platform.configure(MeshConfig(data=1), 1)
+    found = {each: os.environ[each] for each in MEMORY if each in os.environ}
+    assert found == ({name: "0.5"} if name else {MEMORY[0]: "0.92"})
+
+
 def test_how_a_run_was_started_is_no_part_of_it(tmp_path):
     """What process 0 was given would be wrong for other processes, and for the next start."""
     run = Config().run
