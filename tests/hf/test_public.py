@@ -96,12 +96,14 @@ PARAMETERS = {  # in millions, as their authors publish them, or by the names of
     "Qwen/Qwen3-235B-A22B-Thinking-2507": 235_000,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 135,
     "HuggingFaceTB/SmolLM2-360M-Instruct": 362,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706,
+    "deepseek-ai/DeepSeek-V3": 671_026,
+    "moonshotai/Kimi-K2-Instruct": 1_026_400,
+    "rednote-hilab/dots.llm1.inst": 142_774,
 }
 
 
 REFUSED = {
-    "deepseek_v2": "attention on latent vectors, and experts behind a dense layer",
-    "deepseek_v3": "attention on latent vectors, and experts behind dense layers",
     "gpt_bigcode": "GPT-2 with one head for keys and values",
     "gpt_oss": "attention sinks, biases of experts, and a clipped activation",
     "gptj": "attention and the MLP side by side, and interleaved RoPE on a part of each head",
@@ -140,6 +142,9 @@ def test_a_model_of_another_family_is_refused_in_one_line(name):
         ("olmo2_7b", "allenai/OLMo-2-1124-7B"),
         ("pythia_160m", "EleutherAI/pythia-160m"),
         ("smollm3_3b", "HuggingFaceTB/SmolLM3-3B"),
+        ("deepseek_v2_lite", "deepseek-ai/DeepSeek-V2-Lite"),
+        ("deepseek_v3", "deepseek-ai/DeepSeek-V3"),
+        ("dots1", "rednote-hilab/dots.llm1.inst"),
     ],
 )
 def test_a_shipped_config_is_the_public_model(config, name):
@@ -158,6 +163,8 @@ SIZES = {
     "num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head", "num_heads",
     "max_position_embeddings", "n_positions", "num_experts", "num_local_experts", "num_sparse_encoder_layers",
     "num_sparse_decoder_layers", "shared_expert_intermediate_size", "tie_word_embeddings", "rope_theta", "model_type",
+    "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "n_shared_experts", "num_experts_per_tok",
 }  # fmt: skip
 """Keys without which a file may be refused, because it is damaged rather than old."""
 
