@@ -196,7 +196,7 @@ def _shared_experts(keys: Keys, key: str, width: int | None) -> int:
 def _latent(keys: Keys, heads: int) -> JsonObject:
     """Returns the fields of latent attention."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-    values = {key: keys.take(key, *((None,) if key == "q_lora_rank" else ())) for key in names}
+    values = {key: keys.take(key, *((1536,) if key == "q_lora_rank" else ())) for key in names}
     for key, value in values.items():
         if (type(value) is not int or value < 1) and (key, value) != ("q_lora_rank", None):
             raise keys.error(key, value, "Give a positive number")
