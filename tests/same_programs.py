@@ -85,7 +85,8 @@ CASES = {
     "moe_softmax": [f"""--config=mixtral_8x7b {MOE} --model.num_kv_heads=2 --model.moe.aux_loss_weight=0.02
         --model.moe.z_loss_weight=0.01 --mesh.fsdp=2 --mesh.expert=2 --mesh.tensor=2 --train.grad_accum=2"""],
     "moe_capacity": [f"--config=moe_quickstart {MOE} --model.moe.capacity_factor=1.1 --mesh.data=2 --mesh.expert=2"],
-    "moe_sigmoid": [f"""--config=deepseek_v3 {MOE} --model.head_dim=8 --model.moe.top_k=3 --model.moe.num_groups=4
+    "moe_sigmoid": [f"""--config=moe_quickstart {MOE} --model.moe.router=sigmoid --model.moe.shared_experts=1
+        --model.moe.top_k=3 --model.moe.num_groups=4
         --model.moe.top_k_groups=2 --model.moe.routed_scale=2.5 --model.moe.bias_update_rate=0.1 --mesh.expert=4"""],
     "moe_ragged": [f"""--config=qwen3_30b_a3b {MOE} --model.num_kv_heads=2 --model.head_dim=8 --model.moe.top_k=2
         --kernels.moe=ragged"""],

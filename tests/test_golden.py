@@ -73,7 +73,7 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     leaves = jax.tree.leaves(abstract_state(Recipe.of(cfg), ctx))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    # Norms and the routers' biases are whole everywhere; before `expert` split the dense parameters, it was 3.9.
+    # Norms and the routers' biases are whole everywhere; before `expert` split the dense parameters, it was above 2.
     assert held <= 1.1 * whole / 64, f"{held / 2**30:.1f} GiB, {held * 64 / whole:.2f} times the even share"
 
     # A run's `assert_sharded` would have refused the rules that split dense parameters over `fsdp` only.
@@ -82,6 +82,6 @@ def test_a_device_holds_its_even_share_of_the_state(name, mesh, optimizer):
     rules = {axis: names for axis, names in ctx.layout.rules.parameters.items() if axis in named}
     sharding.assert_sharded(declared, sharding.Rules(rules).resolve(declared, ctx.layout.mesh), ctx.layout.mesh)
     if mesh == {"expert": 64}:
-        old = sharding.Rules(rules | {"embed": "fsdp"}).resolve(declared, ctx.layout.mesh)
-        with pytest.raises(ShardingError, match=r"3\.\d times its even share on expert=64: not all"):
+        old = sharding.Rules(rules | {"embed": "fsdp", "latent": "fsdp"}).resolve(declared, ctx.layout.mesh)
+        with pytest.raises(ShardingError, match=r"2\.\d times its even share on expert=64: not all"):
             sharding.assert_sharded(declared, old, ctx.layout.mesh)

@@ -22,13 +22,14 @@ class MoEConfig:
     router, balanced by a bias instead of a loss. `domain`: expert i for domain i of the data. `timestep`: one expert
     for each of `num_experts` intervals of diffusion time."""
     normalize: bool = True
-    """With router `softmax`: divide the weights of a token's experts by their sum."""
+    """With router `softmax` or `sigmoid`: divide the weights of a token's experts by their sum. With `sigmoid`, the
+    weight of a single expert is not divided."""
     num_groups: PositiveInt = 1
-    """With router `sigmoid`: number of equal groups of neighbouring experts."""
+    """With router `softmax` or `sigmoid`: number of equal groups of neighbouring experts."""
     top_k_groups: PositiveInt = 1
-    """With router `sigmoid`: number of groups from which a token's experts are chosen."""
+    """With router `softmax` or `sigmoid`: number of groups from which a token's experts are chosen."""
     routed_scale: float = 1.0
-    """With router `sigmoid`: factor on the weights of the chosen experts."""
+    """With router `softmax` or `sigmoid`: factor on the weights of the chosen experts."""
     bias_update_rate: NonNegativeFloat = 1e-3
     """With router `sigmoid`: change per step of each expert's bias, towards a balanced load."""
     max_timestep: PositiveInt = 1000
@@ -101,7 +102,8 @@ class MoEConfig:
             f"Lower top_k_groups.",
         )
         require(
-            self.router != "sigmoid" or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
+            self.router not in ("softmax", "sigmoid")
+            or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
             f"model.moe.top_k_groups={self.top_k_groups} groups of {self.num_experts // self.num_groups} experts hold "
             f"fewer than model.moe.top_k={self.top_k}. Raise top_k_groups, or lower top_k.",
         )

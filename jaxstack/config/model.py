@@ -55,8 +55,8 @@ class RopeScaling:
             f"high_freq_factor={self.high_freq_factor}. Use a positive number below high_freq_factor.",
         )
         require(
-            self.beta_slow < self.beta_fast,
-            f"model.rope_scaling.beta_slow={self.beta_slow} is not below beta_fast={self.beta_fast}. Lower beta_slow.",
+            self.beta_slow <= self.beta_fast,
+            f"model.rope_scaling.beta_slow={self.beta_slow} is above beta_fast={self.beta_fast}. Lower beta_slow.",
         )
 
 

@@ -6,6 +6,7 @@ Suffixes: B batch, S sequence, T tokens, D width, E experts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -203,11 +204,11 @@ def route(cfg: ModelConfig, params: Params, x: jax.Array, gate_ids: jax.Array | 
         return experts.by_timestep(gate_ids, moe.num_experts, moe.max_timestep, moe.timestep_starts)
     # A dot carries its precision to its gradients; the default would round both sides to bfloat16 on TPU, TF32 on GPU.
     logits = jnp.dot(x.astype(jnp.float32), params["router"], precision=lax.Precision.HIGHEST)
+    groups = {"groups": moe.num_groups, "top_groups": moe.top_k_groups}
+    how: dict[str, Any] = {"normalize": moe.normalize, "scale": moe.routed_scale, **groups}
     if moe.router == "softmax":
-        return experts.top_k_softmax(logits, moe.top_k, normalize=moe.normalize)
-    return experts.sigmoid_groups(
-        logits, params["balance"], moe.top_k, groups=moe.num_groups, top_groups=moe.top_k_groups, scale=moe.routed_scale
-    )
+        return experts.top_k_softmax(logits, moe.top_k, **how)
+    return experts.sigmoid_groups(logits, params["balance"], moe.top_k, **how)
 
 
 def moe(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.common import inputs
-from jaxstack.config import ConfigError, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
+from jaxstack.config import ConfigError, LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.hf.families import (
@@ -94,6 +94,9 @@ def from_json(where: str, values: object) -> Description:
 
     if "num_decoder_layers" in family.fields:  # an older file of T5 has a decoder as deep as the encoder
         keys.set_default("num_decoder_layers", keys.value_of("num_layers"))
+    for key in ("n_group", "topk_group"):  # null means one group, as the absence of the key in most classes
+        if key in family.fields and key in keys:
+            keys.set_default(key, 1)
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
@@ -106,20 +109,31 @@ def from_json(where: str, values: object) -> Description:
         ours["moe.every"] = sparse_layers(keys, ours["encoder_layers"], ours["num_layers"])
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
     ours |= _switches(keys, family, ours)
+    if family.latent:
+        ours |= _latent(keys, ours["num_heads"])
     if family.rope:
         ours |= _rope(keys, family, ours.get("max_positions"))
+    if ours.get("moe.router") == "sigmoid" and ours["moe.top_k"] == 1 and ours["moe.normalize"]:
+        raise keys.error("num_experts_per_tok", 1, "Use two or more, since a single weight would always be 1")
     for key, value in family.required.items():
         keys.expect(key, value, value or None)
     ours |= _layers(keys, family, ours)
     unknown = keys.take_empty()
     keys.require_empty()
-    moe = {path.removeprefix("moe."): ours.pop(path) for path in list(ours) if path.startswith("moe.")}
+    moe = _group(ours, "moe.")
+    latent = _group(ours, "latent.")
     scaling = ours.pop("rope_scaling", {})
     try:
-        model = ModelConfig(**ours, moe=MoEConfig(**moe), rope_scaling=RopeScaling(**scaling))
+        scaled = RopeScaling(**scaling)
+        model = ModelConfig(**ours, moe=MoEConfig(**moe), latent=LatentConfig(**latent), rope_scaling=scaled)
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
     return Description(name, model, ignored, unknown, code)
+
+
+def _group(ours: JsonObject, prefix: str) -> JsonObject:
+    """Takes the fields of a group of the model, by their names within it."""
+    return {path.removeprefix(prefix): ours.pop(path) for path in list(ours) if path.startswith(prefix)}
 
 
 def _switches(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
@@ -136,6 +150,10 @@ def _switches(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
     if family.parallel is not None:
         key, kind = family.parallel
         found["parallel"] = kind if _flag(keys, family, key) else "no"
+    if family.interleaved_key:
+        found["rotary_interleaved"] = keys.take(family.interleaved_key, True) is not False
+    if family.group_key:
+        found |= _expert_groups(keys, family.group_key)
     if family.shared_width:
         found["moe.shared_experts"] = _shared_experts(keys, family.shared_width, ours["moe.d_ff"])
     return found
@@ -173,6 +191,54 @@ def _shared_experts(keys: Keys, key: str, width: int | None) -> int:
     if type(together) is not int or together < 1 or not width or width < 1 or together % width:
         raise keys.error(key, together, f"Give a multiple of {width}, the width of one expert")
     return together // width
+
+
+def _latent(keys: Keys, heads: int) -> JsonObject:
+    """Returns the fields of latent attention."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+    values = {key: keys.take(key, *((1536,) if key == "q_lora_rank" else ())) for key in names}
+    for key, value in values.items():
+        if (type(value) is not int or value < 1) and (key, value) != ("q_lora_rank", None):
+            raise keys.error(key, value, "Give a positive number")
+    rotary = values["qk_rope_head_dim"]
+    width = values["qk_nope_head_dim"] + rotary
+    keys.expect("num_key_value_heads", heads, None)  # all heads read one vector
+    keys.drop_usual("head_dim", rotary, width)  # newer files have what follows from the others
+    keys.drop_usual("qk_head_dim", width)
+    return {
+        "head_dim": width,
+        "latent.kv_rank": values["kv_lora_rank"],
+        "latent.q_rank": values["q_lora_rank"] or 0,
+        "latent.rotary_dim": rotary,
+        "latent.value_dim": values["v_head_dim"],
+    }
+
+
+def _latent_keys(model: ModelConfig) -> JsonObject:
+    """Returns the keys of latent attention."""
+    latent = model.latent
+    return {
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank or None,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "qk_nope_head_dim": model.head_width - latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "num_key_value_heads": model.num_heads,
+    }
+
+
+def _expert_groups(keys: Keys, key: str) -> JsonObject:
+    """Returns the groups that experts are chosen from, which a file has without effect where it does not use them."""
+    method = keys.take(key, "greedy")
+    sizes = [keys.take(name, None) for name in ("n_group", "topk_group")]
+    if method == "greedy":
+        return {}
+    if method != "group_limited_greedy":
+        raise keys.error(key, method, "Use greedy or group_limited_greedy")
+    for name, size in zip(("n_group", "topk_group"), sizes, strict=True):
+        if type(size) is not int or size < 1:
+            raise keys.error(name, size, "Give a positive number of groups")
+    return {"moe.num_groups": sizes[0], "moe.top_k_groups": sizes[1]}
 
 
 def _drop_without_effect(keys: Keys, family: Family) -> None:
@@ -298,6 +364,9 @@ def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, An
     elif kind == "linear":
         scaling = {"factor": _number(rope, "factor")}
     elif kind == "yarn":
+        if family.latent:
+            mscale = rope.value_of("mscale_all_dim") or 0.0
+            ours["latent.mscale"] = _number_of(rope, "mscale_all_dim", mscale) if mscale else 0.0
         scaling = _yarn(rope)
     elif kind != "default":
         raise rope.error("rope_type", kind, "Use default, linear, llama3 or yarn")
@@ -373,7 +442,13 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
         types = keys.take("layer_types", None)
     if family.window_pattern:
         types = _by_pattern(keys, size, types, layers)
-    if family.layer_types[0] == FULL:  # in Qwen 3, windows apply only if `use_sliding_window` is set
+    if family.late_windows:
+        first = keys.take("max_window_layers", layers)
+        if type(first) is not int:
+            raise keys.error("max_window_layers", first, f"Give a number, such as {layers}")
+        if types is None:
+            types = [SLIDING if size is not None and i >= first else FULL for i in range(layers)]
+    elif family.layer_types[0] == FULL:  # in Qwen 3, windows apply only if `use_sliding_window` is set
         keys.take("max_window_layers", None)
         if types is None:
             keys.expect("use_sliding_window", False)
@@ -495,7 +570,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
         values["sliding_window"] = size or unlimited
         if family.lists_layer_types:
             values["layer_types"] = _layer_types(model)
-        if family.layer_types[0] == FULL:
+        if family.layer_types[0] == FULL and not family.late_windows:
             values["use_sliding_window"] = size > 0
     return values | {
         "initializer_range": model.init_std,
@@ -515,6 +590,13 @@ def _switch_keys(family: Family, model: ModelConfig) -> JsonObject:
         values[family.bias_key] = model.attention_bias == family.biased
     if family.parallel is not None:
         values[family.parallel[0]] = model.parallel != "no"
+    if family.latent:
+        values |= _latent_keys(model)
+    if family.interleaved_key:
+        values[family.interleaved_key] = model.rotary_interleaved
+    if family.group_key:
+        values[family.group_key] = "group_limited_greedy" if model.moe.num_groups > 1 else "greedy"
+        values |= {"n_group": model.moe.num_groups, "topk_group": model.moe.top_k_groups}
     if family.shared_width:
         values[family.shared_width] = model.moe.shared_experts * model.expert_width
     if "attention_scale" in family.fields.values() and model.attention_scale is None:
@@ -558,6 +640,11 @@ def _rope_keys(family: Family, model: ModelConfig) -> JsonObject:
             keys["original_max_position_embeddings"] = scaling.original_max_position
         if scaling.kind == "yarn":
             keys |= {"attention_factor": scaling.attention_factor, "truncate": scaling.truncate}
+            if family.latent and model.latent.mscale:
+                keys["mscale_all_dim"] = model.latent.mscale
+                if scaling.attention_factor == 1:  # as in DeepSeek's files: both factors are equal
+                    keys["mscale"] = model.latent.mscale
+                    del keys["attention_factor"]
         values["rope_scaling"] = {"rope_type": scaling.kind, **keys}
     if family.full_scaling:  # the form of transformers 5, which reads both bases only from it
         full = {"rope_type": "default"} | (values.pop("rope_scaling") or {}) | {"rope_theta": values.pop("rope_theta")}
@@ -618,7 +705,8 @@ def _plain(model: ModelConfig) -> ModelConfig:
         model,
         num_kv_heads=model.kv_heads,
         head_dim=model.head_width,
-        d_ff=model.expert_width if moe.num_experts and moe.every == 1 else model.ff_width,
+        d_ff=model.expert_width if moe.num_experts and moe.every == 1 and not moe.dense_layers else model.ff_width,
+        latent=replace(model.latent, mscale=model.latent.mscale if _scales(model) else 0.0),
         moe=replace(moe, d_ff=model.expert_width) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
         windows=windows,
@@ -639,6 +727,11 @@ def _plain(model: ModelConfig) -> ModelConfig:
         ),
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
+
+
+def _scales(model: ModelConfig) -> bool:
+    """Returns whether YaRN scales the scores of latent attention."""
+    return model.rope_scaling.kind == "yarn" and model.rope_scaling.factor != 1
 
 
 def read_config(folder: Path) -> Description:

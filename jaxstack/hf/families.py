@@ -72,6 +72,10 @@ class Family:
       scales_head: whether `scale_decoder_outputs` says that what the head reads is divided by the root of the width.
       exported: keys without a field that an export has, and their values.
       shared_width: the key of the width of the shared experts together, if it has one.
+      late_windows: whether layers from `max_window_layers` on have a window, if the file does not list them.
+      latent: whether attention has the keys of DeepSeek's latent attention.
+      interleaved_key: the key of `ModelConfig.rotary_interleaved`, if it has one; true by default.
+      group_key: the key that says whether experts are chosen within groups, if it has one, as in DeepSeek-V2.
       sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
     """
 
@@ -112,6 +116,10 @@ class Family:
     scales_head: bool = False
     exported: dict[str, Any] = field(default_factory=dict)
     shared_width: str = ""
+    late_windows: bool = False
+    latent: bool = False
+    interleaved_key: str = ""
+    group_key: str = ""
     sparse: bool = False
 
     def default_of(self, key: str) -> tuple[object, ...]:
@@ -237,6 +245,43 @@ _GLM: dict[str, Any] = {
         "partial_rotary_factor": 0.5,
     },
 }
+
+
+_ROUTED = {
+    "n_routed_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.d_ff",
+    "n_shared_experts": "moe.shared_experts",
+    "routed_scaling_factor": "moe.routed_scale",
+    "first_k_dense_replace": "moe.dense_layers",
+}
+"""Keys of experts that DeepSeek's files have, and dots1's."""
+_DEEPSEEK = {key: path for key, path in _LLAMA.items() if key not in ("head_dim", "num_key_value_heads")} | _ROUTED
+_DEEPSEEK_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "latent": True,
+    "interleaved_key": "rope_interleave",
+    "fixed": {"moe.router": "sigmoid"},
+    "required": {"attention_bias": False, "moe_layer_freq": 1},
+    "defaults": _DEEPSEEK_DEFAULTS
+    | {
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    "ignored": frozenset({"ep_size", "pretraining_tp"}),
+    "harmless": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+}
+_GROUPS = {"n_group": "moe.num_groups", "topk_group": "moe.top_k_groups", "norm_topk_prob": "moe.normalize"}
 
 
 def _roberta(name: str) -> Family:
@@ -466,6 +511,42 @@ FAMILIES = {
         sliding_window=4096,
         lists_layer_types=True,
         aliases={"num_local_experts": "num_experts"},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK,
+        latent=True,
+        group_key="topk_method",
+        fixed={"rotary_interleaved": True, "moe.normalize": False},
+        required={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1},
+        defaults=_DEEPSEEK_DEFAULTS | {"n_shared_experts": 2, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
+        ignored=frozenset({"ep_size", "pretraining_tp"}),
+        harmless={"scoring_func": ("softmax",)},
+    ),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK | _GROUPS, **_DEEPSEEK_V3),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", _DEEPSEEK | _GROUPS, **_DEEPSEEK_V3),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        _LLAMA | _ROUTED | _GROUPS,
+        bias_key="attention_bias",
+        fixed={"moe.router": "sigmoid", "qk_norm": True},
+        required={"moe_layer_freq": 1},
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "num_key_value_heads": 32,
+            "head_dim": None,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        layer_types=(FULL,),
+        sliding_window=4096,
+        lists_layer_types=True,
+        late_windows=True,
+        ignored=frozenset({"ep_size", "pretraining_tp"}),
+        harmless={"scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",)},
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -782,6 +863,7 @@ FOREIGN = ("unsloth_", "_")
 TRAINING = {
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
     "dropout_rate", "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "mlp_dropout", "resid_pdrop",
+    "aux_loss_alpha", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux",
     "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef",
 }  # fmt: skip
 """Keys that affect training alone. They are not imported, but reported."""

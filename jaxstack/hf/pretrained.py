@@ -99,6 +99,10 @@ class PretrainedFolder:
         read = {name for name, _ in weights.weight_map(self.family, self._spec).values()}
         in_file = {_new_name(name): name for name in self._tensors.infos}
         in_file = {new: own for new, own in in_file.items() if new in read or not re.fullmatch(weights.BUFFERS, own)}
+        ahead = self.ignored_values.get("num_nextn_predict_layers") or 0
+        last = self.model.num_layers + ahead if isinstance(ahead, int) else 0
+        unread = tuple(f"model.layers.{i}." for i in range(self.model.num_layers, last))
+        in_file = {new: own for new, own in in_file.items() if not new.startswith(unread)}
         held = {name: self._tensors.infos[own] for name, own in in_file.items()}
         many = max(prod(p.shape[: p.batch_axes]) for p in flat_spec(self._spec).values())
         if many > len(held):  # checked before names are generated, since the number may be absurd

@@ -77,6 +77,28 @@ def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
     return found
 
 
+def _deepseek(attention: WeightMap) -> WeightMap:
+    """Returns the weight map of DeepSeek and dots1, whose first layers have an MLP and the others experts."""
+    names = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
+    shared = {
+        f"layers/moe/shared/{ours}": (f"model.layers.{{}}.mlp.shared_experts.{theirs}.weight", TRANSPOSED)
+        for ours, theirs in names.items()
+    }
+    balance: WeightMap = {"layers/moe/balance": ("model.layers.{}.mlp.gate.e_score_correction_bias", SAME)}
+    mlp = {path: row for path, row in LLAMA.items() if path.startswith("layers/mlp/")}
+    return _experts(attention, "mlp", **names) | shared | balance | mlp
+
+
+_LATENT: WeightMap = LLAMA | {
+    "layers/attention/w_q_down": ("model.layers.{}.self_attn.q_a_proj.weight", TRANSPOSED),
+    "layers/attention/q_norm/scale": ("model.layers.{}.self_attn.q_a_layernorm.weight", SAME),
+    "layers/attention/w_kv_down": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", TRANSPOSED),
+    "layers/attention/kv_norm/scale": ("model.layers.{}.self_attn.kv_a_layernorm.weight", SAME),
+    "layers/attention/w_k": ("model.layers.{}.self_attn.kv_b_proj.weight", TRANSPOSED),
+    "layers/attention/w_v": ("model.layers.{}.self_attn.kv_b_proj.weight", TRANSPOSED),
+}
+
+
 def _renamed(rows: WeightMap, **names: str) -> WeightMap:
     """Returns the weight map with other names of modules within a layer, by the names that `LLAMA` has."""
     for old, new in names.items():
@@ -174,6 +196,8 @@ def _t5() -> WeightMap:
 
 
 _ROBERTA = ("roberta", "xlm-roberta")
+DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+"""The families with DeepSeek's latent attention."""
 
 WEIGHT_MAPS: dict[str, WeightMap] = {
     "gpt2": {
@@ -216,6 +240,8 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
         "layers/moe/shared/w_up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", TRANSPOSED),
         "layers/moe/shared/w_down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", TRANSPOSED),
     },
+    **dict.fromkeys(DEEPSEEK, _deepseek(_LATENT)),
+    "dots1": _deepseek(QWEN3),
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
     **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),
@@ -319,6 +345,23 @@ def _with_units(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     return found
 
 
+def _with_dense_layers(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of a model whose first layers may have an MLP, and the others experts.
+
+    Queries are made from a narrow vector or from the token, in tensors with different names.
+    """
+    dense = [p.shape[0] for path, p in declared.items() if path == "dense_layers/attention_norm/scale"]
+    found: WeightMap = {}
+    for path, (name, layout) in rows.items():
+        if path == "layers/attention/w_q" and "layers/attention/w_q_down" in declared:
+            name = name.replace(".q_proj.", ".q_b_proj.")
+        if f"dense_{path}" in declared:
+            found[f"dense_{path}"] = name, layout
+        if path in declared or not path.startswith("layers/"):
+            found[path] = name, replace(layout, layers=(1, sum(dense))) if path.startswith("layers/") else layout
+    return found
+
+
 def _with_pairs(rows: WeightMap) -> WeightMap:
     """Returns the weight map of a BERT with its pooler and its head for pairs of sentences."""
     linear = {"pooler/{}": "bert.pooler.dense", "sentences/next/{}": "cls.seq_relationship"}
@@ -359,6 +402,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows = {path: row for path, row in rows.items() if not path.startswith("layers/mlp_norm/")}
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
+    if family in (*DEEPSEEK, "dots1"):
+        rows = _with_dense_layers(declared, rows)
     if family in ("t5", "mt5"):
         rows = _with_gate(declared, rows)
     if family == "switch_transformers":
@@ -380,8 +425,11 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     return _join(family, declared, rows)
 
 
-BY_HEAD = frozenset({"gpt_neox"})
-"""The families that join queries, keys and values head by head: each key head behind the query heads that it serves."""
+BY_HEAD = frozenset({"gpt_neox", *DEEPSEEK})
+"""The families that join queries, keys and values head by head: each key head behind the query heads that it serves.
+
+DeepSeek joins keys and values alone.
+"""
 
 
 def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap:

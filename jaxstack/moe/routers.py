@@ -29,19 +29,25 @@ class Routing(NamedTuple):
     logits: jax.Array | None
 
 
-def top_k_softmax(logits: jax.Array, k: int, *, normalize: bool) -> Routing:
+def top_k_softmax(
+    logits: jax.Array, k: int, *, normalize: bool, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+) -> Routing:
     """Chooses the k most probable experts of a softmax over all (Shazeer et al. 2017, arXiv:1701.06538).
+
+    With groups they are chosen from the `top_groups` groups with the most probable experts (DeepSeek-V2,
+    arXiv:2405.04434, section 2.2.2).
 
     Args:
       logits: [T, E].
       k: number of choices of a token.
+      groups, top_groups, scale: see `sigmoid_groups`.
       normalize: divide a token's weights by their sum, as Mixtral (arXiv:2401.04088, section 2.1) and Qwen3 do. A
         softmax over the chosen logits alone (Shazeer, section 2.1) gives the same weights.
 
     Raises:
       ValueError: more choices than experts, or one choice whose normalised weight would always be 1.
     """
-    _check_choices(k, logits.shape[-1])
+    _check_groups(k, logits.shape[-1], groups, top_groups)
     if normalize and k == 1:
         raise ValueError(
             "k=1 with normalize=True makes every weight 1 and leaves the router without a gradient. "
@@ -49,15 +55,22 @@ def top_k_softmax(logits: jax.Array, k: int, *, normalize: bool) -> Routing:
         )
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits)
-    experts = _top(scores, k)
+    experts = _top(_within_groups(scores, groups, top_groups, 1), k)
     weights = _pick(scores, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdims=True)
-    return Routing(experts, weights, scores, logits)
+    return Routing(experts, weights if scale == 1 else weights * scale, scores, logits)
 
 
 def sigmoid_groups(
-    logits: jax.Array, bias: jax.Array, k: int, *, groups: int = 1, top_groups: int = 1, scale: float = 1.0
+    logits: jax.Array,
+    bias: jax.Array,
+    k: int,
+    *,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    normalize: bool = True,
 ) -> Routing:
     """Chooses experts like DeepSeek-V3's released modelling code (arXiv:2412.19437, section 2.1.2).
 
@@ -73,32 +86,18 @@ def sigmoid_groups(
       groups: number of equal groups of the experts, each of E / groups neighbours.
       top_groups: number of groups that a token may choose from.
       scale: multiplies the weights (`routed_scaling_factor`).
+      normalize: divide a token's weights by their sum.
 
     Raises:
       ValueError: sizes that do not fit together.
     """
-    E = logits.shape[-1]
-    _check_choices(k, E)
-    if groups < 1 or E % groups:
-        raise ValueError(f"groups={groups} does not divide the {E} experts. Use a divisor of {E}")
-    if not 1 <= top_groups <= groups:
-        raise ValueError(f"top_groups={top_groups} is not between 1 and groups={groups}. Choose a number in that range")
-    if top_groups * (E // groups) < k:
-        raise ValueError(
-            f"top_groups={top_groups} groups of {E // groups} experts hold fewer than k={k}. "
-            f"Raise top_groups or lower k"
-        )
+    _check_groups(k, logits.shape[-1], groups, top_groups)
     logits = logits.astype(jnp.float32)
     affinity = jax.nn.sigmoid(logits)
     biased = lax.stop_gradient(affinity + bias)
-    if top_groups < groups:
-        grouped = biased.reshape(-1, groups, E // groups)
-        best = lax.top_k(grouped, min(2, E // groups))[0].sum(-1)  # [T, G]
-        kept = (_top(best, top_groups)[..., None] == jnp.arange(groups)).any(1)
-        biased = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(-1, E)
-    experts = _top(biased, k)
+    experts = _top(_within_groups(biased, groups, top_groups, 2), k)
     weights = _pick(affinity, experts)
-    if k > 1:
+    if normalize and k > 1:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # 1e-20 as in DeepSeek's code
     return Routing(experts, weights * scale, affinity / (affinity.sum(-1, keepdims=True) + 1e-20), logits)
 
@@ -170,6 +169,29 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
 def _check_choices(k: int, num_experts: int) -> None:
     if not 1 <= k <= num_experts:
         raise ValueError(f"k={k} is not between 1 and the number of experts, {num_experts}. Change moe.top_k")
+
+
+def _check_groups(k: int, E: int, groups: int, top_groups: int) -> None:
+    _check_choices(k, E)
+    if groups < 1 or E % groups:
+        raise ValueError(f"groups={groups} does not divide the {E} experts. Use a divisor of {E}")
+    if not 1 <= top_groups <= groups:
+        raise ValueError(f"top_groups={top_groups} is not between 1 and groups={groups}. Choose a number in that range")
+    if top_groups * (E // groups) < k:
+        raise ValueError(
+            f"top_groups={top_groups} groups of {E // groups} experts hold fewer than k={k}. "
+            f"Raise top_groups or lower k"
+        )
+
+
+def _within_groups(scores: jax.Array, groups: int, top_groups: int, best: int) -> jax.Array:
+    """Returns the scores [T, E] with minus infinity outside of the groups whose `best` largest have the largest sum."""
+    if top_groups == groups:
+        return scores
+    grouped = lax.stop_gradient(scores).reshape(-1, groups, scores.shape[-1] // groups)
+    sums = lax.top_k(grouped, min(best, grouped.shape[-1]))[0].sum(-1)  # [T, G]
+    kept = (_top(sums, top_groups)[..., None] == jnp.arange(groups)).any(1)
+    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def _top(scores: jax.Array, k: int) -> jax.Array:

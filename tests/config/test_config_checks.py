@@ -106,7 +106,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
      {"train.quant": "fp8", "kernels.decode_weights": "int8", "kernels.decode_group": 64}),
     ({"model.rope_scaling.low_freq_factor": 4.0}, {"model.rope_scaling.low_freq_factor": 3.9}),
     ({"model.rope_scaling.low_freq_factor": 0.0}, {"model.rope_scaling.low_freq_factor": 0.1}),
-    ({"model.rope_scaling.beta_slow": 32.0}, {"model.rope_scaling.beta_slow": 31.9}),
+    ({"model.rope_scaling.beta_slow": 32.1}, {"model.rope_scaling.beta_slow": 32.0}),
     ({"model.pre_norm": False}, {"model.pre_norm": False, "model.post_norm": True}),
     ({"model.pre_norm": False, "model.post_norm": True, "model.parallel": "one_norm"}, {"model.parallel": "one_norm"}),
     ({"model.post_norm": True, "model.parallel": "two_norms"}, {"model.post_norm": True}),

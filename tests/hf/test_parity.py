@@ -19,7 +19,16 @@ from families import EXPERTS, FAMILIES
 
 from jaxstack import families, hf
 from jaxstack.common.tree import flatten, path_of
-from jaxstack.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeScaling, TrainConfig
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    LatentConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    RopeScaling,
+    TrainConfig,
+)
 from jaxstack.hf.families import FULL, SLIDING
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
@@ -44,7 +53,22 @@ _COHERE |= {"tied_embeddings": True, "attention_bias": "all"}
 _GLM = {"rotary_interleaved": True, "rotary_fraction": 0.5, "attention_bias": "qkv", "head_dim": 12}
 _NEOX = {"norm": "layer", "bias": True, "gated": False, "activation": "gelu", "rotary_fraction": 0.25}
 _NEOX |= {"num_kv_heads": None}
+_LATENT = {"num_kv_heads": None, "head_dim": 22, "rotary_interleaved": True, "rope_theta": 100.0, "num_layers": 3}
+_LATENT |= {"rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position=16, attention_factor=1.05)}
+_NARROW = LatentConfig(kv_rank=20, q_rank=28, rotary_dim=6, value_dim=12, mscale=0.7)
+_ROUTED = MoEConfig(6, top_k=2, d_ff=24, dense_layers=1, shared_experts=2, aux_loss_weight=0, bias_update_rate=0)
+_GROUPED = dataclasses.replace(_ROUTED, num_groups=2, top_k_groups=1, routed_scale=2.5)
+_SIGMOID = dataclasses.replace(_GROUPED, router="sigmoid")
 CHANGES: dict[str, dict] = {
+    "deepseek_v2": _LATENT | {"latent": _NARROW, "moe": dataclasses.replace(_GROUPED, normalize=False)},
+    "deepseek_v2_lite": _LATENT
+    | {"latent": dataclasses.replace(_NARROW, q_rank=0), "moe": dataclasses.replace(_ROUTED, normalize=False)},
+    "deepseek_v3": _LATENT | {"latent": _NARROW, "moe": _SIGMOID},
+    "kimi_k2": _LATENT
+    | {"latent": _NARROW, "moe": dataclasses.replace(_SIGMOID, num_groups=1, dense_layers=2, shared_experts=1)},
+    "dots1": _PLAIN | {"num_layers": 3, "qk_norm": True, "moe": _SIGMOID},
+    "dots1_unnormalized": _PLAIN
+    | {"num_layers": 3, "qk_norm": True, "moe": dataclasses.replace(_SIGMOID, normalize=False, dense_layers=0)},
     "gpt2": {"max_positions": 80},
     # Wavelengths of 6, 20, 63 and 199 tokens: one is unchanged, one is scaled in part, two are scaled in full.
     "llama3": {"rope_theta": 100.0, "rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
@@ -131,6 +155,8 @@ ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for nam
 # A large epsilon reveals the place where it is added.
 CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
 THEIRS = {"llama3": "llama", "biased": "llama", "linear": "llama", "redpajama": "gpt_neox"}
+THEIRS |= {"deepseek_v2_lite": "deepseek_v2", "dots1_unnormalized": "dots1"}
+CLASSES = {"kimi_k2": "deepseek_v3"}  # in `transformers` by another name
 THEIRS |= {"stablelm_parallel": "stablelm"}  # their `model_type`, if our name differs
 
 
@@ -151,7 +177,31 @@ def _scaled(cfg: ModelConfig) -> dict:
 _WINDOWS = {"layer_types": _kinds, "sliding_window": lambda cfg: cfg.windows[0]}
 _EXPERTS = {"num_experts": lambda cfg: cfg.moe.num_experts, "num_experts_per_tok": lambda cfg: cfg.moe.top_k}
 _EXPERTS |= {"norm_topk_prob": lambda cfg: cfg.moe.normalize}
+_ROUTER = {
+    "n_routed_experts": lambda cfg: cfg.moe.num_experts,
+    "num_experts_per_tok": lambda cfg: cfg.moe.top_k,
+    "moe_intermediate_size": lambda cfg: cfg.expert_width,
+    "n_shared_experts": lambda cfg: cfg.moe.shared_experts,
+    "routed_scaling_factor": lambda cfg: cfg.moe.routed_scale,
+    "first_k_dense_replace": lambda cfg: cfg.moe.dense_layers,
+    "n_group": lambda cfg: cfg.moe.num_groups,
+    "topk_group": lambda cfg: cfg.moe.top_k_groups,
+}
+_DEEPSEEK = _ROUTER | {
+    "kv_lora_rank": lambda cfg: cfg.latent.kv_rank,
+    "q_lora_rank": lambda cfg: cfg.latent.q_rank or None,
+    "qk_rope_head_dim": lambda cfg: cfg.latent.rotary_dim,
+    "qk_nope_head_dim": lambda cfg: cfg.head_width - cfg.latent.rotary_dim,
+    "v_head_dim": lambda cfg: cfg.latent.value_dim,
+    "rope_parameters": lambda cfg: _scaled(cfg) | {"mscale_all_dim": cfg.latent.mscale},
+}
+_V2 = _DEEPSEEK | {"topk_method": lambda cfg: "group_limited_greedy" if cfg.moe.num_groups > 1 else "greedy"}
+_V3 = _DEEPSEEK | {"norm_topk_prob": lambda cfg: True, "num_mtp_layers": lambda cfg: 0}
+_DOTS = _ROUTER | {"norm_topk_prob": lambda cfg: cfg.moe.normalize}
 HF_KEYS: dict[str, dict] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v2_lite"), _V2),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), _V3),
+    **dict.fromkeys(("dots1", "dots1_unnormalized"), _DOTS),
     **{name: {} for name in ("olmo2", "glm", "glm4", "nemotron", "gpt_neox")},
     "olmo3": _WINDOWS
     | {"rope_parameters": lambda cfg: {FULL: _scaled(cfg), SLIDING: {"rope_type": "default", "rope_theta": 100.0}}},
@@ -183,7 +233,7 @@ HF_KEYS: dict[str, dict] = {
 }
 """Their keys by family, beside the usual ones."""
 NO_HEAD_DIM = {"granite", "smollm3", "olmo2", "olmo3", "olmoe", "cohere", "phi3", "stablelm", "stablelm_parallel"}
-NO_HEAD_DIM |= {"gpt_neox", "redpajama"}
+NO_HEAD_DIM |= {"gpt_neox", "redpajama", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2"}
 
 
 def their_config(family: str, cfg: ModelConfig):
@@ -207,7 +257,7 @@ def their_config(family: str, cfg: ModelConfig):
         "rms_norm_eps": cfg.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
     }
-    kind = transformers.CONFIG_MAPPING[THEIRS.get(family, family)]
+    kind = transformers.CONFIG_MAPPING[CLASSES.get(family, THEIRS.get(family, family))]
     if family in HF_KEYS:
         own = {key: value(cfg) for key, value in HF_KEYS[family].items()}
         if cfg.norm == "layer":
@@ -276,7 +326,19 @@ def build(family: str, rng: np.random.Generator):
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.copy_(torch.from_numpy(rng.normal(0, 1.0 if weight.ndim == 1 else 0.3, weight.shape)))
+        for name, buffer in theirs.named_buffers():
+            if name.endswith(CORRECTION):
+                buffer.copy_(torch.from_numpy(correction(len(buffer))))
     return theirs
+
+
+CORRECTION = "e_score_correction_bias"
+"""A buffer of theirs, which has no gradient."""
+
+
+def correction(experts: int) -> np.ndarray:
+    """Returns biases that change the choice of some experts."""
+    return (0.2 * np.cos(np.arange(experts))).astype(np.float32)
 
 
 def as_saved(family: str, named):
@@ -303,6 +365,8 @@ def to_ours(family: str, named):
     rows = hf.weight_map(THEIRS.get(family, family), spec)
 
     def one(keys, declared: Param) -> np.ndarray:
+        if rows[path_of(keys)][0].endswith(CORRECTION):
+            return np.tile(correction(declared.shape[1]), (declared.shape[0], 1))
         return hf.read_param(declared, rows[path_of(keys)], lambda name, index: theirs[name][index])
 
     return jax.tree_util.tree_map_with_path(one, spec, is_leaf=lambda x: isinstance(x, Param))
@@ -325,8 +389,8 @@ def their_loss(theirs, batch: dict[str, np.ndarray]):
 def assert_near(got, expected, tolerance: float) -> None:
     """Checks that the relative norm of the difference of each parameter, by layer, is below `tolerance`."""
     got, expected, off = flatten(got), flatten(expected), {}
-    for path in got:
-        rows = len(got[path]) if path.startswith("layers/") else 1
+    for path in (path for path in got if not path.endswith("/balance")):
+        rows = len(got[path]) if path.startswith(("layers/", "dense_layers/")) else 1
         # A key bias adds the same value to all scores of a query, which softmax ignores. So its gradient is pure
         # rounding, and is compared with the norm of the query bias's gradient.
         scale = expected[path.replace("/b_k", "/b_q")].reshape(rows, -1)
@@ -342,7 +406,8 @@ def test_the_tables_use_every_weight_once(family, rng):
     count = sum(w.numel() for w in theirs.values())
     numbers = torch.arange(count).split([w.numel() for w in theirs.values()])
     ours = to_ours(family, ((name, n.reshape(theirs[name].shape)) for name, n in zip(theirs, numbers, strict=True)))
-    assert sorted(np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(ours)])) == list(range(count))
+    leaves = [leaf.ravel() for path, leaf in flatten(ours).items() if not path.endswith("/balance")]
+    assert sorted(np.concatenate(leaves)) == list(range(count))
 
 
 @pytest.mark.matrix

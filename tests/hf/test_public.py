@@ -35,8 +35,8 @@ READ = sorted(name for name, config in CHECKPOINTS.items() if config["model_type
 OTHERS = sorted(CHECKPOINTS.keys() - set(READ) - LONGROPE)
 FIRST = {kind: next(name for name in READ if CHECKPOINTS[name]["model_type"] == kind) for kind in FAMILIES}
 """One checkpoint of each family."""
-CHANGED = {"architectures", "torch_dtype", "dtype"}
-"""Keys that an export may change: it is in float32, and has the head of a language model."""
+CHANGED = {"architectures", "auto_map", "torch_dtype", "dtype"}
+"""Keys that an export may change: it is in float32, has the head of a language model, and no code."""
 PARAMETERS = {  # in millions, as their authors publish them, or by the names of the checkpoints in billions
     "openai-community/gpt2": 124,
     "openai-community/gpt2-medium": 355,
@@ -96,12 +96,14 @@ PARAMETERS = {  # in millions, as their authors publish them, or by the names of
     "Qwen/Qwen3-235B-A22B-Thinking-2507": 235_000,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 135,
     "HuggingFaceTB/SmolLM2-360M-Instruct": 362,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706,
+    "deepseek-ai/DeepSeek-V3": 671_026,
+    "moonshotai/Kimi-K2-Instruct": 1_026_400,
+    "rednote-hilab/dots.llm1.inst": 142_774,
 }
 
 
 REFUSED = {
-    "deepseek_v2": "attention on latent vectors, and experts behind a dense layer",
-    "deepseek_v3": "attention on latent vectors, and experts behind dense layers",
     "gpt_bigcode": "GPT-2 with one head for keys and values",
     "gpt_oss": "attention sinks, biases of experts, and a clipped activation",
     "gptj": "attention and the MLP side by side, and interleaved RoPE on a part of each head",
@@ -140,6 +142,9 @@ def test_a_model_of_another_family_is_refused_in_one_line(name):
         ("olmo2_7b", "allenai/OLMo-2-1124-7B"),
         ("pythia_160m", "EleutherAI/pythia-160m"),
         ("smollm3_3b", "HuggingFaceTB/SmolLM3-3B"),
+        ("deepseek_v2_lite", "deepseek-ai/DeepSeek-V2-Lite"),
+        ("deepseek_v3", "deepseek-ai/DeepSeek-V3"),
+        ("dots1", "rednote-hilab/dots.llm1.inst"),
     ],
 )
 def test_a_shipped_config_is_the_public_model(config, name):
@@ -153,11 +158,15 @@ def test_longrope_is_refused_in_one_line(name):
         from_json("config.json", CHECKPOINTS[name])
 
 
+CLASSES = {"kimi_k2": "deepseek_v3"}
+"""Families that `transformers` has by another name."""
 SIZES = {
     "vocab_size", "hidden_size", "n_embd", "d_model", "d_kv", "d_ff", "intermediate_size", "moe_intermediate_size",
     "num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head", "num_heads",
     "max_position_embeddings", "n_positions", "num_experts", "num_local_experts", "num_sparse_encoder_layers",
     "num_sparse_decoder_layers", "shared_expert_intermediate_size", "tie_word_embeddings", "rope_theta", "model_type",
+    "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "n_shared_experts", "num_experts_per_tok",
 }  # fmt: skip
 """Keys without which a file may be refused, because it is damaged rather than old."""
 
@@ -171,7 +180,7 @@ def transformers() -> ModuleType:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_an_absent_key_has_the_default_of_the_class(kind, transformers):
     """What `transformers` makes of a file without a key, written in full, describes the model that we read from it."""
-    of_class = transformers.CONFIG_MAPPING[kind]
+    of_class = transformers.CONFIG_MAPPING[CLASSES.get(kind, kind)]
     complete = next(config for config in CHECKPOINTS.values() if config["model_type"] == kind)
     complete = {key: value for key, value in of_class(**deepcopy(complete)).to_dict().items() if value is not None}
     refused = set()
@@ -209,6 +218,9 @@ def scaled_down(config: dict) -> dict:
         "num_attention_heads": few, "n_head": few, "num_heads": few,
         "num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2,
         "max_position_embeddings": 66, "n_positions": 66, "n_ctx": 66,
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "n_routed_experts": 6, "n_group": min(config.get("n_group", 1), 2), "topk_group": 1,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
         "sliding_window": 7, "sliding_window_size": 7, "local_attention": 6, "max_window_layers": layers,
     }  # fmt: skip
     for key, value in sizes.items():

@@ -8,7 +8,7 @@ mistakes(
     "moe", "moe/routers.py", BY_HAND,
     ("weights = weights / weights.sum(-1, keepdims=True)\n", "weights = weights\n"),
     ("weights = _pick(affinity, experts)", "weights = _pick(affinity + bias, experts)"),
-    ("lax.top_k(grouped, min(2, E // groups))[0].sum(-1)", "lax.top_k(grouped, 1)[0].sum(-1)"),
+    ("_within_groups(biased, groups, top_groups, 2)", "_within_groups(biased, groups, top_groups, 1)"),
     ("Routing(experts, weights * scale, affinity", "Routing(experts, weights, affinity"),
     ("biased = lax.stop_gradient(affinity + bias)", "biased = lax.stop_gradient(affinity)"),
     ("jnp.sign(counts.mean(-1, keepdims=True) - counts)", "jnp.sign(counts - counts.mean(-1, keepdims=True))", MOE + " -k bias"),
