@@ -178,7 +178,8 @@ class PretrainedFolder:
         def place(keys: tuple[Any, ...], p: Param, where: Any) -> jax.Array:
             sharding = where if ctx.layout.mesh is None else ctx.layout.sharding(where)
             name = names[path_of(keys)]
-            layers = None if ctx.layout.pipeline is None else ctx.layout.pipeline.stages.of(path_of(keys)).layer_of_slot
+            stages = ctx.layout.stages if p.stacked else None
+            layers = None if stages is None else stages.of(path_of(keys)).layer_of_slot
 
             def read(index: tuple[slice, ...] | None) -> np.ndarray:
                 return weights.read_param(p, name, fetch, index, layers)

@@ -354,7 +354,9 @@ def test_the_same_on_any_mesh_and_only_what_a_shard_needs_is_read(name, mesh, tm
     got = read(folder, ctx)
     if ctx.layout.pipeline is not None:
         assert not ctx.layout.pipeline.stages.is_layer_order
-        got["layers"] = jax.tree.map(lambda a: a[ctx.layout.pipeline.stages.slot_of_layer], got["layers"])
+        for stack in {"layers", "dense_layers"} & got.keys():
+            places = ctx.layout.pipeline.stages.of(stack).slot_of_layer
+            got[stack] = jax.tree.map(lambda a, places=places: a[places], got[stack])
     equal(got, values)
     held = sum(shard.data.size for leaf in jax.tree.leaves(read(folder, ctx)) for shard in leaf.addressable_shards)
     assert count[0] // 2 <= held

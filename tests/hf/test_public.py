@@ -328,4 +328,4 @@ def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, tmp_p
     changed = {key for key in config.keys() | written.keys() if config.get(key) != written.get(key)}
     # The export has the head of a language model, and says so where the file names no class or one without a head.
     headless = config.get("architectures", ["Model"])[0].endswith("Model")
-    assert changed <= {"torch_dtype", "dtype"} | ({"architectures"} if headless else set())
+    assert changed <= {"auto_map", "torch_dtype", "dtype"} | ({"architectures"} if headless else set())
