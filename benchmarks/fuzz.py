@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,14 @@ def fuzz(room: Room, name: str, count: int, start: int) -> dict[str, str]:
     return failures
 
 
+def installed(package: str) -> str:
+    """Returns the version of a package; an optional one may be absent, so that a long run does not end here."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
 def main(argv: list[str]) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,7 +113,7 @@ def main(argv: list[str]) -> None:
             "failures": sum(map(len, failures.values())),
             "readers": readers,
             "libraries": {
-                package: version(package)
+                package: installed(package)
                 for package in ("hypothesis", "pyyaml", "jsonargparse", "tokenizers", "safetensors", "pillow", "jinja2")
             },
         },

@@ -14,8 +14,7 @@ from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_value
 from jaxstack.runtime import platform
 
 if TYPE_CHECKING:
-    from jaxstack.data.loader import DataLoader
-    from jaxstack.generate.rollouts import Rollouts
+    from jaxstack.training.services.batches import Batches
     from jaxstack.training.setup import Setup
     from jaxstack.training.step import EvalStep, TrainStep
 
@@ -93,13 +92,20 @@ def make_steps(setup: "Setup") -> Steps:
     return Steps(train, watching, jax.jit(evaluate))
 
 
-def open_rollouts(setup: "Setup", loader: "DataLoader") -> "Rollouts | None":
-    """Returns what samples completions for a run that learns from rewards, and for others `None`."""
+def open_batches(setup: "Setup") -> "Batches":
+    """Returns the batches of a run: rows of its data, or completions that it samples and learns from."""
+    from jax.sharding import PartitionSpec
+
+    from jaxstack.data.loader import DataLoader
+    from jaxstack.training.services.batches import Batches
+
+    layout = setup.ctx.layout
     if setup.cfg.learned_rewards is None:
-        return None
+        return Batches(DataLoader(setup.cfg, setup.dataset, layout.sharding(layout.batch)))
     from jaxstack.generate.rollouts import Rollouts
 
-    return Rollouts.create(setup, loader)
+    # All processes read all prompts of a step, which is fewer rows than it has completions.
+    return Rollouts.create(setup, DataLoader(setup.cfg, setup.dataset, layout.sharding(PartitionSpec())))
 
 
 def open_mesh(cfg: Config, searched: Collection[str]) -> Config:

@@ -15,8 +15,7 @@ from jaxstack.tracking import sinks
 
 if TYPE_CHECKING:
     from jaxstack.tracking.step_log import LoopState
-    from jaxstack.training.features.preference import Refer
-    from jaxstack.training.services.run import EvalStep, Run
+    from jaxstack.training.services.run import Run
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import TrainState
 
@@ -87,11 +86,6 @@ def log_step(run: "Run", loop: "LoopState", metrics: dict[str, Any]) -> int | No
     return spike
 
 
-def completed(evaluate: "EvalStep", refer: "Refer") -> "EvalStep":
-    """Returns an evaluation of batches to which a reference adds its log-probabilities first."""
-    return lambda params, batch: evaluate(params, refer(params, batch))
-
-
 def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
     """Returns the texts that show what a run has learned, with their prompts."""
     from jaxstack.generate import decode
@@ -104,9 +98,6 @@ def samples_of(setup: "Setup", state: "TrainState") -> list[tuple[str, str]]:
 
 def train(setup: "Setup", changes: list[str]) -> None:
     """Trains until `train.steps` steps are done. Prints `changes`: the values that differ from an earlier start."""
-    from jax.sharding import PartitionSpec
-
-    from jaxstack.data.loader import DataLoader
     from jaxstack.generate import pictures
     from jaxstack.training.services.init_from import open_reference, open_teacher
     from jaxstack.training.services.run import Run
@@ -116,10 +107,8 @@ def train(setup: "Setup", changes: list[str]) -> None:
     ctx = setup.ctx
     dataset = setup.dataset
     steps = start.make_steps(setup)
-    # A batch is a function of seed and index, so no reader has a state.
-    # All processes read all prompts of a step, which is fewer rows than it has completions.
-    loader = DataLoader(cfg, dataset, ctx.layout.sharding(PartitionSpec() if cfg.learned_rewards else ctx.layout.batch))
-    rollouts = start.open_rollouts(setup, loader)
+    source = start.open_batches(setup)
+    loader = source.loader  # a batch is a function of seed and index, so no reader has a state
     teach = open_teacher(cfg, dataset.tokenizer, setup.mesh)
     refer = open_reference(cfg, dataset.tokenizer, setup.mesh, ctx)
 
@@ -132,11 +121,9 @@ def train(setup: "Setup", changes: list[str]) -> None:
         lengths = loader.lengths(loop.batch, loop.batch + cfg.train.steps - loop.step)
         train_step = run.ahead.wrap(steps.train, setup.abstract, lengths, teach)
         evaluated = averaged_params(cfg.model, setup.abstract)
-        eval_step = completed(run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths), refer)
-        if rollouts is not None:
-            eval_step = rollouts.evaluator(refer)
-            if lost := rollouts.restore(loop.step, loop.batch):
-                run.console.print(lost, style="yellow")
+        eval_step = source.evaluation(run.ahead.wrap(steps.evaluate, evaluated, loader.held_out_lengths), refer)
+        if lost := source.restore(loop.step, loop.batch):
+            run.console.print(lost, style="yellow")
         if loop.step and loop.step % cfg.train.eval_every == 0:
             run.evaluate(loop, eval_step, state)  # in case the run was interrupted before this evaluation
         batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
@@ -144,12 +131,7 @@ def train(setup: "Setup", changes: list[str]) -> None:
         # ---- training loop
         while loop.step < cfg.train.steps:
             rows = run.next_batch(batches)
-            figures: dict[str, Any] = {}
-            if rollouts is None:
-                batch = loader.to_devices(rows)
-            else:
-                with run.rollout(state.params):
-                    batch, figures = rollouts.batch(state.params, loop.batch)
+            batch, figures = source.place(rows, state.params, loop.batch, run.rollout)
             batch = refer(state.params, teach(batch))
             loop = loop.advance()
             step = steps.choose(loop.step, cfg.debug.watch_every, train_step)
@@ -165,19 +147,16 @@ def train(setup: "Setup", changes: list[str]) -> None:
                 del state, metrics  # two states may not fit into memory
                 state, loop = run.restore_before(spike, loop)
                 batches = loader.iterate(loop.batch, cfg.train.steps - loop.step)
-                if rollouts is not None:
-                    rollouts.waiting.clear()
+                source.forget()
                 continue
             if save:
                 loop = run.save(loop, state)
-                if rollouts is not None:
-                    rollouts.save(loop.step)
+                source.save(loop.step)
             if stop:
                 run.stop(loop)  # raises
             if evaluate:
                 run.evaluate(loop, eval_step, state)
-                if rollouts is not None:
-                    run.log_samples(loop.step, rollouts.take_samples())
+                run.log_samples(loop.step, source.take_samples())
 
         # ---- end
         run.end_loop()

@@ -99,6 +99,11 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-most // 4 :]}"
 
 
+def quoted(value: object) -> str:
+    """Returns a value that was read from a file as a message shows it: as Python writes it, at most 200 characters."""
+    return shortened(repr(value))
+
+
 def one_line(text: str) -> str:
     """Returns a message for users as one line: without control characters, and with very long words cut."""
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from jaxstack.common import inputs
+from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 from jaxstack.posttrain import tasks
 
@@ -226,7 +227,7 @@ def _check_message(number: int, message: Any) -> None:
     role = message["role"]
     content = message["content"]
     if role not in ROLES:
-        raise ConfigError(f"message {number} has the role {role!r}. Use one of {', '.join(ROLES)}.")
+        raise ConfigError(f"message {number} has the role {quoted(role)}. Use one of {', '.join(ROLES)}.")
     if not isinstance(content, str):
         raise ConfigError(f"message {number} has content of type {type(content).__name__}. Write text.")
     if any("\ud800" <= char <= "\udfff" for char in content):
@@ -247,7 +248,7 @@ def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
             raise ConfigError(f"turn {i} has {shown}. Give it from and value and nothing else.")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
-            raise ConfigError(f"turn {i} is from {turn['from']!r}. Use one of {', '.join(_SHAREGPT_ROLES)}.")
+            raise ConfigError(f"turn {i} is from {quoted(turn['from'])}. Use one of {', '.join(_SHAREGPT_ROLES)}.")
         messages.append(_message(role, turn["value"]) | {key: turn[key] for key in LEARNED_KEYS if key in turn})
     return messages
 

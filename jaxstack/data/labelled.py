@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data.conversations import json_objects
 from jaxstack.data.tokenizers import Tokenizer, encode_each_with_offsets, id_dtype
@@ -37,7 +38,9 @@ class Labels:
         known = not isinstance(label, bool) and isinstance(label, str | int)
         if not known or str(label) not in self.names:
             shown = ", ".join(self.names[:8]) + (", ..." if len(self.names) > 8 else "")
-            raise ConfigError(f"the label {label!r} is not in model.labels ({shown}). Correct it, or add it there.")
+            raise ConfigError(
+                f"the label {quoted(label)} is not in model.labels ({shown}). Correct it, or add it there."
+            )
         return self.names.index(str(label))
 
 

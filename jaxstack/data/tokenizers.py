@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxstack.common import files, inputs
+from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 from jaxstack.data.text_ends import TextEnds, read_text_ends
 from jaxstack.data.text_pieces import can_cut, grouped, pieces
@@ -395,8 +396,8 @@ class HFTokenizer(_WithBytes):
         if self.vocab_size > _MOST_GAPS + 2 * len(vocab):
             token = max(vocab, key=lambda text: vocab[text])
             raise ConfigError(
-                f"data.tokenizer={name} has {len(vocab):,} tokens, but gives {token!r} the id {vocab[token]:,}. Number "
-                f"the tokens from 0 without large gaps."
+                f"data.tokenizer={name} has {len(vocab):,} tokens, but gives {quoted(token)} the id {vocab[token]:,}. "
+                f"Number the tokens from 0 without large gaps."
             )
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}

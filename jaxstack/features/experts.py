@@ -32,6 +32,33 @@ HARD_GATES = ("domain", "timestep")
 """Routers that read the expert of each token from the batch."""
 
 
+def spec_with_experts(family: Family, cfg: ModelConfig) -> Spec:
+    """Returns the declarations of a family's model with experts in the layers that have them, see `with_experts`.
+
+    Raises:
+      ConfigError: the layers have no MLP whose place experts could take.
+    """
+    tree = family.spec(cfg)
+    first = cfg.moe.dense_layers
+    for name, stacked in family.stacks(cfg).items():
+        if not stacked.plain:
+            layer = unstack(tree[name])
+            if "mlp" not in layer:
+                raise ConfigError(
+                    f"model.moe.num_experts={cfg.moe.num_experts} puts experts in place of the group mlp, but the "
+                    f"layers of model.family={cfg.family} do not have it. Use model.moe.num_experts=0, or set "
+                    f"Stack.plain for the stack {name}."
+                )
+            routed = {**{group: p for group, p in layer.items() if group != "mlp"}, "moe": moe_spec(cfg)}
+            kinds = [layer] * cfg.moe.every
+            kinds[position(cfg)] = routed
+            unit = {f"layer_{i}": kind for i, kind in enumerate(kinds)} if kinds[1:] else routed
+            if first:
+                tree[f"dense_{name}"] = stack(layer, first)
+            tree[name] = stack(unit, (stacked.depth - first) // cfg.moe.every)
+    return tree
+
+
 def with_experts(family: Family) -> Family:
     """Returns the family with experts in place of the MLP of its layers.
 
@@ -41,25 +68,7 @@ def with_experts(family: Family) -> Family:
     """
 
     def spec(cfg: ModelConfig) -> Spec:
-        tree = family.spec(cfg)
-        first = cfg.moe.dense_layers
-        for name, stacked in family.stacks(cfg).items():
-            if not stacked.plain:
-                layer = unstack(tree[name])
-                if "mlp" not in layer:
-                    raise ConfigError(
-                        f"model.moe.num_experts={cfg.moe.num_experts} puts experts in place of the group mlp, but the "
-                        f"layers of model.family={cfg.family} do not have it. Use model.moe.num_experts=0, or set "
-                        f"Stack.plain for the stack {name}."
-                    )
-                routed = {**{group: p for group, p in layer.items() if group != "mlp"}, "moe": moe_spec(cfg)}
-                kinds = [layer] * cfg.moe.every
-                kinds[position(cfg)] = routed
-                unit = {f"layer_{i}": kind for i, kind in enumerate(kinds)} if kinds[1:] else routed
-                if first:
-                    tree[f"dense_{name}"] = stack(layer, first)
-                tree[name] = stack(unit, (stacked.depth - first) // cfg.moe.every)
-        return tree
+        return spec_with_experts(family, cfg)
 
     def stacks(cfg: ModelConfig) -> dict[str, Stack]:
         found: dict[str, Stack] = {}

@@ -108,7 +108,7 @@ def latent_attention(
     if cache is not None:
         ctx.keep("keys", shared.transpose(0, 2, 3, 1))
         ctx.keep("values", latent[:, None])
-    options = score_options(cfg)
+    options = _score_options(cfg)
     if cache:
         assert mask.causal, "a cache has the tokens before these"
         w_k = _matrix(params["w_k"], q.dtype)  # [L, H, K]
@@ -136,7 +136,7 @@ def latent_attention(
     return y
 
 
-def score_options(cfg: ModelConfig) -> dict[str, Any]:
+def _score_options(cfg: ModelConfig) -> dict[str, Any]:
     """Returns `layers.score_options` with YaRN's factor on the scores."""
     options = layers.score_options(cfg)
     scaling = cfg.rope_scaling

@@ -8,7 +8,7 @@ Suffixes: B completions of a step, S positions, P prompts, G completions of a pr
 
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,9 @@ from jaxstack.models.params import Params
 from jaxstack.posttrain import losses, rewards, tasks
 from jaxstack.posttrain.rewards import Reward
 from jaxstack.runtime import distributed
-from jaxstack.training.losses import EvalSums
+from jaxstack.training.features.preference import Refer
+from jaxstack.training.losses import EvalSums, Metrics
+from jaxstack.training.services.batches import Batches, Evaluate, Timer
 from jaxstack.training.setup import Setup
 
 SAMPLES = 4
@@ -155,8 +157,8 @@ def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 @dataclass(eq=False)
-class Rollouts:
-    """Makes the batches of a run that learns from rewards.
+class Rollouts(Batches):
+    """Makes the batches of a run that learns from rewards. The loader says which prompts a step has.
 
     Attributes:
       cfg: the run.
@@ -164,7 +166,6 @@ class Rollouts:
       prompts: all prompts, training and held out, by their numbers.
       rewards: functions of completions.
       sampler: samples completions.
-      loader: says which prompts a step has.
       rows: where the rows of a batch are on the devices.
       waiting: batches that were made for later steps, by their index, with what is logged of them.
       samples: completions of the newest evaluation, for the log.
@@ -175,7 +176,6 @@ class Rollouts:
     prompts: PromptTokens
     rewards: list[Reward]
     sampler: Sampler
-    loader: DataLoader
     rows: jax.sharding.Sharding
     waiting: dict[int, tuple[Arrays, Figures]] = field(default_factory=dict)
     samples: list[dict[str, object]] = field(default_factory=list)
@@ -213,9 +213,18 @@ class Rollouts:
             for one in functions:
                 one.check(row.name, row.fields)
         rows = setup.ctx.layout.sharding(setup.ctx.layout.batch)
-        return cls(cfg, setup.dataset.tokenizer, prompts, functions, Sampler.create(setup), loader, rows)
+        return cls(loader, cfg, setup.dataset.tokenizer, prompts, functions, Sampler.create(setup), rows)
 
     # ---- training
+
+    def place(self, rows: Arrays, params: Params, index: int, timer: Timer) -> tuple[Batch, Metrics]:
+        """Returns the batch with this index, see `batch`. The rows are the prompts, which `batch` reads itself."""
+        with timer(params):
+            return self.batch(params, index)
+
+    def forget(self) -> None:
+        """Drops the batches of later steps, whose completions the parameters before a rollback have sampled."""
+        self.waiting.clear()
 
     def batch(self, params: Params, index: int) -> tuple[Batch, Figures]:
         """Returns the batch with this index on the devices, and what is logged of its completions.
@@ -309,7 +318,11 @@ class Rollouts:
 
     # ---- evaluation
 
-    def evaluator(self, refer: Callable[[Params, Batch], Batch]) -> Callable[[Params, Batch], EvalSums]:
+    def evaluation(self, evaluate: Evaluate, refer: Refer) -> Evaluate:
+        """Returns the evaluation of held-out prompts; the loss of their rows is not computed."""
+        return self.evaluator(refer)
+
+    def evaluator(self, refer: Refer) -> Evaluate:
         """Returns the evaluation of held-out prompts: one completion of each is sampled, always with the same seed."""
         count = 0
 
@@ -342,9 +355,7 @@ class Rollouts:
         self.samples = []
         return samples
 
-    def _divergence(
-        self, params: Params, judged: Sequence[Judged], refer: Callable[[Params, Batch], Batch]
-    ) -> tuple[float, float]:
+    def _divergence(self, params: Params, judged: Sequence[Judged], refer: Refer) -> tuple[float, float]:
         """Returns the sum of the divergence from the reference over the tokens of completions, and their number."""
         total = count = 0.0
         rows = self.cfg.data.batch_size

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxstack.common import files, inputs
+from jaxstack.common.errors import quoted, shortened
 from jaxstack.config import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -172,8 +173,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     for name, file in entries:
         if file.name != str(file) or file.suffix != ".safetensors":
             raise ConfigError(
-                f"{index} assigns {name} to {str(file)!r}, which is not a safetensors file of its folder. Fetch or "
-                f"save it again."
+                f"{index} assigns {shortened(name)} to {quoted(str(file))}, which is not a safetensors file of its "
+                f"folder. Fetch or save it again."
             )
         if not (folder / file).is_file():
             raise ConfigError(f"{index} lists {file}, which does not exist. Fetch or save the whole model again.")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxstack.common import files
+from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 
 
@@ -73,9 +74,9 @@ class Costs:
         if self.bandwidth == 0:
             raise ConfigError("bandwidth=0 sends nothing; give the bytes/s of a link")
         if not isinstance(self.spread, bool):
-            raise ConfigError(f"spread={self.spread!r} must be true or false")
+            raise ConfigError(f"spread={quoted(self.spread)} must be true or false")
         if not isinstance(self.measured_on, str):
-            raise ConfigError(f"measured_on={self.measured_on!r} must be text, such as the name of the device")
+            raise ConfigError(f"measured_on={quoted(self.measured_on)} must be text, such as the name of the device")
 
     @property
     def layers(self) -> int:
@@ -113,12 +114,12 @@ _LISTS = (list, tuple, np.ndarray)
 
 def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
     if not isinstance(values, _LISTS) or len(values) != count:
-        actual = f"{len(values)}" if isinstance(values, _LISTS) else repr(values)
+        actual = f"{len(values)}" if isinstance(values, _LISTS) else quoted(values)
         raise ConfigError(
             f"{name} must hold {count} numbers, not {actual}; give first and last two numbers (forward and backward), "
             f"and the others one for each layer of forward"
         )
     for number in values:
         if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
-            raise ConfigError(f"{name} holds {number!r}; it takes finite numbers of 0 or more")
+            raise ConfigError(f"{name} holds {quoted(number)}; it takes finite numbers of 0 or more")
     return tuple(float(number) for number in values)

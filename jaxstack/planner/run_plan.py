@@ -45,12 +45,11 @@ class Machine:
         per_token = flops.flops_per_token(model, keys.seq_len, keys.target_length).full
         return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * (self.mfu or FIRST_MFU))
 
-    def that_reaches(self, cfg: Config, step: float) -> "Machine":
+    def that_reaches(self, model: ModelConfig, keys: DataConfig, dtype: str, step: float) -> "Machine":
         """Returns the machine with the MFU of a step of this many seconds, unless the user has set it."""
         if self.mfu is not None:
             return self
-        tokens = cfg.data.batch_size * cfg.data.seq_len
-        at_first = self.seconds(cfg.model, cfg.data, cfg.train.dtype, tokens)
+        at_first = self.seconds(model, keys, dtype, keys.batch_size * keys.seq_len)
         return replace(self, mfu=FIRST_MFU * at_first / step)
 
 
@@ -168,7 +167,7 @@ def plan_budget(base: Config, given: Collection[str], budget: float, sizes: Size
         return RunPlan(cfg, recipe.parameters_of(cfg.model), None, None, None)
     kept = [key for key in SEARCHED_KEYS if key in given]
     best = mesh_plan.search(cfg, mesh_plan.of_target(machine.name), kept, count=1).ranked[0]
-    machine = machine.that_reaches(best.cfg, best.seconds)
+    machine = machine.that_reaches(best.cfg.model, best.cfg.data, best.cfg.train.dtype, best.seconds)
     return RunPlan(best.cfg, recipe.parameters_of(cfg.model), machine, best.need, best.seconds)
 
 
@@ -180,7 +179,7 @@ def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes
     if machine.mfu is None:
         first = plan_time(base, given, seconds, sizes, replace(machine, mfu=FIRST_MFU))
         assert first.predicted_step is not None
-        machine = machine.that_reaches(first.cfg, first.predicted_step)
+        machine = machine.that_reaches(first.cfg.model, first.cfg.data, first.cfg.train.dtype, first.predicted_step)
     assert machine.mfu is not None
     budget = seconds * machine.devices * ChipLimits(machine.chip).peak(base.train.dtype) * machine.mfu
     for _ in range(ROUNDS):

@@ -342,7 +342,7 @@ _ADAPTER = {
 }  # fmt: skip
 
 
-_COSTS = {
+COSTS = {
     "forward": [1.0, 2.0], "backward": [2.0, 4.0], "state_bytes": [9.0, 9.0], "stash_bytes": [4.0, 4.0],
     "boundary_bytes": 3.0, "first": [1.0, 2.0], "last": [1.0, 2.0], "spread": True, "bandwidth": 1e9, "latency": 1e-5,
     "measured_on": "cpu", "memory_bytes": None,
@@ -503,7 +503,7 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "npz": damaged(st.sampled_from(_NPZ)),
     "expert_load": _json({"experts": 2, "tokens": [[1, 2], [3, 4]]}),
     "expert_placement": _json({"experts": 4, "devices": 2, "slots": 2, "layers": [[[0, 1], [2, 3]], [[3, 2], [1, 0]]]}),
-    "costs": _json(_COSTS),
+    "costs": _json(COSTS),
     "http_body": _json(*_BODIES),
 }
 """What each reader reads, by the name that `fuzz_readers.READERS` gives it."""

@@ -4,8 +4,10 @@
 same strategies for as many tries as one likes.
 """
 
+import json
+
 import pytest
-from fuzz_inputs import INPUTS
+from fuzz_inputs import COSTS, INPUTS
 from fuzz_readers import NEEDS, READERS
 from fuzz_room import Room
 from hypothesis import HealthCheck, Phase, given, settings
@@ -51,6 +53,19 @@ def fuzz(room, name, count):
 
     check()
     assert room.refused[name] < room.tries[name], "no input was valid"
+
+
+LONG = [0] * 5000
+FOUND = {
+    "costs": {**COSTS, "forward": [LONG, 1.0]},
+    "preferences": {"chosen": [{"role": LONG, "content": "a"}], "rejected": []},
+}
+"""Inputs whose messages once quoted all of a value, found by `benchmarks/fuzz.py`."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_message_quotes_a_part_of_a_long_value(name, room):
+    room.check(name, json.dumps(FOUND[name]).encode())
 
 
 @pytest.mark.parametrize("name", INPUTS)

@@ -8,7 +8,7 @@ is doubled after `train.loss_scale.interval` steps without an overflow. Powers o
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def scaled(make: Callable[[Objective], Share], objective: Objective, ctx: Contex
     """
     extras = objective.extras
 
-    def extra_loss(values: Aux, counts: Any, stack: str | None) -> jax.Array | float:
+    def extra_loss(values: Aux, counts: PyTree, stack: str | None) -> jax.Array | float:
         return counts.scale * extras.loss(values, counts.counts, stack)
 
     share = make(replace(objective, extras=replace(extras, loss=extra_loss)))
