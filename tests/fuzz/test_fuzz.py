@@ -58,7 +58,10 @@ def fuzz(room, name, count):
 LONG = [0] * 5000
 FOUND = {
     "costs": {**COSTS, "forward": [LONG, 1.0]},
-    "preferences": {"chosen": [{"role": LONG, "content": "a"}], "rejected": []},
+    "preferences": {
+        "chosen": [{"role": "user", "content": "a"}, {"role": LONG, "content": "b"}],
+        "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}],
+    },
 }
 """Inputs whose messages once quoted all of a value, found by `benchmarks/fuzz.py`."""
 
