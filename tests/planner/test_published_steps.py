@@ -16,7 +16,7 @@ from jaxstack.planner.rates import rates
 
 ROOT = Path(published.__file__).parent.parent
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "published_steps.json").read_text())
-PLANNING = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PLANNING = (ROOT / "docs" / "planning_results.md").read_text(encoding="utf-8")
 ROWS = published.TABLE["rows"]
 SHAPE = {"layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocabulary", "gated", "norm", "positions"}
 FIELDS = {
