@@ -174,11 +174,14 @@ def test_the_three_products_of_a_weight_have_their_own_shapes():
 
 
 def test_attention_takes_the_kernel_that_auto_selects():
-    """A packed batch has segments, which cuDNN's kernel does not take: scores of its chunks are written to memory."""
+    """A packed batch has segments, which cuDNN's kernel takes with a bound. Scores of chunks are written to memory."""
     cfg = config("none")
     packed = replace(cfg, data=replace(cfg.data, packing=True))
-    plain, chunked = (Job(c, memory.context(c, 1, "gpu")) for c in (cfg, packed))
-    assert [work_of(job, H100).kernel for job in (plain, chunked)] == ["cudnn", ""]
+    bounded = replace(cfg, data=replace(cfg.data, packing=True, max_documents=4))
+    by_chunks = replace(packed, kernels=replace(cfg.kernels, attention="chunked"))
+    jobs = [Job(c, memory.context(c, 1, "gpu")) for c in (cfg, packed, bounded, by_chunks)]
+    plain, _, _, chunked = jobs
+    assert [work_of(job, H100).kernel for job in jobs] == ["cudnn", "flash2", "cudnn", ""]
     assert work_of(plain, ChipLimits(CHIPS["a100"])).kernel == "flash2, before Hopper"
     assert step_time(chunked, H100).layers > 1.1 * step_time(plain, H100).layers
 
