@@ -68,3 +68,16 @@ mistakes(
     ("if length not in programs:", "if True:"),
     ("if each.done():", "if False:"),
 )  # fmt: skip
+
+mistakes(
+    "step", "training/features/loss_scale.py", "training/test_loss_scale.py -k 'no_digit and gpt2 and accum'",
+    ("return counts.scale * extras.loss(", "return extras.loss(",
+     "training/test_loss_scale.py -m '' -k 'no_digit and softmax'"),
+    ("lambda x: x / scale, (part.terms, part.grads)", "lambda x: x, (part.terms, part.grads)"),
+    ("good_steps = jnp.where(overflow, 0, before.good_steps + 1)", "good_steps = before.good_steps + 1",
+     "training/test_loss_scale.py -k as_declared"),
+    ("jnp.where(overflow, 0.5, jnp.where(grows, 2.0, 1.0))", "jnp.where(grows, 2.0, 1.0)",
+     "training/test_loss_scale.py -k as_declared"),
+    ("in_a_row = jnp.where(overflow & (before.scale > 1),", "in_a_row = jnp.where(overflow,",
+     "training/test_loss_scale.py -k scale_one"),
+)  # fmt: skip
