@@ -112,6 +112,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip|tokens))": "accelerators; test_config.py",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
+    r"--data\.source=hf": "an extra, and a download; tests/data/test_files_of_others.py",
     r"--data\.mask_id": "a folder of BERT; tests/hf/test_encoders.py",
     r"--data\.format": "files of other programs; tests/data/test_binary.py",
     r"--run\.sinks": "packages of extras; tests/tracking/test_sinks.py",

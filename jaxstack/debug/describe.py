@@ -65,7 +65,7 @@ def place(finding: Finding, guide: RunGuide) -> str:
     for loop in finding.loops:
         if is_stack(loop):
             parts.append(_layer(guide.model, finding, loop))
-        elif loop.function == "work" and loop.length == guide.grad_accum:
+        elif loop.function == "accumulate" and loop.length == guide.grad_accum:
             of_pipeline = "" if unit is None else "accumulated "
             parts += [f"{of_pipeline}microbatch {loop.step} of {loop.length}"] * (guide.grad_accum > 1)
         elif unit is None or not loop.function.endswith(("execute", "fori_loop")):

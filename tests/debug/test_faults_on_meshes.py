@@ -454,6 +454,7 @@ def check(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 MARKS = dict.fromkeys(FAULTS, meshes.MATRIX) | {
     "one device": (),
+    "a row of the embedding": meshes.SLOW,  # in a microbatch
     "a layer of a stage, on idle stages too": meshes.SLOW,
 }
 

@@ -25,7 +25,7 @@ from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 
 SEQ, ROWS, IDS = 16, 2, 60
-IN_BRANCH = {"understanding": (encoder, "masked_"), "generation": (decoder, "")}
+IN_BRANCH = {"understanding": (encoder.FAMILY, "masked_"), "generation": (decoder.FAMILY, "")}
 
 
 def text(rng, documents=40):
