@@ -4,8 +4,10 @@ Each name is read when its feature is used. tests/test_dependencies.py compares 
 """
 
 import importlib
+from collections.abc import Mapping
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 from jaxstack.common.errors import ConfigError
 
@@ -48,3 +50,11 @@ def private_module(name: str) -> ModuleType:
                 "Install a version of jax that tests/test_dependencies.py passes with, such as 0.10.2.",
             )
     return module
+
+
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a scan are constants, and how many are carried. JAX 0.11 has other parameters."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constant, carried, _ = (len([*part.vals]) for part in params["ft_in"].unpack())
+    return constant, carried

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from jaxstack.common.jax_private import scan_sizes
 from jaxstack.debug.devices import Devices, Function, Values, alone, communicates
 from jaxstack.debug.statistics import Statistics, flags, is_float
 from jaxstack.debug.way import Loop, Reading, Way
@@ -271,14 +272,6 @@ def _entry_of(arrays: Values, index: int, axis: int) -> Values:
 def _stack(parts: Sequence[Values], axis: int) -> Values:
     """Returns the arrays of results, from the results of each step."""
     return [jnp.stack(entries, axis) for entries in zip(*parts, strict=True)]
-
-
-def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many inputs of a scan are constants, and how many are carried. JAX 0.11 has other parameters."""
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    constant, carried, _ = (len([*part.vals]) for part in params["ft_in"].unpack())
-    return constant, carried
 
 
 class While(_Steps):

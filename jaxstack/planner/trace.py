@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jax.extend.core
 
+from jaxstack.common.jax_private import scan_sizes
+
 FUSED = frozenset([
     "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp", "concatenate",
     "convert_element_type", "cos", "div", "dynamic_slice", "eq", "erf", "erf_inv", "exp", "exp2", "floor", "ge",
@@ -222,6 +224,7 @@ class _Walk:
         """Walks the turns of a loop, or the branches of a condition. What they need on the way is freed behind them."""
         name = equation.primitive.name
         params = equation.params
+        constants = 0
         carry = 0
         turns = 1.0
         if name == "cond":
@@ -229,7 +232,7 @@ class _Walk:
             inputs = inputs[1:]
         elif name == "scan":
             bodies = [params["jaxpr"].jaxpr]
-            carry = params["num_carry"]
+            constants, carry = scan_sizes(params)
             turns = params["length"]
         else:
             bodies = [params["body_jaxpr"].jaxpr]
@@ -249,7 +252,7 @@ class _Walk:
         self.inner[self.step] = most.peak()
         self.runs += most.runs
         self.waiting += most.wait()
-        first = params["num_consts"] if name == "scan" else len(inputs) - carry
+        first = constants if name == "scan" else len(inputs) - carry
         for k, result in enumerate(results):
             result.array = result.array._replace(name=names[k] or name)
             self.write(result)
