@@ -406,7 +406,7 @@ class Rollouts(Batches):
             return ""
         path = Path(self.cfg.run.dir) / "rollouts" / f"{step}.npz"
         try:
-            with np.load(path) as content:
+            with np.load(path, allow_pickle=False) as content:
                 for key in content.files:
                     number, kind, name = key.split("/", 2)
                     arrays, figures = self.waiting.setdefault(int(number), ({}, {}))

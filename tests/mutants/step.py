@@ -78,6 +78,8 @@ mistakes(
      "training/test_loss_scale.py -k as_declared"),
     ("jnp.where(overflow, 0.5, jnp.where(grows, 2.0, 1.0))", "jnp.where(grows, 2.0, 1.0)",
      "training/test_loss_scale.py -k as_declared"),
-    ("in_a_row = jnp.where(overflow & (before.scale > 1),", "in_a_row = jnp.where(overflow,",
-     "training/test_loss_scale.py -k scale_one"),
+    ("halved = overflow & (before.scale > 1)", "halved = overflow & (before.scale > 0)",
+     "training/test_loss_scale.py -k cannot_be_halved"),
+    ("(before.scale > 1) & (cfg.interval is not None)", "(before.scale > 1)",
+     "training/test_loss_scale.py -k cannot_be_halved"),
 )  # fmt: skip

@@ -135,15 +135,16 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     assert any(jax.tree.leaves(changed))
 
 
-def test_an_overflow_with_scale_one_is_a_bad_step():
-    """Nothing is left to halve; the weights themselves make gradients that float16 does not hold."""
-    state, train_step, batch = steps_of(1.0)
+@pytest.mark.parametrize(("scale", "interval"), [(1.0, 2), (8.0, None)])
+def test_an_overflow_with_a_scale_that_cannot_be_halved_is_a_bad_step(scale, interval):
+    """So `train.max_bad_steps` ends the run. The weights themselves make gradients that float16 does not hold."""
+    state, train_step, batch = steps_of(scale, interval)
     batch = batch | {"loss_weights": batch["loss_weights"] * 0 + np.eye(1, batch["loss_weights"].shape[1])}
     big = jax.tree.map(lambda x: x, state.params)
     big["embedding"]["tokens"] = big["embedding"]["tokens"] * 1e7  # float16 ends at 65,504
     new, metrics = train_step(dataclasses.replace(state, params=big), batch)
     assert int(new.skipped_in_a_row) == int(metrics["skipped_in_a_row"]) == 1
-    assert float(new.loss_scale.scale) == 1.0
+    assert float(new.loss_scale.scale) == scale
 
 
 def test_the_scale_is_halved_and_doubled_as_declared():

@@ -76,7 +76,7 @@ def with_loss_scale(step: TrainStep, cfg: LossScaleConfig, objective: Objective)
     """Returns a train step that gives the batch the scale of the state, and adapts the scale to its gradients.
 
     Its metrics have the `loss_scale` of the step, and `overflow`, which is 1 if a gradient was not finite although the
-    loss was. Such a step is skipped, and counts as bad only if the scale is 1 and cannot be halved any more.
+    loss was. Such a step is skipped, and counts as bad only if the scale cannot be halved: it is 1, or never changes.
 
     Args:
       step: without a scale of its own.
@@ -89,7 +89,8 @@ def with_loss_scale(step: TrainStep, cfg: LossScaleConfig, objective: Objective)
         assert before is not None
         new, metrics = step(state, with_scale(state, objective, batch))
         overflow = jnp.isfinite(metrics["loss"]) & ~jnp.isfinite(metrics["grad_norm"])
-        in_a_row = jnp.where(overflow & (before.scale > 1), state.skipped_in_a_row, new.skipped_in_a_row)
+        halved = overflow & (before.scale > 1) & (cfg.interval is not None)
+        in_a_row = jnp.where(halved, state.skipped_in_a_row, new.skipped_in_a_row)
         new = replace(new, loss_scale=adapted(before, overflow, cfg), skipped_in_a_row=in_a_row)
         figures = {"skipped_in_a_row": in_a_row, "loss_scale": before.scale, "overflow": overflow.astype(jnp.int32)}
         return new, metrics | figures
