@@ -46,7 +46,9 @@ COLLECTIVE_MATMUL: dict[str, tuple[tuple[str, Any], ...]] = {
 
 def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
     """Compiles a step with the options of `GPU_OPTIONS` and returns what hides its collectives, in ms of one step."""
-    cfg = replace(train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", {}), mesh=LAYOUTS[layout])
+    # Most options concern loops, so FSDP has one here, where `auto` unrolls the layers (fsdp_layers.py).
+    kernels = {"layers": "scan"} if LAYOUTS[layout].fsdp > 1 else {}
+    cfg = replace(train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", kernels), mesh=LAYOUTS[layout])
     begin = time.perf_counter()
     with mock.patch.dict(xla_options.GPU_OPTIONS, options, clear=True):
         compiled = aot.compile(cfg, TARGET)
