@@ -47,10 +47,6 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     from jaxstack.runtime.watchdog import EndListener
 
     with EndListener():
-        if processes:
-            from jaxstack.runtime import shared_cache
-
-            shared_cache.share(Path(cfg.run.dir), cfg.distributed.timeout_s)
         if processes or preflight:
             from jaxstack.training.services import health
 
