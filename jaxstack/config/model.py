@@ -115,6 +115,48 @@ class LatentConfig:
                 )
 
 
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Layers of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), which have a state in place of a KV cache.
+
+    A head's state is a matrix. A token decays it, and corrects what it says of the token's key (Gated DeltaNet).
+    """
+
+    every: NonNegativeInt = 0
+    """Every so many layers, the last one has attention, and the others the delta rule. 0 means attention in all layers.
+    Qwen3-Next has 4."""
+    key_heads: PositiveInt = 16
+    """Number of heads of queries and keys."""
+    value_heads: PositiveInt = 32
+    """Number of heads of values, which have the states; a multiple of key_heads."""
+    key_dim: PositiveInt = 128
+    """Width of a query or key."""
+    value_dim: PositiveInt = 128
+    """Width of a value."""
+    taps: Annotated[int, Interval(2)] = 4
+    """Tokens that the convolution of queries, keys and values reads, with the token itself."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.delta", self)
+        require(
+            self.value_heads % self.key_heads == 0,
+            f"model.delta.key_heads={self.key_heads} does not divide model.delta.value_heads={self.value_heads}, but "
+            f"every key head must serve the same number of value heads. Use a divisor.",
+        )
+        require(
+            self.every != 1,
+            "model.delta.every=1 leaves attention in every layer. Use 0, or 2 or more.",
+        )
+        if not self.every:
+            default = {f.name: f.default for f in fields(self)}
+            for name, value in vars(self).items():
+                require(
+                    value == default[name],
+                    f"model.delta.{name}={value} is for the gated delta rule, but model.delta.every=0. Set every, or "
+                    f"leave {name} out.",
+                )
+
+
 LABEL_MULTIPLE = 192
 """A classifier's outputs are padded with zeros to a multiple of this, so that most meshes divide them."""
 
@@ -224,6 +266,10 @@ class ModelConfig:
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
     latent: LatentConfig = field(default_factory=LatentConfig)
     """Attention by a narrow vector of each token (DeepSeek)."""
+    attention_gate: bool = False
+    """Multiply what each head of attention has mixed by the sigmoid of a projection of the token (Qwen3-Next)."""
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
+    """Layers of the gated delta rule between layers with attention (Qwen3-Next)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -267,6 +313,7 @@ class ModelConfig:
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
         self._check_latent()
+        self._check_delta()
         self._check_windows()
         self._check_norms()
         require(
@@ -385,6 +432,43 @@ class ModelConfig:
         require(
             not self.bias and self.attention_bias == "none",
             f"{rank} has projections without biases. Use model.bias=false and model.attention_bias=none.",
+        )
+
+    def _check_delta(self) -> None:
+        require(
+            not self.attention_gate or not self.latent.kv_rank,
+            f"model.attention_gate=true is for usual attention, but model.latent.kv_rank={self.latent.kv_rank}. Use "
+            f"one of them.",
+        )
+        every = f"model.delta.every={self.delta.every}"
+        if not self.delta.every:
+            return
+        require(
+            self.num_layers % self.delta.every == 0,
+            f"{every} does not divide model.num_layers={self.num_layers}. Change one of them.",
+        )
+        require(
+            self.windows == (0,),
+            f"model.windows={list(self.windows)} alternates by layer, and so does {every}. Use model.windows=[0].",
+        )
+        require(
+            not self.moe.dense_layers,
+            f"model.moe.dense_layers={self.moe.dense_layers} cuts a unit of {every} layers. Use "
+            f"model.moe.dense_layers=0.",
+        )
+        require(
+            not self.moe.num_experts or self.moe.router != "sigmoid",
+            f"model.moe.router=sigmoid has a bias that moves in each layer of a stack, but {every} makes units of "
+            f"layers. Use model.moe.router=softmax.",
+        )
+        require(
+            self.base_width is None,
+            f"model.base_width={self.base_width} has no rule for decay rates of states, which {every} has. Leave "
+            f"base_width null.",
+        )
+        require(
+            not self.bias and self.attention_bias == "none",
+            f"{every} has projections without biases. Use model.bias=false and model.attention_bias=none.",
         )
 
     def _check_windows(self) -> None:

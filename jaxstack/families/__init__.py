@@ -17,6 +17,7 @@ from jaxstack.families import branches, contrastive, diffusion, encoder, encoder
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
 from jaxstack.features.latent_attention import with_latent_attention
+from jaxstack.features.linear_attention import with_attention_gate, with_delta_rule
 from jaxstack.features.residual import needed, with_residual, with_scales
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
@@ -60,8 +61,12 @@ def of(cfg: ModelConfig) -> Family:
         family = with_residual(family)
     if cfg.latent.kv_rank:
         family = with_latent_attention(family)
+    if cfg.attention_gate:
+        family = with_attention_gate(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
+    if cfg.delta.every:
+        family = with_delta_rule(family)
     if cfg.base_width:
         family = with_width(family)
     if cfg.lora.rank:

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.common import inputs
-from jaxstack.config import ConfigError, LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
+from jaxstack.config import (
+    ConfigError,
+    DeltaConfig,
+    LatentConfig,
+    LoraConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+    flat,
+)
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.hf.families import (
@@ -22,6 +31,7 @@ from jaxstack.hf.families import (
     FOREIGN,
     FULL,
     GENERATION,
+    LINEAR,
     SLIDING,
     TRAINING,
     UNRELATED,
@@ -111,6 +121,8 @@ def from_json(where: str, values: object) -> Description:
     ours |= _switches(keys, family, ours)
     if family.latent:
         ours |= _latent(keys, ours["num_heads"])
+    if family.delta:
+        ours["delta.every"] = _delta_every(keys, ours["num_layers"])
     if family.rope:
         ours |= _rope(keys, family, ours.get("max_positions"))
     if ours.get("moe.router") == "sigmoid" and ours["moe.top_k"] == 1 and ours["moe.normalize"]:
@@ -122,10 +134,12 @@ def from_json(where: str, values: object) -> Description:
     keys.require_empty()
     moe = _group(ours, "moe.")
     latent = _group(ours, "latent.")
+    delta = _group(ours, "delta.")
     scaling = ours.pop("rope_scaling", {})
     try:
         scaled = RopeScaling(**scaling)
-        model = ModelConfig(**ours, moe=MoEConfig(**moe), latent=LatentConfig(**latent), rope_scaling=scaled)
+        groups = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent), "delta": DeltaConfig(**delta)}
+        model = ModelConfig(**ours, **groups, rope_scaling=scaled)
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
     return Description(name, model, ignored, unknown, code)
@@ -212,6 +226,24 @@ def _latent(keys: Keys, heads: int) -> JsonObject:
         "latent.rotary_dim": rotary,
         "latent.value_dim": values["v_head_dim"],
     }
+
+
+def _delta_every(keys: Keys, layers: int) -> int:
+    """Returns after how many layers one has full attention; the others have the gated delta rule."""
+    every = keys.take("full_attention_interval", 4)
+    types = keys.take("layer_types", None)
+    if isinstance(types, list) and FULL in types:
+        every = types.index(FULL) + 1
+    if type(every) is not int or every < 2 or layers % every:
+        raise keys.error("full_attention_interval", every, f"Give a divisor of {layers} layers, 2 or more")
+    if types not in (None, _delta_types(every, layers)):
+        raise keys.error("layer_types", types, f"Give every so many layers {FULL}, and the others {LINEAR}")
+    return every
+
+
+def _delta_types(every: int, layers: int) -> list[str]:
+    """Returns `layer_types` of a model with the gated delta rule."""
+    return [LINEAR if (i + 1) % every else FULL for i in range(layers)]
 
 
 def _latent_keys(model: ModelConfig) -> JsonObject:
@@ -307,7 +339,8 @@ def _is_name(value: object) -> bool:
 
 def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
     """Returns the value of a key after checking that it has the type of the field."""
-    group, name = (MoEConfig, path.removeprefix("moe.")) if path.startswith("moe.") else (ModelConfig, path)
+    prefix, _, name = path.rpartition(".")
+    group = {"": ModelConfig, "moe": MoEConfig, "delta": DeltaConfig}[prefix]
     kind = get_type_hints(group)[name]  # without the bounds
     kinds = get_args(kind) or (kind,)
     if name in ("vocab_size", "max_positions"):  # the fields allow null, but a file must give a number
@@ -592,6 +625,9 @@ def _switch_keys(family: Family, model: ModelConfig) -> JsonObject:
         values[family.parallel[0]] = model.parallel != "no"
     if family.latent:
         values |= _latent_keys(model)
+    if family.delta:
+        every = model.delta.every or model.num_layers
+        values |= {"full_attention_interval": every, "layer_types": _delta_types(every, model.num_layers)}
     if family.interleaved_key:
         values[family.interleaved_key] = model.rotary_interleaved
     if family.group_key:

@@ -21,6 +21,7 @@ ACTIVATIONS = {
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 """The values of `layer_types`."""
 
 
@@ -77,6 +78,7 @@ class Family:
       interleaved_key: the key of `ModelConfig.rotary_interleaved`, if it has one; true by default.
       group_key: the key that says whether experts are chosen within groups, if it has one, as in DeepSeek-V2.
       sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
+      delta: whether layers have the gated delta rule or full attention, as `layer_types` says.
     """
 
     architecture: str
@@ -121,6 +123,7 @@ class Family:
     interleaved_key: str = ""
     group_key: str = ""
     sparse: bool = False
+    delta: bool = False
 
     def default_of(self, key: str) -> tuple[object, ...]:
         """Returns the default of a key as a tuple, which is empty for a mandatory key."""
@@ -510,6 +513,40 @@ FAMILIES = {
         layer_types=(FULL,),
         sliding_window=4096,
         lists_layer_types=True,
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _LLAMA
+        | {
+            "num_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.top_k",
+            "moe_intermediate_size": "moe.d_ff",
+            "norm_topk_prob": "moe.normalize",
+            "linear_num_key_heads": "delta.key_heads",
+            "linear_num_value_heads": "delta.value_heads",
+            "linear_key_head_dim": "delta.key_dim",
+            "linear_value_head_dim": "delta.value_dim",
+            "linear_conv_kernel_dim": "delta.taps",
+        },
+        delta=True,
+        rotary_key="partial_rotary_factor",
+        shared_width="shared_expert_intermediate_size",
+        fixed={"qk_norm": True, "norm_unit_offset": True, "attention_gate": True, "moe.shared_gate": True},
+        required={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
         aliases={"num_local_experts": "num_experts"},
     ),
     "deepseek_v2": Family(

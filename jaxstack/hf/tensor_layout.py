@@ -32,6 +32,7 @@ class TensorLayout:
       first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
       layers: of units with several layers, how many a unit has, and which of them this one is. A parameter has a row
         for each unit.
+      depthwise: whether the tensor has an axis of size one behind the outputs, as in a depthwise `nn.Conv1d`.
     """
 
     transposed: bool = False
@@ -40,6 +41,7 @@ class TensorLayout:
     start: int = 0
     first_layer: int = 0
     layers: tuple[int, int] = (1, 0)
+    depthwise: bool = False
 
     def name(self, pattern: str, at: tuple[int, ...]) -> str:
         """Returns the name of a tensor, from its pattern and the numbers of the unit of layers and of the expert."""
@@ -64,7 +66,7 @@ class TensorLayout:
         own = p.shape[p.batch_axes :]
         sizes = [prod(own[d] for d in axis) for axis in self._axes(p)]
         sizes[self.outputs_axis(p)] = self.joined or sizes[self.outputs_axis(p)]
-        return tuple(sizes)
+        return (sizes[0], 1, *sizes[1:]) if self.depthwise else tuple(sizes)
 
     def outputs(self, p: Param) -> np.ndarray:
         """Returns where the axis of outputs holds each output of the parameter, in the shape of its outputs."""
@@ -115,7 +117,7 @@ class TensorLayout:
         if self.joined is not None:
             places = self.outputs(p).ravel()[where[at]]
             where[at] = slice(int(places[0]), int(places[-1]) + 1)
-            whole = fetch(tuple(where))
+            whole = fetch((where[0], slice(0, 1), *where[1:]) if self.depthwise else tuple(where))
             fetched = whole if whole.shape[at] == len(places) else whole.take(places - places[0], axis=at)
         else:
             fetched = fetch(tuple(where))
@@ -125,4 +127,5 @@ class TensorLayout:
         """Returns what the tensor holds of a parameter of one layer and one expert, in the order of its outputs."""
         axes = self._axes(p)
         sizes = [prod(values.shape[d] for d in axis) for axis in axes]
+        sizes = [sizes[0], 1, *sizes[1:]] if self.depthwise else sizes
         return values.transpose([d for axis in axes for d in axis]).reshape(sizes)

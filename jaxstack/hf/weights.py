@@ -195,6 +195,22 @@ def _t5() -> WeightMap:
     return found
 
 
+_SHARED_EXPERT: WeightMap = {
+    "layers/moe/shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", TRANSPOSED),
+    "layers/moe/shared/w_gate": ("model.layers.{}.mlp.shared_expert.gate_proj.weight", TRANSPOSED),
+    "layers/moe/shared/w_up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", TRANSPOSED),
+    "layers/moe/shared/w_down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", TRANSPOSED),
+}
+_DELTA_RULE: WeightMap = {
+    **{f"w_{name}": ("in_proj_qkvz.weight", TRANSPOSED) for name in ("q", "k", "v", "z")},
+    **{f"w_{name}": ("in_proj_ba.weight", TRANSPOSED) for name in ("beta", "decay")},
+    **{f"taps_{name}": ("conv1d.weight", replace(TRANSPOSED, depthwise=True)) for name in ("q", "k", "v")},
+    "rate": ("A_log", SAME),
+    "b_decay": ("dt_bias", SAME),
+    "norm/scale": ("norm.weight", SAME),
+    "w_o": ("out_proj.weight", TRANSPOSED),
+}
+"""The weights of the delta rule within a layer. `in_proj_qkvz` and `in_proj_ba` join them key head by key head."""
 _ROBERTA = ("roberta", "xlm-roberta")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 """The families with DeepSeek's latent attention."""
@@ -233,13 +249,15 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "gemma3_text": QWEN3 | _POST_NORMS,
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
-    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj")
-    | {
-        "layers/moe/shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", TRANSPOSED),
-        "layers/moe/shared/w_gate": ("model.layers.{}.mlp.shared_expert.gate_proj.weight", TRANSPOSED),
-        "layers/moe/shared/w_up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", TRANSPOSED),
-        "layers/moe/shared/w_down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", TRANSPOSED),
-    },
+    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj") | _SHARED_EXPERT,
+    "qwen3_next": _experts(
+        QWEN3 | {"layers/attention/w_gate": ("model.layers.{}.self_attn.q_proj.weight", TRANSPOSED)},
+        "mlp",
+        w_gate="gate_proj",
+        w_up="up_proj",
+        w_down="down_proj",
+    )
+    | _SHARED_EXPERT,
     **dict.fromkeys(DEEPSEEK, _deepseek(_LATENT)),
     "dots1": _deepseek(QWEN3),
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
@@ -362,6 +380,25 @@ def _with_dense_layers(declared: dict[str, Param], rows: WeightMap) -> WeightMap
     return found
 
 
+def _with_delta_rule(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of a model whose units of layers have the delta rule in all but the last."""
+    size = len({path.split("/")[1] for path in declared if path.startswith("layers/layer_")})
+    found: WeightMap = {}
+    for path, (name, layout) in rows.items():
+        stack, _, rest = path.partition("/")
+        if stack != "layers" or not size:
+            found[path] = name, layout
+            continue
+        first = size - 1 if rest.startswith("attention/") else 0
+        for i in range(first, size):
+            found[f"layers/layer_{i}/{rest}"] = name, replace(layout, layers=(size, i))
+    for i in range(size - 1):
+        for own, (name, layout) in _DELTA_RULE.items():
+            path = f"layers/layer_{i}/attention/{own}"
+            found[path] = f"model.layers.{{}}.linear_attn.{name}", replace(layout, layers=(size, i))
+    return found
+
+
 def _with_pairs(rows: WeightMap) -> WeightMap:
     """Returns the weight map of a BERT with its pooler and its head for pairs of sentences."""
     linear = {"pooler/{}": "bert.pooler.dense", "sentences/next/{}": "cls.seq_relationship"}
@@ -404,6 +441,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows.pop("head/w", None)
     if family in (*DEEPSEEK, "dots1"):
         rows = _with_dense_layers(declared, rows)
+    if family == "qwen3_next":
+        rows = _with_delta_rule(declared, rows)
     if family in ("t5", "mt5"):
         rows = _with_gate(declared, rows)
     if family == "switch_transformers":
@@ -432,6 +471,14 @@ DeepSeek joins keys and values alone.
 """
 
 
+def _blocks(family: str, declared: dict[str, Param], first: str) -> int:
+    """Returns the number of equal blocks of a tensor that joins the parameter `first` and others."""
+    group = first.rpartition("/")[0]
+    if family == "qwen3_next" and declared[first].kind == "matrix":
+        return declared[f"{group}/w_q"].shape[-2]
+    return declared[f"{group}/w_k"].shape[-2] if family in BY_HEAD else 1
+
+
 def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     """Returns the weight map with the places of parameters that are joined in one tensor."""
     tensors: dict[tuple[str, tuple[int, int]], list[str]] = {}
@@ -440,7 +487,7 @@ def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap
     joined = dict(rows)
     for paths in (paths for paths in tensors.values() if len(paths) > 1):
         sizes = [rows[path][1].outputs(without_padding(declared[path])).size for path in paths]
-        blocks = declared["layers/attention/w_k"].shape[-2] if family in BY_HEAD else 1
+        blocks = _blocks(family, declared, paths[0])
         for path, start in zip(paths, itertools.accumulate([0, *sizes[:-1]]), strict=True):
             name, layout = rows[path]
             joined[path] = name, replace(layout, joined=sum(sizes), blocks=blocks, start=start // blocks)

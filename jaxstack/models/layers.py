@@ -178,6 +178,8 @@ def attention(
         options |= {"mask": mask, "max_distance": cfg.relative_distance}
         mixed = attention_region(ctx, "attention", options, (q, k, v, inputs.segment_ids, None, table))
     ctx.observe("attention/mixed", mixed, *HEADS)
+    if "w_gate" in params:
+        mixed = mixed * jax.nn.sigmoid(linear(cfg, params, "gate", x, ctx, "heads"))
     y = project_out(cfg, params, mixed, ctx)
     ctx.observe("attention/out", y, *RESIDUAL)
     return y

@@ -253,8 +253,14 @@ class Layout:
         """
         if self.pipeline is None:
             return tree
-        slots = self.pipeline.stages.of(stack).slot_of_layer
-        return jax.tree.map(lambda a: collectives.all_gather_invariant(a, ("pipe",), 0)[slots], tree)
+        placed = self.pipeline.stages.of(stack)
+
+        def one(a: jax.Array) -> jax.Array:
+            gathered = collectives.all_gather_invariant(a, ("pipe",), 0)
+            slots = gathered.reshape(len(placed.layer_of_slot), -1, *gathered.shape[1:])  # a unit has several layers
+            return slots[placed.slot_of_layer].reshape(-1, *gathered.shape[1:])
+
+        return jax.tree.map(one, tree)
 
     def to_stage_order(self, values: jax.Array, stack: str = "") -> jax.Array:
         """Returns an array over all layers, in order [L, ...], as stages store it [R, ...]; empty slots are zeros."""

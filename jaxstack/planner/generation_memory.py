@@ -16,7 +16,7 @@ from jaxstack.sharding import find_devices
 
 
 def generation_need(job: Job, slots: int) -> tuple[float, float]:
-    """Returns the least bytes of generation on a device: of float32 parameters, and of keys and values of all layers.
+    """Returns the least bytes of generation on a device: of float32 parameters, and of the cache of all layers.
 
     Args:
       slots: tokens of the longest prompt with its continuation.
@@ -35,7 +35,15 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
     if m.latent.kv_rank:  # all devices of a tensor group keep the same
         return params, itemsize * rows * kept * (m.latent.kv_rank + m.latent.rotary_dim)
-    return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
+    cache = 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
+    if m.delta.every:  # the states are in float32
+        delta = m.delta
+        states = 4 * delta.value_heads * delta.key_dim * delta.value_dim
+        channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+        layers = m.num_layers - m.num_layers // delta.every
+        cache = cache // delta.every
+        cache += layers * rows * (states + itemsize * (delta.taps - 1) * channels) // sizes["tensor"]
+    return params, cache
 
 
 @dataclass(frozen=True)

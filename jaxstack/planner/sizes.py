@@ -96,6 +96,10 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.moe.dense_layers={model.moe.dense_layers}"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
+    if model.delta.every:
+        return f"model.delta.every={model.delta.every}"
+    if model.attention_gate:
+        return "model.attention_gate=true"
     return "model.moe.shared_gate=true" if model.moe.shared_gate else None
 
 

@@ -40,6 +40,7 @@ PARAMETERS = {  # published counts, embeddings counted once
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200,  # 671,026,404,352 and the biases of 58 routers
     "dots1": 142_774_381_696,
+    "qwen3_next_80b_a3b": 79_674_391_296,  # of the class in `transformers`; its authors say 80 billion
 }
 
 

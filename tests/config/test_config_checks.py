@@ -95,6 +95,7 @@ def mixed(*sources, **changes):
 
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
+DELTA = {"model.delta.every": 2}
 LATENT = {"model.latent.kv_rank": 32, "model.head_dim": 192}
 PROMPTS = {"data.source": "prompts", "data.path": "x", "run.init_from": "x"}
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
@@ -128,6 +129,18 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (LATENT | {"model.num_kv_heads": 2}, {"model.num_kv_heads": 2}),
     (LATENT | {"model.qk_norm": True}, {"model.qk_norm": True}),
     (LATENT | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
+    ({"model.delta.key_heads": 3}, DELTA | {"model.delta.key_heads": 4}),
+    (DELTA | {"model.delta.key_heads": 3}, DELTA | {"model.delta.key_heads": 4}),
+    (DELTA | {"model.delta.every": 1}, DELTA),
+    (DELTA | {"model.num_layers": 5}, {"model.num_layers": 5}),
+    (DELTA | {"model.windows": (4, 0)}, {"model.windows": (4, 0)}),
+    (DELTA | MOE | {"model.moe.dense_layers": 2}, MOE | {"model.moe.dense_layers": 2}),
+    (DELTA | SIGMOID, DELTA | MOE),
+    (DELTA | {"model.base_width": 64}, {"model.base_width": 64}),
+    (DELTA | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
+    (DELTA | {"mesh.pipe": 2}, DELTA | {"mesh.pipe": 2, "sample.prompts": ()}),
+    (DELTA | {"mesh.context": 2, "data.seq_len": 8}, DELTA | {"mesh.context": 2, "data.seq_len": 12}),
+    (LATENT | {"model.attention_gate": True}, {"model.attention_gate": True}),
     ({"model.rope_layers": (True, False)}, {"model.rope_layers": (True, False), "model.windows": (0, 0)}),
     ({"model.rope_layers": (False,)}, {"model.rope_layers": (True,)}),
     (MOE | {"model.moe.shared_gate": True}, MOE | {"model.moe.shared_gate": True, "model.moe.shared_experts": 1}),

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from families import EXPERTS, FAMILIES
+from families import DELTA, EXPERTS, FAMILIES
 from random_runs import write_run
 from test_train import ROOT, SMALL, environment, run
 
@@ -95,6 +95,7 @@ NEAR |= {
     "dots1": {"qk_norm": True, "num_layers": 3, "moe": _SIGMOID},
 }
 MODELS |= {name: dataclasses.replace(PLAIN, **changes) for name, changes in NEAR.items()}
+MODELS["qwen3_next"] = dataclasses.replace(DELTA["qwen3_next"], num_layers=6)  # three units of two layers
 
 
 def random_values(cfg, rng):
@@ -295,13 +296,58 @@ def in_the_words_of_deepseek(cfg, values):
     return found
 
 
+def in_the_words_of_qwen3_next(cfg, values):
+    """Returns the tensors of a Qwen3-Next, whose odd layers have attention here, and the others the delta rule."""
+    found = {
+        "model.embed_tokens.weight": values["embedding"]["tokens"],
+        "model.norm.weight": values["final_norm"]["scale"],
+        "lm_head.weight": values["head"]["w"].T,
+    }
+    sizes, D = cfg.delta, cfg.d_model
+    for i in range(cfg.num_layers):
+        layer = jax.tree.map(lambda a, unit=i // 2: a[unit], values["layers"][f"layer_{i % 2}"])
+        h, p = f"model.layers.{i}.", layer["attention"]
+        found[f"{h}input_layernorm.weight"] = layer["attention_norm"]["scale"]
+        found[f"{h}post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
+        if i % 2:
+            a = f"{h}self_attn."
+            both = [np.concatenate([p["w_q"][:, head], p["w_gate"][:, head]], 1) for head in range(cfg.num_heads)]
+            found[f"{a}q_proj.weight"] = np.concatenate(both, 1).T
+            found |= {f"{a}{x}_proj.weight": p[f"w_{x}"].reshape(D, -1).T for x in "kv"}
+            found |= {f"{a}{x}_norm.weight": p[f"{x}_norm"]["scale"] for x in "qk"}
+            found[f"{a}o_proj.weight"] = p["w_o"].reshape(-1, D).T
+        else:
+            a, shared = f"{h}linear_attn.", sizes.value_heads // sizes.key_heads
+            wide, narrow = [], []
+            for head in range(sizes.key_heads):
+                own = slice(head * shared, (head + 1) * shared)
+                wide += [p["w_q"][:, head], p["w_k"][:, head]]
+                wide += [p[x][:, own].reshape(D, -1) for x in ("w_v", "w_z")]
+                narrow += [p["w_beta"][:, own], p["w_decay"][:, own]]
+            found[f"{a}in_proj_qkvz.weight"] = np.concatenate(wide, 1).T
+            found[f"{a}in_proj_ba.weight"] = np.concatenate(narrow, 1).T
+            taps = [p[f"taps_{x}"].reshape(sizes.taps, -1) for x in "qkv"]
+            found[f"{a}conv1d.weight"] = np.concatenate(taps, 1).T[:, None]
+            found |= {f"{a}A_log": p["rate"], f"{a}dt_bias": p["b_decay"], f"{a}norm.weight": p["norm"]["scale"]}
+            found[f"{a}out_proj.weight"] = p["w_o"].reshape(-1, D).T
+        m = f"{h}mlp."
+        found[f"{m}gate.weight"] = layer["moe"]["router"].T
+        found[f"{m}shared_expert_gate.weight"] = layer["moe"]["shared_gate"].T
+        parts = {f"{m}experts.{e}.": {x: layer["moe"][x][e] for x in ("w_gate", "w_up", "w_down")} for e in range(4)}
+        for room, mlp in (parts | {f"{m}shared_expert.": layer["moe"]["shared"]}).items():
+            found |= {f"{room}{x}_proj.weight": mlp[f"w_{x}"].T for x in ("gate", "up", "down")}
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
     cfg = MODELS[name]
     values = random_values(cfg, rng)
     written = safetensors.load_file(save(tmp_path / "out", cfg, values) / tensor_files.SINGLE)
     routed = name in ("deepseek_v2", "deepseek_v3", "dots1")
-    expected = in_the_words_of_deepseek(cfg, values) if routed else in_their_words(name, cfg, values)
+    expected = in_the_words_of_deepseek(cfg, values) if routed else None
+    expected = in_the_words_of_qwen3_next(cfg, values) if name == "qwen3_next" else expected
+    expected = expected or in_their_words(name, cfg, values)
     assert written.keys() == expected.keys()
     for tensor, value in expected.items():
         np.testing.assert_array_equal(written[tensor], value, err_msg=tensor)

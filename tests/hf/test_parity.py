@@ -22,6 +22,7 @@ from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import (
     Config,
     DataConfig,
+    DeltaConfig,
     LatentConfig,
     ModelConfig,
     MoEConfig,
@@ -137,6 +138,12 @@ CHANGES: dict[str, dict] = {
     "qwen2_moe": _PLAIN
     | {"attention_bias": "qkv"}
     | {"moe": MoEConfig(5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
+    # Two units of two layers; 72 tokens are a chunk of 64 and a part.
+    "qwen3_next": _PLAIN
+    | {"num_layers": 4, "head_dim": 12, "qk_norm": True, "norm_unit_offset": True}
+    | {"attention_gate": True, "rotary_fraction": 0.5}
+    | {"delta": DeltaConfig(every=2, key_heads=2, value_heads=4, key_dim=10, value_dim=6, taps=3)}
+    | {"moe": MoEConfig(5, top_k=3, d_ff=24, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
     "olmoe": _PLAIN
     | {"qk_norm": True, "qk_norm_over": "all"}
     | {"moe": MoEConfig(5, top_k=3, d_ff=96, normalize=False, aux_loss_weight=0)},
@@ -228,6 +235,17 @@ HF_KEYS: dict[str, dict] = {
     | {
         "moe_intermediate_size": lambda cfg: cfg.expert_width,
         "shared_expert_intermediate_size": lambda cfg: cfg.moe.shared_experts * cfg.expert_width,
+    },
+    "qwen3_next": _EXPERTS
+    | {
+        "moe_intermediate_size": lambda cfg: cfg.expert_width,
+        "shared_expert_intermediate_size": lambda cfg: cfg.moe.shared_experts * cfg.expert_width,
+        "full_attention_interval": lambda cfg: cfg.delta.every,
+        "linear_num_key_heads": lambda cfg: cfg.delta.key_heads,
+        "linear_num_value_heads": lambda cfg: cfg.delta.value_heads,
+        "linear_key_head_dim": lambda cfg: cfg.delta.key_dim,
+        "linear_value_head_dim": lambda cfg: cfg.delta.value_dim,
+        "linear_conv_kernel_dim": lambda cfg: cfg.delta.taps,
     },
     "olmoe": _EXPERTS | {"intermediate_size": lambda cfg: cfg.expert_width},
 }

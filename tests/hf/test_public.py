@@ -100,6 +100,7 @@ PARAMETERS = {  # in millions, as their authors publish them, or by the names of
     "deepseek-ai/DeepSeek-V3": 671_026,
     "moonshotai/Kimi-K2-Instruct": 1_026_400,
     "rednote-hilab/dots.llm1.inst": 142_774,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 80_000,
 }
 
 
@@ -108,7 +109,6 @@ REFUSED = {
     "gpt_oss": "attention sinks, biases of experts, and a clipped activation",
     "gptj": "attention and the MLP side by side, and interleaved RoPE on a part of each head",
     "ministral3": "YaRN, and queries scaled by their position",
-    "qwen3_next": "layers of linear attention, and gated attention",
 }
 """Families that are not read, and what they compute that no documented family does."""
 
@@ -145,6 +145,7 @@ def test_a_model_of_another_family_is_refused_in_one_line(name):
         ("deepseek_v2_lite", "deepseek-ai/DeepSeek-V2-Lite"),
         ("deepseek_v3", "deepseek-ai/DeepSeek-V3"),
         ("dots1", "rednote-hilab/dots.llm1.inst"),
+        ("qwen3_next_80b_a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     ],
 )
 def test_a_shipped_config_is_the_public_model(config, name):
@@ -206,7 +207,7 @@ def scaled_down(config: dict) -> dict:
     small = deepcopy(config)
     heads = next(config[key] for key in ("num_attention_heads", "n_head", "num_heads") if key in config)
     few = min(heads, 6)
-    fours = ("gemma2", "switch_transformers", "smollm3", "exaone4", "cohere2", "olmo3")
+    fours = ("gemma2", "switch_transformers", "smollm3", "exaone4", "cohere2", "olmo3", "qwen3_next")
     layers = {"modernbert": 7, **dict.fromkeys(fours, 4)}.get(config["model_type"], 2)
     width = 8 * few
     sizes = {
@@ -222,6 +223,7 @@ def scaled_down(config: dict) -> dict:
         "max_position_embeddings": 66, "n_positions": 66, "n_ctx": 66,
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
         "n_routed_experts": 6, "n_group": min(config.get("n_group", 1), 2), "topk_group": 1,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
         "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
         "sliding_window": 7, "sliding_window_size": 7, "local_attention": 6, "max_window_layers": layers,
     }  # fmt: skip
@@ -235,6 +237,8 @@ def scaled_down(config: dict) -> dict:
         small["layer_types"] = small["layer_types"][:layers]
     if config["model_type"] == "helium":
         small["head_dim"] = 8  # its output matrix is square
+    if config["model_type"] == "qwen3_next":
+        small["head_dim"] = 16  # of which a quarter is rotated in pairs
     if "no_rope_layers" in small:
         small["no_rope_layers"] = small["no_rope_layers"][:layers]
     if "original_max_position_embeddings" in (small.get("rope_scaling") or {}):

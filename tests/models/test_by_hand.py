@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import EXPERTS, FAMILIES, NEAR, SMALL
+from families import DELTA, EXPERTS, FAMILIES, NEAR, SMALL
 
 from jaxstack import families
 from jaxstack.config import LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling
@@ -21,7 +21,7 @@ from jaxstack.training import losses
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
-MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | NEAR | EXPERTS).items()} | {
+MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | NEAR | EXPERTS | DELTA).items()} | {
     "gated_bias": ModelConfig(
         **SMALL, **ODD, norm="layer", positions="none", activation="gelu", bias=True, head_dim=12, num_kv_heads=1,
         attention_scale=0.41, post_norm=True, embedding_scale=True, qk_norm=True, windows=(3,),
@@ -136,7 +136,40 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
             scores = k[seen, g] @ q[t, h] * scale
             if cfg.attention_softcap:
                 scores = cfg.attention_softcap * np.tanh(scores / cfg.attention_softcap)
-            y[t] += softmax(scores) @ v[seen, g] @ p["w_o"][h]
+            mixed = softmax(scores) @ v[seen, g]
+            if cfg.attention_gate:
+                mixed = mixed * sigmoid(x[t] @ p["w_gate"][:, h])
+            y[t] += mixed @ p["w_o"][h]
+    return y
+
+
+def delta_rule(cfg, p, x, window, segments, positions, rotates=True):
+    """Computes a layer of the gated delta rule of one sequence [S, D], with a state for each head."""
+    sizes = cfg.delta
+
+    def convolved(name, head):
+        """Returns what the convolution makes of the projection of one head, reading tokens of the same document."""
+        read, made = x @ p[f"w_{name}"][:, head], []
+        for t in range(len(x)):
+            last = [j for j in range(t + 1) if t - j < sizes.taps and segments[j] == segments[t]]
+            made.append(sum(p[f"taps_{name}"][sizes.taps - 1 - (t - j), head] * read[j] for j in last))
+        return activate("silu", np.array(made))
+
+    y = np.zeros_like(x)
+    for h in range(sizes.value_heads):
+        g = h // (sizes.value_heads // sizes.key_heads)
+        q, k, v = convolved("q", g), convolved("k", g), convolved("v", h)
+        q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+        for t in range(len(x)):
+            if t == 0 or segments[t] != segments[t - 1]:
+                state = np.zeros((sizes.key_dim, sizes.value_dim))
+            state = state * np.exp(
+                -np.exp(p["rate"][h]) * np.log1p(np.exp(x[t] @ p["w_decay"][:, h] + p["b_decay"][h]))
+            )
+            state = state + np.outer(k[t], sigmoid(x[t] @ p["w_beta"][:, h]) * (v[t] - k[t] @ state))
+            read = q[t] @ state / math.sqrt(sizes.key_dim)
+            read = read / np.sqrt((read**2).mean() + cfg.norm_eps) * p["norm"]["scale"]
+            y[t] += (read * activate("silu", x[t] @ p["w_z"][:, h])) @ p["w_o"][h]
     return y
 
 
@@ -231,11 +264,14 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
         for layer in range(cfg.num_layers):
             first = cfg.moe.dense_layers
             group, at = ("dense_layers", layer) if layer < first else ("layers", layer - first)
-            p = jax.tree.map(lambda a, i=at: a[i], values[group])
+            stacked, attend = values[group], latent_attention if cfg.latent.kv_rank else attention
+            if cfg.delta.every:
+                at, kind = divmod(at, cfg.delta.every)
+                stacked, attend = stacked[f"layer_{kind}"], attend if kind == cfg.delta.every - 1 else delta_rule
+            p = jax.tree.map(lambda a, i=at: a[i], stacked)
             window = cfg.windows[layer % len(cfg.windows)]
             rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
             start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
-            attend = latent_attention if cfg.latent.kv_rank else attention
             y = attend(cfg, p["attention"], read, window, segment, position, rotates)
             x = x + cfg.residual_multiplier * (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
             if cfg.parallel != "one_norm":
@@ -278,6 +314,7 @@ def shapes_of(cfg):
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
     each = cfg.qk_norm_over == "head"
+    block |= {"w_gate": (D, H, K)} if cfg.attention_gate else {}
     block |= {"q_norm/scale": (K,) if each else (H, K), "k_norm/scale": (K,) if each else (G, K)} if cfg.qk_norm else {}
     if cfg.latent.kv_rank:
         kv, q, rotary, values = cfg.latent.kv_rank, cfg.latent.q_rank, cfg.latent.rotary_dim, cfg.latent.value_dim
@@ -306,8 +343,19 @@ def shapes_of(cfg):
         block |= {"moe/shared_gate": (D, 1)} if moe.shared_gate else {}
     else:
         block |= weights("mlp", F)
+    layers = {f"layers/{path}": (L, *shape) for path, shape in block.items()}
+    if cfg.delta.every:
+        n, s = cfg.delta.every, cfg.delta
+        kinds = [{path: shape for path, shape in block.items() if not path.startswith("attention/")} for _ in range(n)]
+        heads = {"q": (s.key_heads, s.key_dim), "k": (s.key_heads, s.key_dim), "v": (s.value_heads, s.value_dim)}
+        rule = {f"w_{name}": (D, *wide) for name, wide in heads.items()} | {"w_z": (D, *heads["v"])}
+        rule |= {f"taps_{name}": (s.taps, *wide) for name, wide in heads.items()}
+        rule |= {"rate": heads["v"][:1], "b_decay": heads["v"][:1], "norm/scale": heads["v"][1:]}
+        rule |= {"w_beta": (D, s.value_heads), "w_decay": (D, s.value_heads), "w_o": (*heads["v"], D)}
+        kinds = [kind | {f"attention/{name}": shape for name, shape in rule.items()} for kind in kinds[:-1]] + [block]
+        layers = {f"layers/layer_{i}/{path}": (L // n, *w) for i, one in enumerate(kinds) for path, w in one.items()}
     return (
-        {f"layers/{path}": (L, *shape) for path, shape in block.items()}
+        layers
         | {"embedding/tokens": (V, D)}
         | (first if moe.dense_layers else {})
         | ({"embedding/positions": (cfg.max_positions, D)} if cfg.positions == "learned" else {})

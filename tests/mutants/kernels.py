@@ -242,3 +242,15 @@ mistakes(
     ("where(fit, out.shape[1], 0)", "where(fit, 0, out.shape[1])"),
     ('(True, True): "PADDING_CAUSAL"', '(True, True): "PADDING"'),
 )
+
+mistakes(
+    "kernels", "kernels/delta_rule.py", "kernels/test_delta_rule.py",
+    ("sides = jnp.concatenate([beta * v, beta * before * k], -1)", "sides = jnp.concatenate([beta * v, beta * k], -1)"),
+    ("seen = (document[..., :, None] == document[..., None, :]) & (", "seen = ("),
+    ("k=since[..., -1, :, None] * k,", "k=k,"),
+    ("lax.rsqrt(jnp.square(a).sum(-1, keepdims=True) + EPS)", "lax.rsqrt(jnp.square(a).mean(-1, keepdims=True) + EPS)"),
+    ("jnp.where(seen[:, :, None, None], gap, -jnp.inf)", "jnp.where(seen[:, :, None, None], gap, 0)"),
+    ("return part[..., :width] @ x + part[..., width:], x", "return x + part[..., width:], x"),
+    ("jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])", "jnp.concatenate([gathered[:, 0], gathered[:, 1]])"),
+    ("joined[:, t : t + length] == segment_ids", "joined[:, :length] == segment_ids"),
+)  # fmt: skip

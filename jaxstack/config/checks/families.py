@@ -60,6 +60,8 @@ ONLY = (
     Only("model.moe.dense_layers", ("decoder",), "decoders", 0),
     Only("model.moe.every", ("encoder_decoder",), "encoder-decoders", 1),
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
+    Only("model.attention_gate", ("decoder",), "decoders", False),
+    Only("model.delta.every", ("decoder",), "decoders", 0),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
     *_group("branches", "models with two branches", "branches"),
@@ -246,6 +248,18 @@ def _check_experts(cfg: Groups) -> None:
         not dense or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
         f"model.moe.dense_layers={dense} gives a model two stacks of layers, from which mesh.pipe={cfg.mesh.pipe} does "
         f"not generate samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
+    )
+    every = model.delta.every
+    require(
+        not every or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
+        f"model.delta.every={every} has states, with which mesh.pipe={cfg.mesh.pipe} does not generate samples. Use "
+        f"--sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
+    )
+    shortest = cfg.data.seq_len // (2 * max(cfg.mesh.context, 1))
+    require(
+        not every or shortest >= model.delta.taps - 1 or cfg.mesh.context == 1,
+        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.delta.taps={model.delta.taps} "
+        f"reads {model.delta.taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
     )
     by_time = moe.router == "timestep"
     require(
