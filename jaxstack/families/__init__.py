@@ -18,6 +18,7 @@ from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
 from jaxstack.features.latent_attention import with_latent_attention
 from jaxstack.features.residual import needed, with_residual, with_scales
+from jaxstack.features.sinks import with_sinks
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
 from jaxstack.models.batches import BatchSpec
@@ -60,6 +61,8 @@ def of(cfg: ModelConfig) -> Family:
         family = with_residual(family)
     if cfg.latent.kv_rank:
         family = with_latent_attention(family)
+    if cfg.attention_sinks:
+        family = with_sinks(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.base_width:

@@ -96,6 +96,10 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.moe.dense_layers={model.moe.dense_layers}"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
+    if model.attention_sinks:
+        return "model.attention_sinks=true"
+    if model.moe.bias:
+        return "model.moe.bias=true"
     return "model.moe.shared_gate=true" if model.moe.shared_gate else None
 
 

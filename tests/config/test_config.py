@@ -40,6 +40,8 @@ PARAMETERS = {  # published counts, embeddings counted once
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200,  # 671,026,404,352 and the biases of 58 routers
     "dots1": 142_774_381_696,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 
 

@@ -262,6 +262,8 @@ MESH_STREAMS = [
     ("latent", {"data": 2, "tensor": 2}),
     ("latent", {"pipe": 2, "tensor": 2}),
     ("dense_first", {"data": 2, "expert": 2, "tensor": 2}),
+    ("gpt_oss", {"expert": 2, "tensor": 2}),
+    ("gpt_oss", {"fsdp": 2, "tensor": 2}),
 ]
 
 
