@@ -94,8 +94,20 @@ NEAR = {
         rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position=8, attention_factor=1.1),
         latent=LatentConfig(kv_rank=16, q_rank=24, rotary_dim=4, value_dim=10, mscale=0.7),
     ),
+    "gpt_oss": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        head_dim=12,
+        d_ff=24,
+        windows=(6, 0),
+        attention_bias="all",
+        attention_sinks=True,
+        rope_theta=100.0,
+        rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position=8),
+        moe=MoEConfig(num_experts=4, bias=True, swiglu_limit=0.9, z_loss_weight=1e-3),
+    ),
 }
-"""Decoders with the switches of `features.residual`, other rotations and norms, and latent attention."""
+"""Decoders with the switches of `features.residual`, other rotations and norms, latent attention, attention sinks."""
 
 ENCODERS = {
     "bert": ModelConfig(

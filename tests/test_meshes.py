@@ -96,7 +96,7 @@ _DELTA = WIDE | {"norm_eps": 0.1}
 MODELS["qwen3_next"] = dataclasses.replace(DELTA["qwen3_next"], **_DELTA, delta=_UNITS, moe=EXPERTS["shared_gate"])
 MODELS["delta_dense"] = dataclasses.replace(DELTA["delta_dense"], **_DELTA, delta=dataclasses.replace(_UNITS, every=3))
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
-ADAPTED |= {"lora_latent": "latent", "lora_delta": "delta_dense"}
+ADAPTED |= {"lora_latent": "latent", "lora_delta": "delta_dense", "lora_gpt_oss": "gpt_oss"}
 ADAPTED |= {"lora_t5": "t5", "lora_switch": "switch_2"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
@@ -185,6 +185,12 @@ NEAR_CASES: list[Case] = [
     ("dense_first", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
     ("dense_first", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"dropout": 0.3}),
     ("lora_latent", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+    *(("gpt_oss", {axis: 4}, {}) for axis in ("fsdp", "tensor", "expert", "context")),
+    ("gpt_oss", {"fsdp": 2, "expert": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
+    ("gpt_oss", {"context": 2, "expert": 2, "tensor": 2, **GATHER}, {"packing": True, "accum": 2}),
+    ("gpt_oss", {"data": 2, "tensor": 2, **PLAIN}, {"remat": "full", "dropout": 0.3}),
+    ("gpt_oss", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("lora_gpt_oss", {"expert": 2, "tensor": 2}, {"remat": "selective"}),
     ("latent_plain", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
 ]
 """Meshes of decoders with other norms, rotations and sums, in docs/huggingface.md. All commits run the first five."""

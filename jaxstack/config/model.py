@@ -27,9 +27,10 @@ from jaxstack.config.sentences import SentencesConfig
 class RopeScaling:
     """Scaling of RoPE's frequencies for longer contexts, named as `rope_type` in Hugging Face configurations."""
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     """Which frequencies are reduced. `llama3`: low ones, by wavelengths. `linear`: all of them. `yarn`: low ones, by
-    turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071)."""
+    turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071).
+    `longrope`: each by a factor of its own (Ding et al. 2024, arXiv:2402.13753)."""
     factor: Annotated[float, Interval(1)] = 1.0
     """Factor by which frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
     low_freq_factor: float = 1.0
@@ -41,11 +42,19 @@ class RopeScaling:
     beta_slow: PositiveFloat = 1.0
     """With `kind=yarn`: frequencies with fewer turns in the original context are scaled by the full factor."""
     attention_factor: PositiveFloat | None = None
-    """With `kind=yarn`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1."""
+    """With `kind=yarn` or `longrope`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1, and with
+    `longrope` the root of 1 + ln(factor) / ln(original_max_position)."""
     truncate: bool = True
     """With `kind=yarn`: round the bounds between scaled and other frequencies to whole elements."""
     original_max_position: PositiveInt = 8192
     """Context length, in tokens, that the model was trained with before scaling."""
+    short_factors: tuple[float, ...] = ()
+    """With `kind=longrope`: what each frequency is divided by, for texts up to `original_max_position` tokens."""
+    long_factors: tuple[float, ...] = ()
+    """With `kind=longrope`: what each frequency is divided by, for longer texts."""
+    long_context: bool = False
+    """With `kind=longrope`: divide by `long_factors`, whatever the length of a text is. `transformers` chooses by the
+    longest text of a batch, so that a token's rotation depends on other texts."""
 
     def __post_init__(self) -> None:
         check_bounds("model.rope_scaling", self)
@@ -58,6 +67,29 @@ class RopeScaling:
             self.beta_slow <= self.beta_fast,
             f"model.rope_scaling.beta_slow={self.beta_slow} is above beta_fast={self.beta_fast}. Lower beta_slow.",
         )
+        self._check_factors()
+
+    def _check_factors(self) -> None:
+        for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
+            require(
+                all(factor > 0 for factor in factors),
+                f"model.rope_scaling.{name} contains {min(factors, default=0)}, but frequencies are divided by "
+                f"positive numbers. Correct it.",
+            )
+            require(
+                not factors or self.kind == "longrope",
+                f"model.rope_scaling.{name}={list(factors)} is for kind=longrope, but kind={self.kind}. Use "
+                f"kind=longrope, or leave {name} out.",
+            )
+        require(
+            not self.long_context or self.kind == "longrope",
+            f"model.rope_scaling.long_context=true is for kind=longrope, but kind={self.kind}. Leave it out.",
+        )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Returns what `longrope` divides each frequency by."""
+        return self.long_factors if self.long_context else self.short_factors
 
 
 @dataclass(frozen=True)
@@ -259,6 +291,9 @@ class ModelConfig:
     """Factor on the attention scores. Null means head_dim ** -0.5."""
     attention_softcap: PositiveFloat | None = None
     """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
+    attention_sinks: bool = False
+    """Give each query head a learned score that takes part in its softmax without a value, so that a token may attend
+    to little (gpt-oss)."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses. `relu2` is the
     square of ReLU (So et al. 2021, arXiv:2109.08668)."""
@@ -341,7 +376,13 @@ class ModelConfig:
         )
         require(
             not (self.bias and self.moe.num_experts),
-            "model.bias=true, but experts have no biases. Use model.bias=false, or model.moe.num_experts=0.",
+            "model.bias=true is for dense layers, but model.moe.num_experts is not 0. Use model.bias=false, and "
+            "model.moe.bias and model.attention_bias for biases beside experts.",
+        )
+        require(
+            self.moe.swiglu_limit is None or (self.gated and self.activation == "silu"),
+            f"model.moe.swiglu_limit={self.moe.swiglu_limit} has an activation of its own, a clamped SwiGLU. Use "
+            f"model.gated=true and model.activation=silu with it.",
         )
         require(
             not self.bias or self.attention_bias == "none",
@@ -394,6 +435,13 @@ class ModelConfig:
             f"model.rotary_fraction={self.rotary_fraction} rotates {self.rotary_width} of the {self.head_width} "
             f"elements of a head, but RoPE rotates pairs. Use a fraction that gives an even number, such as 0.5.",
         )
+        scaling = self.rope_scaling
+        for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
+            require(
+                scaling.kind != "longrope" or len(factors) == self.rotary_width // 2,
+                f"model.rope_scaling.{name}={list(factors)} has {len(factors)} numbers, but RoPE has "
+                f"{self.rotary_width // 2} frequencies. Give a number for each.",
+            )
         require(
             self.num_heads % self.kv_heads == 0,
             f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}, but every key "
@@ -428,6 +476,10 @@ class ModelConfig:
             not self.qk_norm,
             f"model.qk_norm=true normalizes keys of each head, but {rank} normalizes what they are made from. Use "
             f"model.qk_norm=false.",
+        )
+        require(
+            not self.attention_sinks,
+            f"model.attention_sinks=true is for usual attention, but {rank}. Use model.attention_sinks=false.",
         )
         require(
             not self.bias and self.attention_bias == "none",

@@ -19,6 +19,7 @@ from jaxstack.features.experts import with_experts
 from jaxstack.features.latent_attention import with_latent_attention
 from jaxstack.features.linear_attention import with_attention_gate, with_delta_rule
 from jaxstack.features.residual import needed, with_residual, with_scales
+from jaxstack.features.sinks import with_sinks
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
 from jaxstack.models.batches import BatchSpec
@@ -63,6 +64,8 @@ def of(cfg: ModelConfig) -> Family:
         family = with_latent_attention(family)
     if cfg.attention_gate:
         family = with_attention_gate(family)
+    if cfg.attention_sinks:
+        family = with_sinks(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.delta.every:

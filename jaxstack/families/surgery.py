@@ -40,6 +40,10 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
             f"model.delta.every={cfg.delta.every} has units of layers, which are not up-cycled. Train a model with "
             f"experts from the start."
         )
+    if moe.swiglu_limit is not None:
+        raise ConfigError(
+            f"model.moe.swiglu_limit={moe.swiglu_limit} is another MLP than the dense model's. Leave it null"
+        )
     if moe.d_ff not in (None, cfg.ff_width):
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)

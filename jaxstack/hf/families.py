@@ -77,6 +77,9 @@ class Family:
       latent: whether attention has the keys of DeepSeek's latent attention.
       interleaved_key: the key of `ModelConfig.rotary_interleaved`, if it has one; true by default.
       group_key: the key that says whether experts are chosen within groups, if it has one, as in DeepSeek-V2.
+      default_rope: RoPE of a file that has none. Empty means without scaling.
+      original_context: the default of the key `original_max_position_embeddings` beside the scaling of RoPE, which
+        counts before the one within. 0 means that there is no such key.
       sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
       delta: whether layers have the gated delta rule or full attention, as `layer_types` says.
     """
@@ -124,6 +127,8 @@ class Family:
     group_key: str = ""
     sparse: bool = False
     delta: bool = False
+    default_rope: dict[str, Any] = field(default_factory=dict)
+    original_context: int = 0
 
     def default_of(self, key: str) -> tuple[object, ...]:
         """Returns the default of a key as a tuple, which is empty for a mandatory key."""
@@ -250,6 +255,14 @@ _GLM: dict[str, Any] = {
 }
 
 
+_GRANITE = {key: path for key, path in _LLAMA.items() if key != "head_dim"} | {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_scale",
+}
+_GRANITE_DEFAULTS = _LLAMA_DEFAULTS | dict.fromkeys(
+    ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+)
 _ROUTED = {
     "n_routed_experts": "moe.num_experts",
     "num_experts_per_tok": "moe.top_k",
@@ -606,17 +619,54 @@ FAMILIES = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        {key: path for key, path in _LLAMA.items() if key != "head_dim"}
-        | {
-            "embedding_multiplier": "embedding_multiplier",
-            "residual_multiplier": "residual_multiplier",
-            "attention_multiplier": "attention_scale",
-        },
+        _GRANITE,
         bias_key="attention_bias",
         required={"mlp_bias": False},
         reciprocals={"logits_scaling": "head_scale"},
+        defaults=_GRANITE_DEFAULTS,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        _GRANITE | {"num_local_experts": "moe.num_experts", "num_experts_per_tok": "moe.top_k"},
+        bias_key="attention_bias",
+        reciprocals={"logits_scaling": "head_scale"},
+        defaults=_GRANITE_DEFAULTS | {"num_experts_per_tok": 2},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _LLAMA
+        | {
+            "num_local_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.top_k",
+            "swiglu_limit": "moe.swiglu_limit",
+        },
+        bias_key="attention_bias",
+        fixed={"attention_sinks": True, "moe.bias": True},
+        required={"swiglu_alpha": 1.702},
         defaults=_LLAMA_DEFAULTS
-        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "attention_bias": True,
+            "rope_theta": 150_000.0,
+        },
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        layer_types=(SLIDING, FULL),
+        sliding_window=128,
+        lists_layer_types=True,
+        aliases={"num_experts": "num_local_experts"},
+        repeats={"experts_per_token": "num_experts_per_tok"},
+        harmless={"initial_context_length": (4096,)},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -723,7 +773,7 @@ FAMILIES = {
         layer_types=(SLIDING,),
         dropout_keys=("resid_pdrop", "embd_pdrop"),
         zero_keys=("attention_dropout",),
-        ignored=frozenset({"original_max_position_embeddings"}),
+        original_context=4096,
         # What the files of Phi-4 name beside the keys of the class.
         harmless={
             "attention_bias": (False,),

@@ -23,6 +23,8 @@ WeightMap = dict[str, tuple[str, TensorLayout]]
 
 SAME = TensorLayout()
 TRANSPOSED = TensorLayout(transposed=True)
+STACKED = TensorLayout(stacked=True)
+STACKED_TRANSPOSED = TensorLayout(transposed=True, stacked=True)
 
 LLAMA: WeightMap = {
     "embedding/tokens": ("model.embed_tokens.weight", SAME),
@@ -96,6 +98,30 @@ _LATENT: WeightMap = LLAMA | {
     "layers/attention/kv_norm/scale": ("model.layers.{}.self_attn.kv_a_layernorm.weight", SAME),
     "layers/attention/w_k": ("model.layers.{}.self_attn.kv_b_proj.weight", TRANSPOSED),
     "layers/attention/w_v": ("model.layers.{}.self_attn.kv_b_proj.weight", TRANSPOSED),
+}
+
+
+_EXPERTS = "model.layers.{}.mlp.experts."
+_GPT_OSS: WeightMap = {
+    **{path: row for path, row in LLAMA.items() if not path.startswith("layers/mlp/")},
+    "layers/attention/sinks": ("model.layers.{}.self_attn.sinks", SAME),
+    "layers/moe/router": ("model.layers.{}.mlp.router.weight", TRANSPOSED),
+    "layers/moe/router_bias": ("model.layers.{}.mlp.router.bias", SAME),
+    "layers/moe/w_gate": (f"{_EXPERTS}gate_up_proj", STACKED),
+    "layers/moe/w_up": (f"{_EXPERTS}gate_up_proj", STACKED),
+    "layers/moe/w_down": (f"{_EXPERTS}down_proj", STACKED),
+    "layers/moe/b_gate": (f"{_EXPERTS}gate_up_proj_bias", STACKED),
+    "layers/moe/b_up": (f"{_EXPERTS}gate_up_proj_bias", STACKED),
+    "layers/moe/b_down": (f"{_EXPERTS}down_proj_bias", STACKED),
+}
+
+
+_GRANITE_MOE: WeightMap = {
+    **{path: row for path, row in LLAMA.items() if not path.startswith("layers/mlp/")},
+    "layers/moe/router": ("model.layers.{}.block_sparse_moe.router.layer.weight", TRANSPOSED),
+    "layers/moe/w_gate": ("model.layers.{}.block_sparse_moe.input_linear.weight", STACKED_TRANSPOSED),
+    "layers/moe/w_up": ("model.layers.{}.block_sparse_moe.input_linear.weight", STACKED_TRANSPOSED),
+    "layers/moe/w_down": ("model.layers.{}.block_sparse_moe.output_linear.weight", STACKED_TRANSPOSED),
 }
 
 
@@ -260,6 +286,8 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     | _SHARED_EXPERT,
     **dict.fromkeys(DEEPSEEK, _deepseek(_LATENT)),
     "dots1": _deepseek(QWEN3),
+    "gpt_oss": _GPT_OSS,
+    "granitemoe": _GRANITE_MOE,
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
     **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),
@@ -471,8 +499,10 @@ DeepSeek joins keys and values alone.
 """
 
 
-def _blocks(family: str, declared: dict[str, Param], first: str) -> int:
-    """Returns the number of equal blocks of a tensor that joins the parameter `first` and others."""
+def _blocks(family: str, declared: dict[str, Param], first: str, size: int) -> int:
+    """Returns the number of equal blocks of a tensor that joins the parameter `first`, of `size` outputs, and others."""
+    if family == "gpt_oss":  # the elements of gates and of the other projection alternate
+        return size
     group = first.rpartition("/")[0]
     if family == "qwen3_next" and declared[first].kind == "matrix":
         return declared[f"{group}/w_q"].shape[-2]
@@ -487,7 +517,7 @@ def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap
     joined = dict(rows)
     for paths in (paths for paths in tensors.values() if len(paths) > 1):
         sizes = [rows[path][1].outputs(without_padding(declared[path])).size for path in paths]
-        blocks = _blocks(family, declared, paths[0])
+        blocks = _blocks(family, declared, paths[0], sizes[0])
         for path, start in zip(paths, itertools.accumulate([0, *sizes[:-1]]), strict=True):
             name, layout = rows[path]
             joined[path] = name, replace(layout, joined=sum(sizes), blocks=blocks, start=start // blocks)
@@ -566,7 +596,14 @@ def read_param(
             values[at] = numbers[0] >= 0  # a row without a layer, or a layer without the tensor
             continue
         tensor = layout.name(name, tuple(numbers))
-        for to, piece in layout.read_pieces(p, where[lead:], lambda part: fetch(tensor, part)):
+        expert = numbers[-1] if layout.stacked else 0
+
+        def read(part: Index, tensor: str = tensor, expert: int = expert) -> np.ndarray:
+            if not layout.stacked:
+                return fetch(tensor, part)
+            return fetch(tensor, (slice(expert, expert + 1), *part))[0]
+
+        for to, piece in layout.read_pieces(p, where[lead:], read):
             values[at][to] = piece
     return complete
 
@@ -587,8 +624,8 @@ def build_tensor(
     for path, layout, at in tensor.sources:
         p = without_padding(declared[path])
         part = layout.to_hf(p, np.asarray(values[path])[at][tuple(map(slice, p.shape[p.batch_axes :]))])
-        if layout.joined is None:
+        if layout.joined is None and not layout.stacked:
             return np.ascontiguousarray(part.astype(dtype, copy=False))
         places = (slice(None),) * layout.outputs_axis(p) + (layout.outputs(p).ravel(),)
-        complete[places] = part
+        (complete[at[-1]] if layout.stacked else complete)[places] = part
     return complete

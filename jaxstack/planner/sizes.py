@@ -100,6 +100,10 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.delta.every={model.delta.every}"
     if model.attention_gate:
         return "model.attention_gate=true"
+    if model.attention_sinks:
+        return "model.attention_sinks=true"
+    if model.moe.bias:
+        return "model.moe.bias=true"
     return "model.moe.shared_gate=true" if model.moe.shared_gate else None
 
 

@@ -96,6 +96,8 @@ def mixed(*sources, **changes):
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
 DELTA = {"model.delta.every": 2}
+LONGROPE = {"model.rope_scaling.kind": "longrope", "model.rope_scaling.original_max_position": 512}
+LONGROPE |= {f"model.rope_scaling.{name}_factors": (1.0,) * 32 for name in ("short", "long")}
 LATENT = {"model.latent.kv_rank": 32, "model.head_dim": 192}
 PROMPTS = {"data.source": "prompts", "data.path": "x", "run.init_from": "x"}
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
@@ -108,6 +110,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.rope_scaling.low_freq_factor": 4.0}, {"model.rope_scaling.low_freq_factor": 3.9}),
     ({"model.rope_scaling.low_freq_factor": 0.0}, {"model.rope_scaling.low_freq_factor": 0.1}),
     ({"model.rope_scaling.beta_slow": 32.1}, {"model.rope_scaling.beta_slow": 32.0}),
+    ({"model.rope_scaling.short_factors": (1.0,)}, {"model.rope_scaling.short_factors": ()}),
+    ({"model.rope_scaling.long_context": True}, LONGROPE | {"model.rope_scaling.long_context": True}),
+    (LONGROPE | {"model.rope_scaling.long_factors": (0.0,) * 32}, LONGROPE),
+    (LONGROPE | {"model.rope_scaling.short_factors": (1.0,) * 31}, LONGROPE),
+    (LONGROPE | {"data.seq_len": 513}, LONGROPE | {"data.seq_len": 512}),
     ({"model.pre_norm": False}, {"model.pre_norm": False, "model.post_norm": True}),
     ({"model.pre_norm": False, "model.post_norm": True, "model.parallel": "one_norm"}, {"model.parallel": "one_norm"}),
     ({"model.post_norm": True, "model.parallel": "two_norms"}, {"model.post_norm": True}),
@@ -116,6 +123,13 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.qk_norm_over": "all"}, {"model.qk_norm_over": "all", "model.qk_norm": True}),
     ({"model.rotary_fraction": 0.01}, {"model.rotary_fraction": 0.5}),
     ({"model.moe.dense_layers": 1}, MOE | {"model.moe.dense_layers": 1}),
+    ({"model.moe.bias": True}, MOE | {"model.moe.bias": True}),
+    ({"model.moe.swiglu_limit": 7.0}, MOE | {"model.moe.swiglu_limit": 7.0}),
+    (MOE | {"model.moe.swiglu_limit": 7.0, "model.gated": False}, MOE | {"model.gated": False}),
+    (MOE | {"model.moe.bias": True, "model.moe.shared_experts": 1}, MOE | {"model.moe.shared_experts": 1}),
+    (MOE | {"model.moe.bias": True, "model.moe.router": "domain", "data.domains": tuple("abcdefgh")},
+     MOE | {"model.moe.router": "domain", "data.domains": tuple("abcdefgh")}),
+    (LATENT | {"model.attention_sinks": True}, {"model.attention_sinks": True}),
     (MOE | {"model.moe.dense_layers": 6}, MOE | {"model.moe.dense_layers": 5}),
     (MOE | {"model.moe.dense_layers": 1, "model.windows": (4, 0)},
      MOE | {"model.moe.dense_layers": 2, "model.windows": (4, 0)}),

@@ -264,6 +264,8 @@ MESH_STREAMS = [
     ("latent", {"pipe": 2, "tensor": 2}),
     ("dense_first", {"data": 2, "expert": 2, "tensor": 2}),
     ("qwen3_next", {"data": 2, "expert": 2, "tensor": 2}),
+    ("gpt_oss", {"expert": 2, "tensor": 2}),
+    ("gpt_oss", {"fsdp": 2, "tensor": 2}),
 ]
 
 

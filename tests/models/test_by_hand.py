@@ -119,7 +119,7 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
         cfg.head_dim or cfg.d_model // cfg.num_heads,
     )
     q, k, v = (np.einsum("sd,dhk->shk", x, p[f"w_{name}"]) for name in "qkv")
-    if cfg.bias:
+    if "b_q" in p:
         q, k, v = q + p["b_q"], k + p["b_k"], v + p["b_v"]
     if cfg.qk_norm:
         q, k = head_norm(cfg, p["q_norm"], q), head_norm(cfg, p["k_norm"], k)
@@ -128,7 +128,7 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
             np.array([[rotated(cfg, h, t) for h in row] for row, t in zip(a, positions, strict=True)]) for a in (q, k)
         )
     scale = cfg.attention_scale or 1 / math.sqrt(width)
-    y = np.zeros_like(x) + (p["b_o"] if cfg.bias else 0)
+    y = np.zeros_like(x) + p.get("b_o", 0)
     for h in range(heads):
         g = h // (heads // groups)
         for t in range(len(x)):
@@ -136,7 +136,9 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
             scores = k[seen, g] @ q[t, h] * scale
             if cfg.attention_softcap:
                 scores = cfg.attention_softcap * np.tanh(scores / cfg.attention_softcap)
-            mixed = softmax(scores) @ v[seen, g]
+            if cfg.attention_sinks:  # one more score, without a value
+                scores = np.append(scores, p["sinks"][h])
+            mixed = softmax(scores)[: len(seen)] @ v[seen, g]
             if cfg.attention_gate:
                 mixed = mixed * sigmoid(x[t] @ p["w_gate"][:, h])
             y[t] += mixed @ p["w_o"][h]
@@ -197,9 +199,12 @@ def latent_attention(cfg, p, x, window, segments, positions, rotates=True):
     return y
 
 
-def mlp(cfg, p, x):
+def mlp(cfg, p, x, limit=None):
     up = x @ p["w_up"] + p.get("b_up", 0)
     gate = x @ p["w_gate"] + p.get("b_gate", 0) if cfg.gated else None
+    if limit:
+        gate, up = np.minimum(gate, limit), np.maximum(np.minimum(up, limit), -limit)
+        return (up + 1) * gate * sigmoid(1.702 * gate) @ p["w_down"] + p["b_down"]
     hidden = activate(cfg.activation, up) if gate is None else activate(cfg.activation, gate) * up
     return hidden @ p["w_down"] + p.get("b_down", 0)
 
@@ -211,7 +216,7 @@ def choose(moe, p, x, gate):
         return [gate], [1.0], None, None
     if moe.router == "timestep":
         return [gate * E // moe.max_timestep], [1.0], None, None
-    logits = x @ p["router"]
+    logits = x @ p["router"] + p.get("router_bias", 0)
     if moe.router == "softmax":
         scores = softmax(logits)
         chosen = list(np.argsort(-scores)[: moe.top_k])
@@ -246,8 +251,10 @@ def experts(cfg, p, x, gates, counts, sums):
         sums["z"] += sum(np.log(np.exp(routed[t][3]).sum()) ** 2 for t in np.flatnonzero(counts))
     y = mlp(cfg, p["shared"], x) if moe.shared_experts else np.zeros_like(x)
     y = y * sigmoid(x @ p["shared_gate"]) if moe.shared_gate else y
+    matrices = [f"{kind}_{name}" for kind in "wb" for name in ("up", "gate", "down")]
     for t, e, w in kept:
-        y[t] += w * mlp(cfg, {name: p[name][e] for name in ("w_up", "w_gate", "w_down") if name in p}, x[t : t + 1])[0]
+        own = {name: p[name][e] for name in matrices if name in p}
+        y[t] += w * mlp(cfg, own, x[t : t + 1], moe.swiglu_limit)[0]
     return y
 
 
@@ -312,7 +319,9 @@ def shapes_of(cfg):
     biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
     norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * biased)}  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
-    block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
+    all_biased = cfg.bias or cfg.attention_bias == "all"
+    block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if all_biased else {}
+    block |= {"sinks": (H,)} if cfg.attention_sinks else {}
     each = cfg.qk_norm_over == "head"
     block |= {"w_gate": (D, H, K)} if cfg.attention_gate else {}
     block |= {"q_norm/scale": (K,) if each else (H, K), "k_norm/scale": (K,) if each else (G, K)} if cfg.qk_norm else {}
@@ -329,7 +338,8 @@ def shapes_of(cfg):
     def weights(path, F, *lead):
         names = {"up": ((D, F), (F,)), "down": ((F, D), (D,))} | ({"gate": ((D, F), (F,))} if cfg.gated else {})
         found = {f"{path}/w_{name}": (*lead, *w) for name, (w, _) in names.items()}
-        return found | ({f"{path}/b_{name}": b for name, (_, b) in names.items()} if cfg.bias else {})
+        biased = cfg.bias or (cfg.moe.bias and path == "moe")
+        return found | ({f"{path}/b_{name}": (*lead, *b) for name, (_, b) in names.items()} if biased else {})
 
     moe, E = cfg.moe, cfg.moe.num_experts
     first = {f"dense_layers/{path}": (moe.dense_layers, *shape) for path, shape in (block | weights("mlp", F)).items()}
@@ -340,6 +350,7 @@ def shapes_of(cfg):
         block |= weights("moe/shared", width * moe.shared_experts) if moe.shared_experts else {}
         block |= {"moe/router": (D, E)} if moe.router in ("softmax", "sigmoid") else {}
         block |= {"moe/balance": (E,)} if moe.router == "sigmoid" else {}
+        block |= {"moe/router_bias": (E,)} if moe.bias else {}
         block |= {"moe/shared_gate": (D, 1)} if moe.shared_gate else {}
     else:
         block |= weights("mlp", F)

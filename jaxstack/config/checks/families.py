@@ -62,6 +62,7 @@ ONLY = (
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     Only("model.attention_gate", ("decoder",), "decoders", False),
     Only("model.delta.every", ("decoder",), "decoders", 0),
+    Only("model.attention_sinks", ("decoder",), "decoders", False),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
     *_group("branches", "models with two branches", "branches"),
@@ -136,6 +137,7 @@ def check_family(cfg: Groups) -> None:
     if cfg.model.family in _NO_DECODER:
         _check_ring(cfg)
     _check_experts(cfg)
+    _check_rope(cfg)
     _check_towers(cfg)
     _check_branches(cfg)
     _check_sentences(cfg)
@@ -223,6 +225,16 @@ def _check_ring(cfg: Groups) -> None:
         cfg.mesh.context == 1 or cfg.mesh.context_method == "all_gather",
         f"mesh.context={cfg.mesh.context} with mesh.context_method=ring computes causal attention only, and "
         f"model.family={cfg.model.family} has other attention, too. Use --mesh.context_method=all_gather.",
+    )
+
+
+def _check_rope(cfg: Groups) -> None:
+    scaling = cfg.model.rope_scaling
+    require(
+        scaling.kind != "longrope" or scaling.long_context or cfg.data.seq_len <= scaling.original_max_position,
+        f"data.seq_len={cfg.data.seq_len} is more than model.rope_scaling.original_max_position="
+        f"{scaling.original_max_position}, up to which short_factors are for. Use "
+        f"--model.rope_scaling.long_context=true, or a shorter seq_len.",
     )
 
 
