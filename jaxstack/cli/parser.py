@@ -60,6 +60,7 @@ COMMANDS = {
     "plan flops": Command("Plan", "plan_flops", "count the FLOPs of a step by every convention"),
     "plan time": Command("Plan", "plan_time", "predict the time of a step, MFU, and days for a token budget"),
     "plan mesh": Command("Plan", "plan_mesh", "find the fastest mesh that fits on a target"),
+    "plan serve": Command("Plan", "plan_serve", "predict memory, latency, throughput and cost of serving a decoder"),
     "plan bytes": Command("Plan", "plan_bytes", "count the bytes that each part of a step moves on a GPU"),
     "plan roofline": Command("Plan", "roofline", "compute the least time of each part of a step on a chip"),
     "plan run": Command("Plan", "plan_run", "find model, batch, mesh, time and cost for a budget"),

@@ -12,7 +12,7 @@ import yaml
 from jaxstack import families
 from jaxstack.cli import parser
 from jaxstack.common import errors
-from jaxstack.config import Config, ConfigError, flat, resolve
+from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, flat, resolve
 from jaxstack.config.reading import key_help, parse, suggestions
 from jaxstack.families.context import make_context
 from jaxstack.models import params
@@ -191,15 +191,7 @@ MISTAKES = {
         ["model.moe.capacity_factor=1.25", "model.moe.router=domain", "capacity_factor=null"],
     ),
     "domains": (["--model.moe={num_experts: 2, router: domain}"], ["data.domains", "2 experts"]),
-    "mesh and vocabulary": (
-        ["--mesh.tensor=4", "--model.vocab_size=257"],
-        ["mesh.tensor=4", "257", "--model.pad_vocab_to=260"],
-    ),
     "chunks": (["--pipeline.chunks=2"], ["pipeline.chunks=2", "pipeline.schedule=interleaved_1f1b"]),
-    "stages and vocabulary": (
-        ["--mesh.pipe=4", "--mesh.tensor=2", "--model.vocab_size=257"],
-        ["mesh.pipe=4 x mesh.tensor=2", "257", "--model.pad_vocab_to=264"],
-    ),
     "mesh and width": (
         [
             "--mesh.fsdp=4",
@@ -253,8 +245,8 @@ MISTAKES = {
     "file as argument": (["my.yaml"], ["Did you mean --config my.yaml?"]),
     "print_config checks keys": (["--print_config", "--model.num_heads=7"], ["model.num_heads=7"]),
     "print_config checks the vocabulary": (
-        ["--print_config", "--mesh.tensor=4", "--model.vocab_size=257"],
-        ["mesh.tensor=4", "--model.pad_vocab_to=260"],
+        ["--print_config", "--model.vocab_size=257", "--model.pad_vocab_to=256"],
+        ["model.pad_vocab_to=256", "257"],
     ),
     "profile": (["--profile.steps=5"], ["profile.steps=5", "10:15"]),
     "profile backwards": (["--profile.steps=5:3"], ["profile.steps=5:3", "10:15"]),
@@ -401,3 +393,16 @@ def test_mesh_errors_before_compilation():
     with pytest.raises(ConfigError, match=r"mesh.fsdp=2 x mesh.expert=4 does not divide the 12 .* multiple of 8"):
         make_mesh(type(cfg.mesh)(data=1, fsdp=2, expert=4), 12)
     assert make_mesh(type(cfg.mesh)(data=-1, tensor=4), 12).shape["data"] == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "padding", "rows"),
+    [({}, None, 257), ({"tensor": 4}, None, 260), ({"tensor": 2, "pipe": 4}, None, 264), ({"tensor": 4}, 258, 260),
+     ({"tensor": 4}, 300, 300)],
+)  # fmt: skip
+def test_a_vocabulary_that_the_mesh_does_not_divide_is_padded(mesh, padding, rows):
+    model = ModelConfig(num_layers=4, pad_vocab_to=padding)
+    cfg = Config(model=model, data=DataConfig(batch_size=8), mesh=MeshConfig(**mesh))
+    found = resolve(cfg, 257).model
+    assert (found.vocab, found.padded_vocab) == (257, rows)
+    assert found.pad_vocab_to is None or rows > 257

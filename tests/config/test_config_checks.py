@@ -479,9 +479,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
      {"mesh.context": 2, "mesh.tensor": 4, "data.seq_len": 16}),
     ({"model.vocab_size": 255}, {"model.vocab_size": 256}),
     ({"model.pad_vocab_to": 255}, {"model.pad_vocab_to": 256}),
-    ({"mesh.pipe": 2, "mesh.tensor": 4, "model.vocab_size": 260},
-     {"mesh.pipe": 2, "mesh.tensor": 4, "model.vocab_size": 260, "model.pad_vocab_to": 264}),
-    ({"mesh.tensor": 4, "model.pad_vocab_to": 258}, {"mesh.tensor": 4, "model.pad_vocab_to": 260}),
 ]  # fmt: skip
 
 

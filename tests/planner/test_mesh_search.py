@@ -51,18 +51,13 @@ def chosen(cfg: Config) -> tuple[object, ...]:
     return tuple(values[key] for key in SEARCHED_KEYS)
 
 
-def test_a_vocabulary_that_no_axis_divides_is_named_with_the_meshes_that_padding_opens():
+def test_a_vocabulary_that_no_axis_divides_is_padded_and_has_as_many_meshes():
     odd = replace(DENSE, model=replace(DENSE.model, vocab_size=61))
     devices = mesh_plan.of_target("h100:4")
-    few, all_of_them = (mesh_plan.search(cfg, devices).meshes for cfg in (odd, DENSE))
-    note = mesh_plan.padding_note(odd, devices, (), few)
-    assert note == (
-        f"mesh.tensor and mesh.pipe do not divide the vocabulary of 61: --model.pad_vocab_to=128 opens "
-        f"{all_of_them - few} more meshes."
-    )
-    assert all_of_them > few
-    assert not mesh_plan.padding_note(DENSE, devices, (), all_of_them)
-    assert not mesh_plan.padding_note(odd, devices, ("mesh.tensor", "mesh.pipe"), few)
+    padded, divided = (mesh_plan.search(cfg, devices, (), 100) for cfg in (odd, DENSE))
+    assert padded.meshes == divided.meshes
+    rows = {(c.cfg.mesh.tensor * c.cfg.mesh.pipe, c.cfg.model.padded_vocab) for c in padded.ranked}
+    assert rows == {(1, 61), (2, 62), (4, 64)}
 
 
 def by_brute_force(cfg: Config, devices: int) -> set[tuple[object, ...]]:
