@@ -283,28 +283,23 @@ class Layout:
         """
         return map_spec(partial(self._sync_grad, without=without), spec, grads)
 
-    def _sync_grad(self, p: Param, value: jax.Array, without: Axes = ()) -> jax.Array:
-        dtype = self.reduce_dtype if p.is_cast else value.dtype
-        varies = collectives.varies_along(value)
-        axes = tuple(a for a in self._grad_sync_axes(p) if a in varies and a not in without)
-        return collectives.all_reduce(value.astype(dtype), axes).astype(value.dtype)
-
     def scatter_grads(self, spec: Spec, grads: Params) -> Params:
         """Sums the gradients that `defer_grad_sync` left local, of which each replica keeps its part of `updates`."""
-        axes = self.update_axes
-        if not axes:
+        if not self.update_axes:
             return self.sync_grads(spec, grads)
+        return map_spec(lambda p, value, dim: self._sync_grad(p, value, dim=dim), spec, grads, self._update_dims(spec))
 
-        def scattered(p: Param, value: jax.Array, dim: int) -> jax.Array:
-            if dim < 0:
-                return self._sync_grad(p, value)
-            assert set(axes) <= set(collectives.varies_along(value)), "the gradient is local, not yet a sum"
-            dtype = self.reduce_dtype if p.is_cast else value.dtype
-            part = collectives.reduce_scatter(value.astype(dtype), axes, dim)
-            # The sum over the other axes then moves only this device's shard.
-            return self._sync_grad(p, part.astype(value.dtype), without=axes)
-
-        return map_spec(scattered, spec, grads, self._update_dims(spec))
+    def _sync_grad(self, p: Param, value: jax.Array, without: Axes = (), dim: int = -1) -> jax.Array:
+        """Returns the sum of a gradient over devices; with a dimension, this replica's part along it."""
+        dtype = self.reduce_dtype if p.is_cast else value.dtype
+        varies = collectives.varies_along(value)
+        total = value.astype(dtype)
+        if dim >= 0:  # the sum over the other axes then moves only this device's shard
+            assert set(self.update_axes) <= set(varies), "the gradient is local, not yet a sum"
+            total = collectives.reduce_scatter(total, self.update_axes, dim)
+            without = (*without, *self.update_axes)
+        axes = tuple(a for a in self._grad_sync_axes(p) if a in varies and a not in without)
+        return collectives.all_reduce(total, axes).astype(value.dtype)
 
     def to_layer_order(self, tree: PyTree, stack: str = "") -> PyTree:
         """Gathers arrays over the slots of this device's stage [R/P, ...] to arrays over all layers, in order [L, ...].

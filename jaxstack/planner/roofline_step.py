@@ -272,11 +272,9 @@ def _update(job: Job) -> list[Op]:
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
     state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
-    # With `mesh.zero`, parameters that a device stores are read and written again, when the changes have been gathered.
-    gathered = float(sum(stored[path] for path in trained)) if job.ctx.layout.update_axes else 0
-    moved = (
-        8 * count + 12 * gathered + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
-    )
+    moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
+    if job.ctx.layout.update_axes:  # the gathered changes are added to all parameters that a device stores
+        moved += 12 * sum(stored[path] for path in trained)
     found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))
     matrices = shards.muon_matrices(job).items()
     return [*found, *(_orthogonalisation(spec[path], shared.matrices) for path, (shared, _) in matrices)]

@@ -56,21 +56,21 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "step", "training/state.py", "training/test_zero.py -k 'stores or (adamw and data=4)'",
+    "step", "training/state.py", "training/test_zero.py -k 'stores or data4'",
     ("split = jax.tree.leaves(ctx.layout.updates(spec))", "split = whole"),
     ("optim.in_shards(optimizer, shardings, whole)", "optim.in_shards(optimizer, whole, whole)",
      {"equivalent": "the result is the same; only the program gathers more"}),
 )  # fmt: skip
 
 mistakes(
-    "step", "models/layout.py", "training/test_zero.py -k 'stores or (adamw and data=2)'",
+    "step", "models/layout.py", "training/test_zero.py -k 'stores or data2'",
     ("key=lambda dim: (dim < p.batch_axes, held[dim], -dim)", "key=lambda dim: (held[dim], -dim)"),
     ("names = (*names_of(entries[dim]), *self.update_axes)", "names = (*self.update_axes, *names_of(entries[dim]))"),
-    ("return self._sync_grad(p, part.astype(value.dtype), without=axes)", "return part.astype(value.dtype)"),
+    ("without = (*without, *self.update_axes)", "without = self._grad_sync_axes(p)"),
 )  # fmt: skip
 
 mistakes(
-    "step", "training/assemble.py", "training/test_zero.py -k 'adamw and data=4'",
+    "step", "training/assemble.py", "training/test_zero.py -k 'data4'",
     ("or train.noise_scale or is_scattered", "or train.noise_scale"),
 )  # fmt: skip
 
