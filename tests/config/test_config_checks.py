@@ -473,6 +473,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (MOE | {"model.moe.capacity_factor": 1.0, "mesh.context": 2}, MOE | {"model.moe.capacity_factor": 1.0}),
     ({"mesh.partitioner": "auto", "mesh.pipe": 2}, {"mesh.partitioner": "auto"}),
     ({"mesh.partitioner": "auto", "train.quant": "int8"}, {"mesh.partitioner": "auto"}),
+    ({"mesh.partitioner": "auto", "mesh.zero": "state"}, {"mesh.zero": "state"}),
     ({"mesh.context": 2, "data.seq_len": 6}, {"mesh.context": 2, "data.seq_len": 8}),
     ({"mesh.tensor": 4, "data.seq_len": 6}, {"mesh.tensor": 4, "data.seq_len": 6, "mesh.sequence_parallel": False}),
     ({"mesh.context": 2, "mesh.tensor": 4, "data.seq_len": 12},

@@ -25,7 +25,7 @@ mistakes(
     "planner/estimate.py",
     "planner/test_aot.py",
     (
-        "return (8 if accumulates else itemsize(train)) * weights.trained",
+        "return (4 if accumulates else itemsize(train)) * weights.trained + sums",
         "return itemsize(train) * weights.trained",
     ),
     ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),

@@ -120,6 +120,7 @@ REFUSED = (
     _without_texts("data.tokenizer", "bytes"),
     Refused(_NO_DECODER, "train.ngram_baseline", False),
     Refused(("contrastive",), "train.noise_scale", False),
+    Refused(("contrastive",), "mesh.zero", "none", same=("state",)),
     Refused((*_MASKED, "encoder_decoder", "contrastive"), "sample.prompts", None, same=((),)),
     Refused(("branches", "diffusion", "contrastive"), "sample.beams", 1),
 )  # fmt: skip
