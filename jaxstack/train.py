@@ -4,6 +4,7 @@ JAX is imported inside functions: it must start after `platform.configure`, and 
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     sinks.require_packages(cfg.run.sinks)
     dataset = data.load_for(cfg.model, cfg.data)
     cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
+    documents = data.resolve_documents(cfg.data, cfg.model.family, cfg.run.seed, cfg.train.steps, dataset)
+    cfg = replace(cfg, data=documents)
     earlier = None
     if searched is not None:
         earlier = start.earlier_mesh(cfg, searched)
@@ -44,6 +47,10 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
     from jaxstack.runtime.watchdog import EndListener
 
     with EndListener():
+        if processes:
+            from jaxstack.runtime import shared_cache
+
+            shared_cache.share(Path(cfg.run.dir), cfg.distributed.timeout_s)
         if processes or preflight:
             from jaxstack.training.services import health
 

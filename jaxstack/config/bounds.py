@@ -127,10 +127,11 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
       ConfigError: the value is outside its interval, not finite, too large, or not text.
     """
     interval = interval_of(hint)
+    words = [word for part in get_args(hint) if get_origin(part) is Literal for word in get_args(part)]
     optional = type(None) in get_args(hint)
     usual = "" if "." in key else f"; the default is {'null' if default is None else default}"
-    if interval is not None and value not in interval and not (value is None and optional):
-        null = ", or null" if optional else ""
+    if interval is not None and value not in interval and value not in words and not (value is None and optional):
+        null = "".join(f", or {word}" for word in [*words, *(["null"] if optional else [])])
         shown = "null" if value is None else value
         raise ConfigError(f"{key}={shown} is out of range. Use {interval.advice()}{null}{usual}.")
     for part in value if isinstance(value, (tuple, list)) else (value,):

@@ -113,9 +113,10 @@ class DataConfig:
     puts whole documents into each row, and cuts only those that are longer than a row. With source `chat`, `labels`,
     `pairs` or `preferences`, `true` does so, too: several whole conversations, texts or pairs in a row instead of
     one."""
-    max_documents: PositiveInt | None = None
+    max_documents: Literal["auto"] | PositiveInt | None = "auto"
     """With rows of several documents: the most that a row may have, where padding counts as one. A row with more ends
-    the run with an error. `kernels.attention=cudnn` needs it to attend within documents. `null`: no limit."""
+    the run with an error. `kernels.attention=cudnn` needs it to attend within documents. `auto`: as many as the rows of
+    the run have, which are counted when it starts, or `null` if there are more than 64. `null`: no limit."""
     buckets: Literal["auto"] | tuple[int, ...] = ()
     """Lengths of rows in ascending order, such as `[128, 256, 512]`; the last one is `data.seq_len`. Each row has one
     document, conversation, text or pair, and each batch has the smallest length that holds its rows. Shorter rows are
@@ -193,6 +194,11 @@ class DataConfig:
     def keeps_documents(self) -> bool:
         """Whether rows have complete documents of a text, of which only those that are longer than a row are cut."""
         return bool(self.buckets) or self.packing == "best_fit"
+
+    @property
+    def known_documents(self) -> int | None:
+        """The most documents of a row. `None` means that there is no limit, or that the rows are not counted yet."""
+        return None if self.max_documents == "auto" else self.max_documents
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@
 
 from jaxstack.data.buckets import BucketReader
 from jaxstack.data.dataset import Dataset, Source, load, load_for, resolve_from_data
+from jaxstack.data.document_count import resolve_documents
 from jaxstack.data.images import Images
 from jaxstack.data.mixture import MixtureReader, describe_batch
 from jaxstack.data.prefetch import prefetch
@@ -35,6 +36,7 @@ __all__ = [
     "make_tokenizer",
     "prefetch",
     "read_token_file",
+    "resolve_documents",
     "resolve_from_data",
     "same_vocabulary",
     "split",

@@ -255,7 +255,7 @@ class DataLoader:
         ]
         for one in self.held_out:
             for batch in one.local_batches:
-                check_documents(batch, cfg.data.max_documents, f"a held-out batch of {one.name}")
+                check_documents(batch, cfg.data.known_documents, f"a held-out batch of {one.name}")
 
     def _set_reader(self, reader: Reader, start: Start) -> None:
         """Reads training batches with a reader that has this start."""
@@ -314,6 +314,8 @@ class DataLoader:
         The latter has its text, its weights and how often the run reads it.
         """
         lines = self._reader.describe_buckets() if isinstance(self._reader, BucketReader) else []
+        if (most := self._keys.known_documents) is not None:
+            lines.append(f"rows of at most {most:,} documents")
         if len(self.held_out) == 1:
             return lines
         steps = self._steps
@@ -331,7 +333,7 @@ class DataLoader:
     def iterate(self, first: int, count: int) -> Iterator[data.Batch]:
         """Yields this process's rows of `count` batches from index `first` on. A thread reads ahead."""
         for index, batch in data.prefetch(self._batches.slice(slice(first + count)), first):
-            check_documents(batch, self._keys.max_documents, f"batch {index}")
+            check_documents(batch, self._keys.known_documents, f"batch {index}")
             yield batch
 
     def read(self, index: int) -> data.Batch:

@@ -192,6 +192,11 @@ class MixtureReader:
             total += int(here.sum()) * reader.row_tokens
         return {"padding": round(1 - used / total, 6)}
 
+    def most_documents(self, steps: int, enough: int) -> int:
+        """Returns the most documents that a row of `steps` steps has, or more; see `SequenceReader.most_documents`."""
+        counts = self.counts(steps).tolist()
+        return max(one.most_documents(count, enough) for count, one in zip(counts, self._readers, strict=True) if one)
+
     def passes(self, steps: int) -> list[float]:
         """Returns how often `steps` steps read the text of each source."""
         counts = self.counts(steps).tolist()

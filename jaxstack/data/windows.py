@@ -32,6 +32,12 @@ Batch: TypeAlias = dict[str, np.ndarray]
 Order: TypeAlias = dict[str, int | None]
 """What determines the order of sequences, by names for users; see `SequenceReader.order`."""
 
+_MOST_COUNTED = 50_000_000
+"""Documents, over all epochs, whose order is drawn to count the documents of rows. It takes some ten seconds."""
+
+_CHUNK = 1 << 24
+"""Documents whose lengths are read at a time."""
+
 
 @dataclass(frozen=True)
 class _Windows:
@@ -62,6 +68,15 @@ class _Windows:
         ids_BS = _checked_ids(self.stream, index_BS, vocab_size)
         labels_BS = self.stream.labels[index_BS]
         return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
+
+    def count_documents(self, seq_len: int) -> np.ndarray:
+        """Returns the number of documents in the row of each window [W]; what fills a row counts, too."""
+        last_W = self.first_W + seq_len - 1
+        turns_W = 0
+        if self.stream.loss_mask is None:
+            turns_W, last_W = np.divmod(last_W, len(self.stream))
+        pieces_W = self.stream.pieces(np.minimum(last_W, len(self.stream) - 1)) + turns_W * self.stream.starts_P.size
+        return pieces_W - self.stream.pieces(self.first_W) + 1
 
     def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
         """Returns the number of positions of these rows that have a next token in the same document.
@@ -320,6 +335,26 @@ class SequenceReader:
             "sequences of a pass": self.windows,
         }
 
+    def most_documents(self, sequences: int, enough: int) -> int:
+        """Returns the most documents that a row of the first sequences has, or a larger number.
+
+        The larger number holds for every order of the documents. It is returned if it is at most `enough`, or if there
+        are too many epochs to draw.
+        """
+        if not sequences:
+            return 1
+        epochs = 1 if self.is_padded else -(-sequences // self.windows)
+        if not self.is_padded:
+            bound = document_bound(self._tokens, self._seq_len)
+            if bound <= enough or epochs * self._tokens.starts.size > _MOST_COUNTED:
+                return bound
+        counts = []
+        for index in range(epochs):
+            windows = self._epoch(index)
+            assert isinstance(windows, _Windows)
+            counts.append(int(windows.count_documents(self._seq_len).max()))
+        return max(counts)
+
     def used_tokens(self, sequences: np.ndarray) -> np.ndarray:
         """Returns for each sequence how many positions of its row are not padding, see `_Windows.used_tokens`."""
         if not self.is_padded:
@@ -471,6 +506,37 @@ def eval_batches(
         return batch
 
     return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)
+
+
+def document_bound(tokens: Tokens, seq_len: int) -> int:
+    """Returns a number of documents that no row of packed and cut text exceeds, in whatever order the documents are.
+
+    Between its first and its last document, a row has at most as many as the shortest documents that fill it.
+    """
+    room = max(seq_len - 2, 0)
+    count_N = np.zeros(seq_len + 1, np.int64)  # documents of N tokens
+    for start in range(0, tokens.starts.size, _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        length_D = np.minimum(tokens.ends[chunk] - tokens.starts[chunk], seq_len)
+        count_N += np.bincount(length_D, minlength=seq_len + 1)
+    within = 0
+    for length in np.flatnonzero(count_N[1:]) + 1:
+        taken = min(int(count_N[length]), room // int(length))
+        within = within + taken
+        room = room - taken * int(length)
+        if taken < count_N[length]:
+            break
+    return within + 2
+
+
+def most_held_out_documents(tokens: Tokens, seq_len: int, packing: bool) -> int:
+    """Returns the most documents that a row of the held-out text has."""
+    if tokens.loss_mask is not None:
+        windows = document_windows(tokens, seq_len, packing)
+    else:
+        windows = _held_out_windows(TokenStream.from_documents(tokens), seq_len)
+    assert isinstance(windows, _Windows)
+    return int(windows.count_documents(seq_len).max())
 
 
 def _held_out_windows(stream: TokenStream, seq_len: int) -> _Windows:

@@ -41,7 +41,7 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     pipeline = pipeline_program(cfg.model, cfg.pipeline, cfg.data.batch_size, cfg.train.grad_accum, mesh, platform)
     require_lengths(cfg, replace(cfg.mesh, **mesh.shape), 1 if pipeline is None else pipeline.schedule.microbatches)
     layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
-    segments = cfg.has_segments, cfg.data.max_documents
+    segments = cfg.has_segments, cfg.data.known_documents
     ops = make_ops(cfg.model, cfg.kernels, cfg.train, *segments, layout, platform, device)
     return Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
 
@@ -107,13 +107,21 @@ def make_ops(
     known = {"dtype": jnp.dtype(train.dtype), "compute_capability": getattr(device, "compute_capability", None)}
     cases = op_cases(model, layout, codes, segments, max_documents)
     chosen = implementations(platform, kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
-    # Without a loop, XLA gathers the weights of a layer before those of the layer before it are freed. The loops
-    # over tiles of rows in each layer of experts take minutes to compile.
+    # The loops over tiles of rows in each layer of experts take minutes to compile.
     tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"
-    loops_save = layout.gathers_params or tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
-    if platform == "gpu" and loops_save:
-        looped = ("layers",) if codes is not None and mesh.size == 1 else ("layers", "decode")
-        chosen |= {op: "scan" for op in looped if getattr(kernels, op) == "auto"}
+    too_long = tile_loops or model.num_layers > MAX_UNROLLED_LAYERS
+    if platform == "gpu":
+        # With FSDP alone, unrolled layers pay (benchmarks/results/fsdp_layers.json). If everything is recomputed they
+        # save 2% of the time, and XLA's scheduler keeps what is recomputed: 40% more memory. In a loop of microbatches
+        # they take 22% more. With another axis, the formula of the memory is 15% too low for them.
+        others = any(mesh.shape[axis] > 1 for axis in ("pipe", "expert", "context", "tensor"))
+        loops = others or train.grad_accum > 1 or train.remat == "full"
+        looped = {
+            "layers": too_long or (layout.gathers_params and loops),
+            # An unrolled token keeps the weights of all layers, which FSDP has no room for.
+            "decode": (too_long or layout.gathers_params) and not (codes is not None and mesh.size == 1),
+        }
+        chosen |= {op: "scan" for op, wanted in looped.items() if wanted and getattr(kernels, op) == "auto"}
     return replace(ops, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
 

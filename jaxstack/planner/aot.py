@@ -22,6 +22,7 @@ from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
 from jaxstack.planner import estimate, hlo, trace, traced
 from jaxstack.planner.job import Job
+from jaxstack.runtime.platform import GPU_MEMORY_FRACTION
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
 from jaxstack.training.state import TrainState
@@ -40,6 +41,9 @@ _HOPPER = """gpu_device_info {
 
 Without a version of the CUDA runtime, XLA uses no fp8 matmul of cuBLASLt.
 """
+
+_PLANNED_FRACTION = 0.8
+"""Part of a described GPU's memory that XLA plans with. On a GPU that is here, it plans with what JAX has reserved."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ def devices(target: str) -> list[jax.Device]:
         arguments |= {"topology_name": f"{chip}:1x1x1", "chips_per_host_bounds": (1, 1, 1)}
     if gpu:
         free = 84942979072 if chip == "h100" else CHIPS[chip].hbm_bytes  # what the driver of an H100 leaves free
-        description = _HOPPER % (CHIPS[chip].hbm_bandwidth, free, CHIPS[chip].kinds[0])
+        # Near full memory XLA recomputes products and hides fewer collectives, so a plan needs the limit of a run.
+        size = round(free * GPU_MEMORY_FRACTION / _PLANNED_FRACTION)
+        description = _HOPPER % (CHIPS[chip].hbm_bandwidth, size, CHIPS[chip].kinds[0])
         arguments = {"platform": "cuda", "topology_name": chip, "topology": dims, "target_config": description}
     try:
         return list(topologies.get_topology_desc(**arguments).devices)

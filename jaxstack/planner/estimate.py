@@ -151,6 +151,8 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
             in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
         in_layer = max(in_layer, 4 * weights.trained - layers * saved)
+    if t.remat == "dots":
+        in_layer += 4 * acts.statistics
     if job.ctx.layout.pipeline is None and t.grad_accum == 1:
         in_head -= gradients
     work = max(in_layer, in_head)
@@ -227,20 +229,20 @@ def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
     in_mlp = (2 if job.model.gated else 1) * acts.saved_hidden + acts.saved_sent
     if remat == "dots":
         return e * (stream // between + acts.heads + in_mlp + stream)
-    selective = e * (2 * stream // between + acts.heads + in_mlp)
+    selective = e * (2 * stream // between + acts.heads + in_mlp) + 4 * acts.statistics
     if remat == "selective":
         return selective
     if job.ctx.ops.platform != "cpu":
         # Without a loop, XLA fuses the activation into what reads it and only stores the product. A loop stores all
-        # residuals: of the gated product four arrays, the sigmoid and its complement, the activation and the product;
-        # experts also have the product in float32. Norms save three float32 arrays, or with a gradient of their own
-        # their input.
-        loop = job.ctx.ops.layers == "scan"
+        # residuals, and so do the barriers of FSDP: of the gated product four arrays, the sigmoid and its complement,
+        # the activation and the product; experts also have the product in float32. Norms save three float32 arrays,
+        # or with a gradient of their own their input.
+        loop = job.ctx.ops.layers == "scan" or job.ctx.layout.gathers_params
         in_mlp += (4 if job.model.gated and loop else 1) * acts.saved_hidden
         if job.model.moe.num_experts:
             in_mlp += acts.sent + (2 * acts.saved_hidden if loop else 0)
         norms = (24 if job.ctx.ops.norm == "xla" else 2 * e) * stream // between
-        return norms + e * (acts.heads + in_mlp + 2 * stream) + (4 + e) * acts.scores
+        return norms + e * (acts.heads + in_mlp + 2 * stream) + (4 + e) * acts.scores + 4 * acts.statistics
     # `none` also saves attention weights, the inputs of matmuls, and three float32 arrays of each norm.
     inputs = e * (2 * stream + 2 * acts.saved_hidden)
     return selective + (4 + e) * acts.scores + inputs + 4 * 6 * stream // between

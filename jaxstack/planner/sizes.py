@@ -52,6 +52,7 @@ class Activations:
       sent: tokens that are sent to experts.
       saved_hidden, saved_sent: elements of these two that a remat policy may save.
       scores: attention scores that the implementation writes.
+      statistics: float32 numbers of cuDNN's attention about the documents of rows: one for each that a row may have.
       vocab: entries of the vocabulary that a device has logits of.
     """
 
@@ -64,6 +65,7 @@ class Activations:
     saved_hidden: int
     saved_sent: int
     scores: int
+    statistics: int
     vocab: int
 
 
@@ -192,6 +194,8 @@ def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
     rounds = shards.runs_in_rounds(m.moe, sizes["expert"])
     keys = job.data.seq_len if sizes["context"] == 1 else job.data.seq_len // sizes["context"] // 2
     hidden = named("hidden", hidden)
+    documents = max(job.ctx.ops.max_documents or 0, 2) if job.cfg.has_segments else 0  # the kernel takes 2 or more
+    counts = job.ctx.ops.attention == "cudnn" and documents > 0
     shared = named("hidden of shared experts", shared)
     return Activations(
         tokens=tokens,
@@ -203,5 +207,6 @@ def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
         saved_hidden=shared if rounds else hidden,
         saved_sent=sent if m.moe.capacity_factor is not None else 0,
         scores=named("scores", tokens * named("keys", keys) * heads // T) if job.ctx.ops.attention == "xla" else 0,
+        statistics=named("log-sum-exps", named("max_documents", documents) * tokens * heads // T) if counts else 0,
         vocab=named("vocab", m.padded_classes // (sizes["tensor"] * sizes["pipe"])),
     )

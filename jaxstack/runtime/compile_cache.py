@@ -2,6 +2,7 @@
 
 `configure` chooses a folder before JAX is imported. JAX reads and writes the entries; this module limits their size,
 and deletes damaged ones, which JAX would report at every start and never replace. JAX is not imported here.
+`shared_cache` chooses the folder of a run of several processes.
 
 The folder also has a small file with the seconds that first steps took, for the estimate that a run shows.
 """
@@ -24,7 +25,9 @@ LIMIT_BYTES = 2 * 2**30
 MAX_ESTIMATES = 200
 """Number of configurations whose first steps are remembered."""
 
-_FOLDER = "JAX_COMPILATION_CACHE_DIR"
+FOLDER = "JAX_COMPILATION_CACHE_DIR"
+"""The variable with the folder of the cache."""
+
 _DAMAGED = "Error reading persistent compilation cache entry for '"
 
 
@@ -32,13 +35,12 @@ def configure(processes: int | None = 1) -> None:
     """Sets the variables with which JAX, when it is imported, keeps compiled programs in `default_folder`.
 
     Nothing changes if `JAX_COMPILATION_CACHE_DIR` is set. `JAX_ENABLE_COMPILATION_CACHE=false` switches the cache off.
-    A run of several processes has no default cache: only process 0 would write to it, and processes that do not find
-    the same programs may wait for each other. Set the variable to a folder that all of them share.
+    A run of several processes calls `shared_cache.share` instead, once its processes have joined.
 
     Args:
       processes: number of processes of the run. `None` means that JAX detects it.
     """
-    if _FOLDER in os.environ or processes != 1:
+    if FOLDER in os.environ or processes != 1:
         return
     try:
         folder = default_folder()
@@ -47,12 +49,12 @@ def configure(processes: int | None = 1) -> None:
             raise PermissionError(f"{folder} is not writable")
         prune(folder, LIMIT_BYTES)
     except (OSError, RuntimeError) as error:
-        print(f"note: compiled programs are not kept: {error}. Set {_FOLDER} to another folder.", file=sys.stderr)
+        print(f"note: compiled programs are not kept: {error}. Set {FOLDER} to another folder.", file=sys.stderr)
         return
-    os.environ[_FOLDER] = str(folder)
+    os.environ[FOLDER] = str(folder)
     # JAX's default keeps only what compiles for a second; a short command runs many small programs.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    _delete_damaged_entries(folder)
+    delete_damaged_entries(folder)
 
 
 def default_folder() -> Path:
@@ -98,7 +100,7 @@ def prune(folder: Path, limit: int) -> None:
         total -= size
 
 
-def _delete_damaged_entries(folder: Path) -> None:
+def delete_damaged_entries(folder: Path) -> None:
     """Makes JAX's warning about an entry that it cannot read delete this entry, so that JAX writes it again.
 
     An entry is damaged if the disk was full or a process was killed while it was written. JAX compiles the program
@@ -134,7 +136,7 @@ def is_damaged(entry: Path) -> bool:
 
 def _estimates_file() -> Path | None:
     """Returns the file of `estimate`, or None without a cache in a local folder."""
-    folder = os.environ.get(_FOLDER, "")
+    folder = os.environ.get(FOLDER, "")
     return None if not folder or "://" in folder else Path(folder) / "first_steps.json"
 
 

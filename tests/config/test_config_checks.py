@@ -596,8 +596,11 @@ def test_a_bound_says_its_interval(key):
     interval, kind = BOUNDS[key]
     value = interval.low - 1
     _, message = refusal({key: value})
-    null = ", or null" if type(None) in typing.get_args(kind) else ""
-    assert message == f"{key}={value} is out of range. Use {interval.advice()}{null}."
+    parts = typing.get_args(kind)
+    words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+    words += ["null"] if type(None) in parts else []
+    others = "".join(f", or {word}" for word in words)
+    assert message == f"{key}={value} is out of range. Use {interval.advice()}{others}."
 
 
 def leaves(kind=Config, prefix=""):

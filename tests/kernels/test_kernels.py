@@ -10,6 +10,7 @@ import importlib
 import math
 import re
 import types
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import jax
@@ -21,12 +22,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxstack import kernels
-from jaxstack.config import Config, KernelsConfig, ModelConfig, MoEConfig
-from jaxstack.families.context import make_context
+from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from jaxstack.families.context import MAX_UNROLLED_LAYERS, make_context
 from jaxstack.kernels import cross_entropy_pallas, grouped_matmul_pallas, norm_pallas, tiles
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import CAUSAL, AttentionMask
 from jaxstack.models import ops
+from jaxstack.sharding import abstract_mesh
 
 activation_module, chunked_module, cross_entropy_module, grouped_module, linear_module, norm_module = (
     # `from jaxstack.kernels import attention` would give the function
@@ -782,6 +784,33 @@ def test_auto_takes_the_experts_kernel_where_the_gpu_runs_triton(capability, exp
     mesh = types.SimpleNamespace(shape=collections.defaultdict(lambda: 1), devices=np.array([device]), size=1)
     found = make_context(Config(model=ModelConfig(moe=MoEConfig(num_experts=4))), mesh)
     assert (found.ops.moe, found.ops.layers) == (experts, layers)
+
+
+@pytest.mark.parametrize(
+    ("axes", "remat", "layers", "decode"),
+    [
+        ({"fsdp": 8}, "selective", "unrolled", "scan"),
+        ({"fsdp": 8}, "none", "unrolled", "scan"),
+        ({"data": 2, "fsdp": 4}, "selective", "unrolled", "scan"),
+        ({"fsdp": 8}, "full", "scan", "scan"),
+        ({"fsdp": 4, "tensor": 2}, "selective", "scan", "scan"),
+        ({"data": 4, "tensor": 2}, "full", "unrolled", "unrolled"),
+        ({"data": 8}, "full", "unrolled", "unrolled"),
+    ],
+)
+def test_auto_unrolls_with_fsdp_where_it_pays(axes, remat, layers, decode):
+    """A token needs the weights of all layers at once if its layers are unrolled, so FSDP has a loop there."""
+    cfg = Config(mesh=MeshConfig(**{"data": 1} | axes), train=TrainConfig(dtype="bfloat16", remat=remat))
+    found = make_context(cfg, abstract_mesh(cfg.mesh, 16, 8), "gpu").ops
+    assert (found.layers, found.decode) == (layers, decode)
+    more = replace(cfg, train=replace(cfg.train, grad_accum=2))
+    in_loop = make_context(more, abstract_mesh(cfg.mesh, 16, 8), "gpu").ops.layers == "scan"
+    assert in_loop == ("fsdp" in axes or layers == "scan")
+    deep = replace(cfg, model=replace(cfg.model, num_layers=MAX_UNROLLED_LAYERS + 1))
+    assert make_context(deep, abstract_mesh(cfg.mesh, 16, 8), "gpu").ops.layers == "scan"
+    named = replace(cfg, kernels=KernelsConfig(layers="unrolled", decode="unrolled"))
+    found = make_context(named, abstract_mesh(cfg.mesh, 16, 8), "gpu").ops
+    assert (found.layers, found.decode) == ("unrolled", "unrolled")
 
 
 def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):

@@ -316,3 +316,25 @@ def test_a_refusal_names_the_largest_part(monkeypatch):
     with pytest.raises(ConfigError, match=r"optim.name=muon with .* needs at least") as error:
         memory.check(Job(cfg, ctx), abstract_state(Recipe.of(cfg), ctx))
     assert f"The largest part by formula is {estimate.MUON_WORK}: {memory.gib(size)}." in str(error.value)
+
+
+@pytest.mark.parametrize(("remat", "layers"), [("selective", 3), ("none", 3), ("full", 1), ("dots", 1)])
+def test_the_log_sum_exps_of_packed_rows_are_counted(remat, layers):
+    """cuDNN writes a float32 number for each token, head and document that a row may have; two documents at least."""
+    model = ModelConfig(num_layers=3, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256)
+
+    def total(**data):
+        cfg = Config(
+            model=model,
+            data=DataConfig(seq_len=512, batch_size=16, **data),
+            train=TrainConfig(dtype="bfloat16", remat=remat),
+        )
+        return sum(memory.need(dataclasses.replace(cfg, mesh=MeshConfig(data=2, tensor=2)), 4, "gpu").parts.values())
+
+    tokens = 16 // 2 * 512
+    more = total(packing=True, max_documents=64) - total(packing=True, max_documents=32)
+    assert more == 4 * tokens * 4 // 2 * 32 * layers
+    assert total(packing=True, max_documents=1) == total(packing=True, max_documents=2)
+    if layers == 3:  # otherwise the loss needs more than a layer without log-sum-exps
+        packed = total(packing=True, max_documents=2) - total(packing=True, max_documents=None)
+        assert packed == 4 * tokens * 4 // 2 * 2 * layers, "the kernel of this package has none of them"

@@ -1,6 +1,7 @@
 """The cache of compiled programs: where it is, that it stays small, and that damage and company do no harm."""
 
 import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -19,7 +20,7 @@ def variables(monkeypatch, tmp_path):
     """The variables of a user who has set none of JAX's."""
     found = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
     monkeypatch.setattr(os, "environ", found)
-    monkeypatch.setattr(compile_cache, "_delete_damaged_entries", lambda folder: None)
+    monkeypatch.setattr(compile_cache, "delete_damaged_entries", lambda folder: None)
     return found
 
 
@@ -44,7 +45,7 @@ def test_without_an_absolute_xdg_cache_home_it_is_below_the_home_directory(varia
     [({FOLDER: "/elsewhere"}, 1), ({FOLDER: ""}, 1), ({}, 2), ({}, None)],
     ids=["the user's", "none", "two processes", "processes that JAX finds"],
 )
-def test_the_user_wins_and_several_processes_have_none(variables, given, processes, tmp_path):
+def test_the_user_wins_and_several_processes_have_none_yet(variables, given, processes, tmp_path):
     variables |= given
     before = dict(variables)
     compile_cache.configure(processes)
@@ -162,3 +163,63 @@ def test_processes_share_the_cache_and_a_damaged_entry_is_written_again(tmp_path
     run(1)
     assert sorted(tmp_path.glob("jaxstack/*/*-cache")) == entries
     assert not any(map(compile_cache.is_damaged, entries))
+
+
+RANK = """
+import sys
+from pathlib import Path
+rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+import jax, jax.numpy as jnp
+from jax._src import cache_key
+cache_key._hash_accelerator_config = lambda *_: None  # GPUs are alike on all hosts; a CPU's description has its process
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxstack.runtime import shared_cache
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("/cache_hits") else None)
+shared_cache.share(folder, 60)
+rows = NamedSharding(Mesh(jax.devices(), "data"), PartitionSpec("data"))
+total = jax.jit(lambda x: (x * x).sum())(jax.make_array_from_callback((2,), rows, lambda i: jnp.ones(1)))
+print(len(hits), float(total))
+"""
+
+
+def ranks(*folders):
+    """Runs both processes of `RANK`, and returns what each prints; the second has the cache of the first if it can."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    env = {k: v for k, v in os.environ.items() if k not in (FOLDER, LEAST, "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    commands = [[sys.executable, "-c", RANK, str(rank), port, str(folder)] for rank, folder in enumerate(folders)]
+    started = [subprocess.Popen(command, env=env, **pipes) for command in commands]
+    printed = [process.communicate(timeout=200) for process in started]
+    assert [process.returncode for process in started] == [0, 0], printed
+    assert all(out.endswith(" 2.0\n") for out, _ in printed)
+    return [(int(out.split()[-2]), err) for out, err in printed]  # gloo prints lines before
+
+
+def test_all_processes_of_a_run_read_what_process_0_has_written(tmp_path):
+    cold = ranks(tmp_path, tmp_path)
+    assert [hits for hits, _ in cold] == [0, 0]
+    entries = [path.name for path in (tmp_path / "compiled").glob("*-cache")]
+    assert any("lambda" in name for name in entries)
+    warm = ranks(tmp_path, tmp_path)
+    assert min(hits for hits, _ in warm) >= 1, warm
+    assert {path.name for path in (tmp_path / "compiled").glob("*-cache")} == {*entries}
+    assert len([*(tmp_path / "compiled").glob("seen-*")]) == 1
+
+
+def test_without_a_shared_directory_no_process_has_a_cache(tmp_path):
+    """If process 0 alone read its program, the others would wait for it while they compile."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    ranks(tmp_path / "a", tmp_path / "a")
+    (hits, note), (other, nothing) = ranks(tmp_path / "a", tmp_path / "b")
+    assert (hits, other) == (0, 0)
+    assert f"process 1 does not see {tmp_path / 'b' / 'compiled'}" in note
+    assert "compiled programs are not kept" not in nothing
+    assert not (tmp_path / "b" / "compiled").exists()

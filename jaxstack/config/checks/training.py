@@ -38,7 +38,7 @@ def _check_steps(cfg: Groups) -> None:
 
 
 def _check_documents(cfg: Groups) -> None:
-    most = cfg.data.max_documents
+    most = cfg.data.known_documents
     require(
         most is None or cfg.has_segments,
         f"data.max_documents={most} counts the documents that attention tells apart, but rows have no segments. Use "

@@ -1,0 +1,159 @@
+"""Compares layers in a loop with unrolled ones under FSDP, on H100: `python benchmarks/fsdp_layers.py [CASE ...]`
+
+Needs the extra `[cuda13]` and no GPU; a case takes half a minute to two minutes of two cores. The models are Llama 3 8B
+with two sequences of 8,192 tokens on each of eight devices, and the job `dense_2048` of train_gpu.py with 1.37e9
+parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans with: a
+run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
+
+Results go to `results/fsdp_layers.json` case by case; cases that are not named stay there. Times are arithmetic, by the
+rates of the data sheet (`collective_windows.py`): no device is involved.
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # its keys ignore the scopes that decide the parts
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ.pop("XLA_FLAGS", None)
+
+import record
+import train_gpu
+from collective_windows import by_kind, format_overlap, read_overlap
+
+from jaxstack.common.hardware import CHIPS
+from jaxstack.config import Config, DataConfig, KernelsConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxstack.planner import aot, step_bytes
+from jaxstack.runtime import xla_options
+
+LLAMA_8B = ModelConfig(
+    num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=128256, rope_theta=500000.0
+)
+DEEP = ModelConfig(num_layers=56, d_model=2048, num_heads=16, d_ff=5632, vocab_size=32768)
+SCATTERS = "reduce-scatter of the next layer during this one"
+PIPELINED = {
+    True: (
+        ("xla_gpu_enable_pipelined_reduce_scatter", True),
+        ("xla_gpu_pipeline_reduce_scatter", "COLLECTIVE_PIPELINING_MODE_ON"),
+    ),
+    False: (
+        ("xla_gpu_enable_pipelined_reduce_scatter", False),
+        ("xla_gpu_pipeline_reduce_scatter", "COLLECTIVE_PIPELINING_MODE_OFF"),
+    ),
+}
+"""Both values of the option that pipelines reduce-scatters, by the names of different versions of jaxlib."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to compile.
+
+    Attributes:
+      model: `8b`, `1b` or `deep`.
+      layers: `kernels.layers`.
+      remat: `train.remat`.
+      target: whose devices FSDP covers, eight of each host.
+      memory: part of a GPU's memory that XLA plans with.
+      scatters: whether reduce-scatters are pipelined, as they are in a run.
+      documents: most of them in a row; 0 means that rows are not packed.
+    """
+
+    model: str
+    layers: str
+    remat: str = "selective"
+    target: str = "h100:1x1x8"
+    memory: float = 0.92
+    scatters: bool = True
+    documents: int = 0
+
+
+CASES = {
+    "8b_scan": Case("8b", "scan"),
+    "8b_scan_scatters_stay": Case("8b", "scan", scatters=False),
+    "8b_unrolled": Case("8b", "unrolled"),
+    "8b_unrolled_packed": Case("8b", "unrolled", documents=32),
+    "8b_scan_memory_80": Case("8b", "scan", memory=0.8),
+    "8b_unrolled_memory_80": Case("8b", "unrolled", memory=0.8),
+    "8b_scan_full": Case("8b", "scan", "full"),
+    "8b_unrolled_full": Case("8b", "unrolled", "full"),
+    "1b_scan": Case("1b", "scan"),
+    "1b_scan_scatters_stay": Case("1b", "scan", scatters=False),
+    "1b_unrolled": Case("1b", "unrolled"),
+    "deep_scan": Case("deep", "scan"),
+    "deep_scan_scatters_stay": Case("deep", "scan", scatters=False),
+}
+
+
+def config(case: Case) -> Config:
+    """Returns the configuration of a case, with two sequences on each device."""
+    devices = len(aot.devices(case.target))
+    mesh = MeshConfig(data=1, fsdp=devices)
+    kernels = KernelsConfig(layers=case.layers)  # type: ignore[arg-type]
+    if case.model == "1b":
+        job = train_gpu.config(train_gpu.JOBS["dense_2048"], 2 * devices, case.remat, {})
+        return replace(job, mesh=mesh, kernels=kernels)
+    model, length = (LLAMA_8B, 8192) if case.model == "8b" else (DEEP, 2048)
+    packed = {"packing": True, "max_documents": case.documents} if case.documents else {}
+    return Config(
+        model=model,
+        data=DataConfig(seq_len=length, batch_size=2 * devices, **packed),  # type: ignore[arg-type]
+        train=TrainConfig(dtype="bfloat16", remat=case.remat),  # type: ignore[arg-type]
+        mesh=mesh,
+        kernels=kernels,
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Compiles the step of a case, and returns its memory, bytes, products and what hides its collectives."""
+    cfg = config(case)
+    options = xla_options.GPU_OPTIONS | {SCATTERS: PIPELINED[case.scatters]}
+    begin, work = time.perf_counter(), time.process_time()
+    with (
+        mock.patch.dict(xla_options.GPU_OPTIONS, options, clear=True),
+        mock.patch.object(aot, "GPU_MEMORY_FRACTION", case.memory),
+    ):
+        compiled = aot.compile(cfg, case.target)
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - work
+    text = str(compiled.compiled.as_text())
+    program = step_bytes.read_program(text, compiled.trip_counts)
+    gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in step_bytes.by_part(program).items()}
+    found = read_overlap(text, cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
+    print(format_overlap(found), flush=True)
+    return {
+        "gib": compiled.total / 2**30,
+        "formula_gib": sum(compiled.memory.values()) / 2**30,
+        "compile_seconds": seconds,
+        "compile_cpu_seconds": cpu_seconds,  # of all threads: nearly the same on a busy machine
+        "gigabytes": gigabytes,
+        "gigabytes_outside_gemm_and_attention": sum(gigabytes.values())
+        - sum(gigabytes.get(part, 0) for part in ("gemm", "attention", "collectives")),
+        "tflop": sum(o.times * o.flops for o in program.operations if o.flops == o.flops) / 1e12,
+        "compute_ms": 1e3 * found.compute,
+        "collectives_ms": 1e3 * found.collectives,
+        "exposed_ms": 1e3 * found.exposed,
+        "by_kind": [
+            {"kind": kind, "next_turn": next_turn, "runs": row["runs"], "alone_ms": row["alone"],
+             "exposed_ms": row["exposed"]}
+            for (_, kind, next_turn), row in by_kind(found).items()
+        ],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help="cases to compile")
+    path = record.RESULTS / "fsdp_layers.json"
+    found = json.loads(path.read_text())["cases"] if path.exists() else {}
+    for name in parser.parse_args().cases:
+        found[name] = vars(CASES[name]) | measure(CASES[name])
+        print(name, {key: value for key, value in found[name].items() if key != "by_kind"}, flush=True)
+        record.record("fsdp_layers", {"cases": found})
+
+
+if __name__ == "__main__":
+    main()
