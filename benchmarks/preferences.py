@@ -3,17 +3,16 @@
     python benchmarks/preferences.py
 
 A byte model of 0.5 million parameters learns to sort digits from conversations, half of which are wrong. Then DPO
-continues from it with pairs of a right and a wrong answer. Each seed has both runs. Two shares of the held-out pairs are
-measured, of which no prompt was trained on: `accuracy` is the share with a larger reward for the right answer, where the
-reward is relative to the reference, and `likelier` the share with a larger log-probability of the right answer, which
-the supervised model has, too.
+continues from it, once for each seed, with pairs of a right and a wrong answer. Two shares of the held-out pairs are
+measured, of which no prompt was trained on: `accuracy` is the share with a larger reward for the right answer,
+where the reward is relative to the reference, and `likelier` the share with a larger log-probability of the right
+answer, which the supervised model has, too.
 """
 
 import argparse
 import json
 import runpy
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -42,33 +41,36 @@ def main() -> None:
     parser.add_argument("--chat_steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--eval_every", type=int, default=50)
+    parser.add_argument("--folder", type=Path, help="where runs are kept; finished ones are not trained again")
     args = parser.parse_args()
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        run(args.folder, args)
+        return
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), args)
 
 
 def run(folder: Path, args: argparse.Namespace) -> None:
-    """Trains both runs of each seed in a folder, and records the figures after each."""
+    """Trains all runs in a folder, and records the figures after each."""
     import jaxstack
     from jaxstack.config.reading.parse import parse_config
     from jaxstack.train import main as train
 
     runpy.run_path(str(EXAMPLE))["main"](folder)
+    answers = [f"--data.path={folder}/sorting.jsonl", f"--run.dir={folder}/chat", f"--train.steps={args.chat_steps}"]
+    train(parse_config([*COMMON, *CHAT, *answers]))
+    pairs = folder / "sorting_pairs.jsonl"
+    supervised = likelier(jaxstack.load(folder / "chat"), pairs)
     runs = []
     for seed in range(args.seeds):
-        chat, dpo = folder / f"chat{seed}", folder / f"dpo{seed}"
-        began = time.perf_counter()
-        flags = [f"--data.path={folder}/sorting.jsonl", f"--run.dir={chat}", f"--train.steps={args.chat_steps}"]
-        train(parse_config([*COMMON, *CHAT, *flags, f"--run.seed={seed}"]))
-        supervised = likelier(jaxstack.load(chat), folder / "sorting_pairs.jsonl")
-        middle = time.perf_counter()
+        name = folder / f"seed{seed}"
         flags = [
-            f"--data.path={folder}/sorting_pairs.jsonl", f"--run.dir={dpo}", f"--run.init_from={chat}",
-            f"--train.steps={args.steps}", f"--train.eval_every={args.eval_every}", f"--run.seed={seed}",
+            f"--data.path={pairs}", f"--run.dir={name}", f"--run.init_from={folder}/chat", f"--run.seed={seed}",
+            f"--train.steps={args.steps}", f"--train.eval_every={args.eval_every}",
         ]  # fmt: skip
         train(parse_config([*COMMON, *PAIRS, *flags]))
-        end = time.perf_counter()
-        lines = [json.loads(line) for line in (dpo / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (name / "metrics.jsonl").read_text().splitlines()]
         evaluated = [line for line in lines if "eval_loss" in line]
         runs.append(
             {
@@ -76,12 +78,12 @@ def run(folder: Path, args: argparse.Namespace) -> None:
                 "accuracy": {str(line["step"]): line["eval_rewards/accuracies"] for line in evaluated},
                 "margin": evaluated[-1]["eval_rewards/margins"],
                 "loss": evaluated[-1]["eval_loss"],
-                "likelier": {"supervised": supervised, "dpo": likelier(jaxstack.load(dpo), folder / "sorting_pairs.jsonl")},
-                "seconds": {"supervised": middle - began, "dpo": end - middle},
+                "likelier": likelier(jaxstack.load(name), pairs),
             }
-        )  # fmt: skip
+        )
         print(runs[-1], flush=True)
-        record.record("preferences", {**vars(args), "runs": runs})
+        settings = {key: value for key, value in vars(args).items() if key != "folder"}
+        record.record("preferences", {**settings, "supervised": {"likelier": supervised}, "runs": runs})
 
 
 def likelier(run, path: Path) -> float:  # type: ignore[no-untyped-def]

@@ -28,7 +28,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load_for(cfg.model, cfg.data)
+    dataset = data.load_for(cfg.model, cfg.data, cfg.aim)
     cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
     earlier = None
     if searched is not None:

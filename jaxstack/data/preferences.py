@@ -4,14 +4,19 @@
 |---|---|
 | `prompt`, `chosen`, `rejected` | each a text, or messages as in `conversations` |
 | `chosen`, `rejected` | two conversations that differ in the last message |
+| `prompt`, `completion`, `label` | one completion, and whether it is wanted, `true` or `false` |
 
 A completion that is messages may repeat the prompt before its answer, as in UltraFeedback. `system` is the text of a
 system message. Other keys, such as scores, are ignored.
 
+A completion with a label has a row like a pair: in place of the rejected completion is the completion of another
+prompt, with which KTO estimates the divergence from the reference.
+
 Suffixes: B batch, S sequence, D pairs, W rows of an epoch.
 """
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,12 +56,28 @@ class Preference:
         return chosen, rejected
 
 
-def read_preferences(path: str) -> Iterator[Preference]:
-    """Yields the pairs of a file with one JSON object per line, or with one JSON list of objects.
+@dataclass(frozen=True)
+class Feedback:
+    """A prompt with one completion.
+
+    Attributes:
+      name: in error messages, the file and the line.
+      prompt: the messages before the completion.
+      completion: its text.
+      wanted: whether the completion is wanted.
+    """
+
+    name: str
+    prompt: list[Message]
+    completion: str
+    wanted: bool
+
+
+def read_preferences(path: str) -> Iterator[Preference | Feedback]:
+    """Yields the pairs and the completions with labels of a file: one JSON object per line, or one list of objects.
 
     Raises:
-      ConfigError: the file does not exist or is empty, or an object is not a pair. The message has the file and the
-        line.
+      ConfigError: the file does not exist or is empty, or an object is neither. The message has the file and the line.
     """
     empty = True
     for name, value in json_objects(path, "pair of completions"):
@@ -69,11 +90,13 @@ def read_preferences(path: str) -> Iterator[Preference]:
         raise ConfigError(f"data.path={path} has no pairs of completions. Give a file with at least two.")
 
 
-def _preference(name: str, value: Any) -> Preference:
-    """Returns the pair of a JSON value after checking it."""
+def _preference(name: str, value: Any) -> Preference | Feedback:
+    """Returns the pair, or the completion with its label, of a JSON value after checking it."""
     if not isinstance(value, dict):
         raise ConfigError("this is not a JSON object. Write an object with prompt, chosen and rejected.")
     refuse_unsupported(value)
+    if not {"chosen", "rejected"} & value.keys() and {"completion", "label"} <= value.keys():
+        return _feedback(name, value)
     if not {"chosen", "rejected"} <= value.keys():
         shown = ", ".join(sorted(map(str, value))) or "nothing"
         raise ConfigError(f"the keys are {shown}. Write prompt, chosen and rejected.")
@@ -82,6 +105,82 @@ def _preference(name: str, value: Any) -> Preference:
     messages = prompt_messages(value, _common(sides) if prompt is None else prompt)
     chosen, rejected = (_completion(key, sides[key], messages) for key in ("chosen", "rejected"))
     return Preference(name, messages, chosen, rejected)
+
+
+def _feedback(name: str, value: dict[str, Any]) -> Feedback:
+    """Returns a completion with its label after checking them."""
+    label = value["label"]
+    if not isinstance(label, bool):
+        raise ConfigError("label is neither true nor false. Write one of them.")
+    prompt = value.get("prompt")
+    if prompt is None:
+        if not isinstance(value["completion"], list):
+            raise ConfigError("there is no prompt, and completion is not a list of messages. Write the prompt.")
+        prompt = value["completion"][:-1]
+    messages = prompt_messages(value, prompt)
+    return Feedback(name, messages, _completion("completion", value["completion"], messages), label)
+
+
+def as_pairs(rows: Iterable[Preference | Feedback]) -> list[Preference]:
+    """Returns the pairs of a file.
+
+    Raises:
+      ConfigError: a row is a completion with a label.
+    """
+    pairs = []
+    for one in rows:
+        if isinstance(one, Feedback):
+            raise ConfigError(
+                f"{one.name}: a completion with a label is for preference.loss=kto. Use that loss, or write prompt, "
+                f"chosen and rejected."
+            )
+        pairs.append(one)
+    return pairs
+
+
+def as_feedback(rows: Iterable[Preference | Feedback]) -> list[Feedback]:
+    """Returns the completions of a file, each with its label. A pair is two of them."""
+    found = []
+    for one in rows:
+        if isinstance(one, Feedback):
+            found.append(one)
+        else:
+            found.append(Feedback(one.name, one.prompt, one.chosen, True))
+            found.append(Feedback(one.name, one.prompt, one.rejected, False))
+    return found
+
+
+def mismatch(rows: Sequence[Feedback]) -> list[Preference]:
+    """Returns each prompt with its own completion as the chosen one, and another prompt's as the rejected one.
+
+    Each completion is used once as another prompt's, so both have the same distribution. The order of the file does not
+    decide which prompt has which.
+
+    Raises:
+      ConfigError: more than half of the completions have the same prompt.
+    """
+    numbers: dict[str, list[int]] = {}
+    for i, one in enumerate(rows):
+        numbers.setdefault(prompt_text(one), []).append(i)
+    most = max(map(len, numbers.values()))
+    if 2 * most > len(rows):
+        raise ConfigError(
+            f"{most:,} of {len(rows):,} completions have the same prompt, but preference.loss=kto also reads each "
+            f"completion after another prompt. Add other prompts, or change data.eval_fraction."
+        )
+    # Those of a prompt are neighbours, so the completion that is `most` places away has another prompt.
+    order = [i for _, own in sorted(numbers.items(), key=lambda one: _digest(one[0])) for i in own]
+    others = dict(zip(order, np.roll(order, -most).tolist(), strict=True))
+    return [Preference(one.name, one.prompt, one.completion, rows[others[i]].completion) for i, one in enumerate(rows)]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def prompt_text(row: Preference | Feedback) -> str:
+    """Returns the messages of a prompt as one text, which identifies it."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
 
 
 def prompt_messages(value: dict[str, Any], prompt: Any) -> list[Message]:
@@ -149,12 +248,14 @@ class PreferenceTokens(Tokens):
 
     middles: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Start of each rejected conversation in `ids`, int64 [D]."""
+    wanted: np.ndarray | None = None
+    """Whether each completion is wanted, bool [D]. `None` means pairs."""
 
     def documents(self, which: np.ndarray) -> "PreferenceTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PreferenceTokens)
-        return replace(found, middles=self.middles[which])
+        return replace(found, middles=self.middles[which], wanted=None if self.wanted is None else self.wanted[which])
 
     @property
     def targets(self) -> np.ndarray:
@@ -163,9 +264,18 @@ class PreferenceTokens(Tokens):
 
 
 def encode_preferences(
-    preferences: Iterable[Preference], template: chat.ChatTemplate, tokenizer: Tokenizer, seq_len: int
+    preferences: Sequence[Preference],
+    template: chat.ChatTemplate,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    wanted: Sequence[bool] | None = None,
+    scores: bool = False,
 ) -> tuple[PreferenceTokens, list[str], str]:
     """Encodes all pairs in memory. A pair is never cut; one that does not fit a row is left out.
+
+    Args:
+      wanted: whether each chosen completion is wanted, for results of `mismatch`. `None` means pairs.
+      scores: whether last tokens have scores, see `scored`.
 
     Returns:
       The tokens, the prompt of each pair, and a note for users about the pairs that were left out, or an empty string.
@@ -173,20 +283,26 @@ def encode_preferences(
     Raises:
       ConfigError: no pair is left, or a completion has no token.
     """
-    found = [*preferences]
-    both = [one for one in found if one.chosen != one.rejected]
-    equal = len(found) - len(both)
+    labels = [True] * len(preferences) if wanted is None else wanted
+    kind = "pairs" if wanted is None else "completions with labels"
+    labelled = zip(preferences, labels, strict=True)
+    rows = [(one, label) for one, label in labelled if wanted is not None or one.chosen != one.rejected]
+    both = [one for one, _ in rows]
+    equal = len(preferences) - len(both)
     if not both:
         raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
     sides = chat.render_conversations((side for one in both for side in one.conversations()), template)
     encoded = [(ids, answers) for _, ids, answers in chat.encode_answers(sides, tokenizer)]
+    if scores:
+        encoded = [scored(*one) for one in encoded]
     pieces = []
     masks = []
     sizes = []
     names = []
     prompts = []
+    kept = []
     too_long = []
-    for one, chosen, rejected in zip(both, encoded[::2], encoded[1::2], strict=True):
+    for (one, label), chosen, rejected in zip(rows, encoded[::2], encoded[1::2], strict=True):
         positions = chosen[0].size + rejected[0].size - 2
         if positions > seq_len:
             too_long.append(positions)
@@ -196,13 +312,14 @@ def encode_preferences(
             masks.append(answers)
         sizes.append((chosen[0].size, rejected[0].size))
         names.append(one.name)
-        prompts.append("\n".join(f"{message['role']}: {message['content']}" for message in one.prompt))
+        prompts.append(prompt_text(one))
+        kept.append(label)
     notes = []
     if too_long:
         longest = f"the longest needs {max(too_long):,} positions"
         if not pieces:
             raise ConfigError(
-                f"none of {len(too_long):,} pairs fits into data.seq_len={seq_len}, which has both completions with "
+                f"none of {len(too_long):,} {kind} fits into data.seq_len={seq_len}, which has both completions with "
                 f"their prompt ({longest}). Raise it."
             )
         notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
@@ -212,8 +329,24 @@ def encode_preferences(
     tokens = PreferenceTokens(
         np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size)), bounds[:-1:2], bounds[2::2],
         tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks), middles=bounds[1::2],
+        wanted=None if wanted is None else np.array(kept),
     )  # fmt: skip
     return tokens, prompts, ", ".join(notes)
+
+
+def scored(ids: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a conversation that ends with the last token of its completion, for a model that scores this token.
+
+    Args:
+      ids: of the conversation [n].
+      answers: whether each belongs to the completion, bool [n].
+
+    Returns:
+      The ids with one more behind them, which makes the last token an input, and a mask that is true there alone: the
+      position whose target this is has the score.
+    """
+    ids = ids[: np.flatnonzero(answers)[-1] + 1]
+    return np.append(ids, ids[-1:]), np.arange(ids.size + 1) == ids.size
 
 
 @dataclass(frozen=True)
@@ -252,6 +385,8 @@ class PreferenceWindows:
           - `positions`, int32: they count from 0 in each conversation.
           - `loss_weights`, float32: 1 where the target is of a completion.
           - `pair_weights`, float32: 1 at the first position of each pair.
+          - `wanted_weights` and `unwanted_weights`, float32, of completions with labels: 1 where `pair_weights` is 1
+            and the completion has this label.
         """
         del packing, vocab_size
         integers = ("tokens", "targets", "segment_ids", "positions")
@@ -259,12 +394,18 @@ class PreferenceWindows:
         batch |= {name: np.zeros((window_B.size, seq_len), np.float32) for name in ("loss_weights", "pair_weights")}
         mask = self.pairs.loss_mask
         assert mask is not None
+        wanted = self.pairs.wanted
+        if wanted is not None:
+            labels = ("wanted_weights", "unwanted_weights")
+            batch |= {name: np.zeros((window_B.size, seq_len), np.float32) for name in labels}
         for b, window in enumerate(window_B.tolist()):
             at = 0
             for number, pair in enumerate(self._row(window)):
                 bounds = (int(each[pair]) for each in (self.pairs.starts, self.pairs.middles, self.pairs.ends))
                 start, middle, end = bounds
                 batch["pair_weights"][b, at] = 1
+                if wanted is not None:
+                    batch["wanted_weights" if wanted[pair] else "unwanted_weights"][b, at] = 1
                 for side, (first, last) in enumerate(((start, middle), (middle, end)), start=1):
                     where = b, slice(at, at + last - first - 1)
                     batch["tokens"][where] = self.pairs.ids[first : last - 1]

@@ -408,7 +408,7 @@ class TrainedRun:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
         cfg = self.config if source is None else self._with_data(source)
-        dataset = data.load_for(cfg.model, cfg.data)
+        dataset = data.load_for(cfg.model, cfg.data, cfg.aim)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
             metadata = store.metadata(saved, max(steps) if self.step is None else self.step)

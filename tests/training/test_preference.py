@@ -14,12 +14,13 @@ from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, RunConfig
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.config.training import REWARDS, PreferenceConfig
+from jaxstack.config.training import LABEL_REWARDS, REWARDS, PreferenceConfig
 from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.train import main
 from jaxstack.training.assemble import make_eval_step, make_gradients, objective_of
+from jaxstack.training.features.preference import with_divergence
 
 SEQ, ROWS = test_meshes.SEQ, test_meshes.BATCH
 LOSSES = {
@@ -130,6 +131,60 @@ def test_loss_gradients_and_rewards_are_the_definition_packed_or_not(rng, name):
             np.testing.assert_allclose(sums.losses[key] / sums.weights[key], value, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.random
+def test_kto_is_its_definition_packed_accumulated_or_not(rng):
+    """The divergence is the mean over the whole batch, also where microbatches follow each other."""
+    how = PreferenceConfig("kto", beta=0.3, wanted_weight=1.5, unwanted_weight=0.5)
+    cfg = config("llama3", {}, how)
+    values = parameters.init(jax.random.key(0), families.spec(cfg.model))
+    values = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), values)
+    pairs = draw(rng, cfg.model.vocab, 12)
+    wanted = rng.random(12) < 0.4
+    refer = with_divergence(lambda params, batch: batch, cfg.model, Context())
+
+    def completions(values, towards):
+        """Returns the log-ratios of own and of other completions, each from a row of its own."""
+        spans = np.stack([pairs.starts, pairs.middles, pairs.middles, pairs.ends], 1).reshape(-1, 2)
+        found = []
+        for first, last in spans:
+            ids, mask = pairs.ids[first:last], pairs.loss_mask[first + 1 : last]
+            logits, _ = families.forward(cfg.model, values, jnp.asarray(ids[None, :-1], jnp.int32))
+            own = jnp.take_along_axis(jax.nn.log_softmax(logits[0]), ids[1:, None], 1)[:, 0]
+            frozen = -1 - (ids[:-1].astype(np.int64) * 31 + ids[1:] * 17) % 13 / 4 - towards
+            found.append(((own - frozen) * mask).sum())
+        return jnp.stack(found).reshape(-1, 2).T
+
+    def definition(values, towards):
+        own, others = completions(values, towards)
+        z = jax.lax.stop_gradient(jnp.maximum(others.mean(), 0.0))
+        each = jnp.where(wanted, 1.5 * jax.nn.sigmoid(-0.3 * (own - z)), 0.5 * jax.nn.sigmoid(-0.3 * (z - own)))
+        return each.mean(), (own, z)
+
+    divergences = []
+    for towards in (0.0, 5.0):  # with a reference that finds everything unlikely, z is above 0
+        (loss, (own, z)), grads = jax.value_and_grad(definition, has_aux=True)(values, towards)
+        divergences.append(float(z))
+        for packing, accum in ((False, 1), (True, 1), (True, 2)):
+            tokens = replace(pairs, wanted=wanted)
+            batch = batch_of(tokens, packing)
+            batch = {name: np.pad(a, ((0, len(a) % accum), (0, 0))) for name, a in batch.items()}
+            batch["reference_log_probs"] = batch["reference_log_probs"] - np.float32(towards)
+            run = replace(
+                cfg, train=replace(cfg.train, grad_accum=accum), data=replace(cfg.data, batch_size=len(batch["tokens"]))
+            )
+            found = jax.jit(make_gradients(run, Context()))(values, refer(values, batch))
+            np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+            for path, grad in flatten(grads).items():
+                apart = np.linalg.norm(flatten(found[1])[path] - grad)
+                assert apart <= 2e-5 * np.linalg.norm(grad) + 1e-7, path
+            rewards = 0.3 * np.asarray(own)
+            right = (rewards > 0.3 * z) == wanted
+            logged = (rewards[wanted].mean(), rewards[~wanted].mean(), right.mean(), z)
+            for key, value in zip(LABEL_REWARDS, logged, strict=True):
+                np.testing.assert_allclose(found[2][key], value, rtol=2e-5, atol=1e-6)
+    assert divergences[0] == 0 < divergences[1]
+
+
 MESHES = [
     pytest.param("llama3", {"context": 2, "tensor": 2}, {}, "dpo", id="context"),
     pytest.param("llama3", {"data": 2, "fsdp": 2}, {"accum": 2}, "hinge", id="accumulation", marks=pytest.mark.matrix),
@@ -223,6 +278,37 @@ def test_adapters_switched_off_are_the_reference(folder, mesh):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     np.testing.assert_allclose(losses[0][0], np.log(2), atol=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "split",
+    [
+        ["--train.grad_accum=4"],
+        ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"],
+        ["--mesh.context=2", "--mesh.tensor=2", "--model.lora.rank=2"],
+        ["--data.packing=false", "--data.batch_size=8"],
+    ],
+    ids=["accumulation", "pipe", "context and adapters", "unpacked"],
+)
+def test_runs_of_kto_are_equal_whatever_splits_the_batch(folder, split):
+    """Files of pairs are read as two completions each. The divergence rises from 0, so it is part of the loss."""
+    *how, last = split
+    same = ["--preference.loss=kto", "--optim.lr=1e-2", "--data.packing=true"]
+    more = [last] if "lora" in last else []
+    if "packing=false" in split[0]:
+        same[-1], how, last = "--data.packing=false", ["--train.grad_accum=2"], "--mesh.data=2"
+    name = f"kto{abs(hash(tuple(split)))}"
+    one = train(folder, f"{name}one", 3, *same, *more, "--mesh.data=1")
+    other = train(folder, f"{name}other", 3, *same, *how, last)
+    for key in ("loss", *LABEL_REWARDS, "grad_norm"):
+        values = [[record[key] for record in log if "loss" in record] for log in (one, other)]
+        np.testing.assert_allclose(*values, rtol=2e-4, atol=1e-6)
+    steps = [record for record in one if "loss" in record]
+    assert steps[0]["kl"] < 1e-4
+    np.testing.assert_allclose(steps[0]["loss"], 0.5, atol=1e-4)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert any("eval_kl" in record for record in one)
 
 
 @pytest.mark.matrix
