@@ -110,12 +110,12 @@ def config(folder: Path, steps: int) -> Any:
         [
             f"--run.dir={folder}/run", f"--run.init_from={folder}/hf", "--run.log_every=1", "--sample.prompts=[]",
             "--model.num_layers=4", "--model.d_model=128", "--model.num_heads=4", "--model.d_ff=512",
-            "--model.norm_eps=1e-6", "--model.tied_embeddings=false", "--mesh.data=1",
+            "--model.norm_eps=1e-6", "--model.qk_norm=false", "--model.tied_embeddings=false", "--mesh.data=1",
             "--data.source=preferences", f"--data.path={folder}/sorting_pairs.jsonl", "--data.tokenizer=bytes",
             "--data.seq_len=96", f"--data.batch_size={ROWS}", f"--train.steps={steps}", f"--train.eval_every={steps}",
             "--train.eval_steps=1", f"--checkpoint.every={steps}", f"--preference.beta={BETA}", f"--optim.lr={LR}",
-            "--optim.schedule=constant", "--optim.warmup_steps=0", "--optim.weight_decay=0", "--optim.b2=0.999",
-            "--optim.clip_norm=1",
+            "--optim.name=adamw", "--optim.schedule=constant", "--optim.warmup_steps=0", "--optim.weight_decay=0",
+            "--optim.b2=0.999", "--optim.clip_norm=1",
         ]
     )  # fmt: skip
 

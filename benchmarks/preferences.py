@@ -21,7 +21,7 @@ import record
 EXAMPLE = Path(__file__).parents[1] / "docs/examples/sorting.py"
 COMMON = [
     "--model.num_layers=4", "--model.d_model=96", "--model.num_heads=4", "--model.d_ff=256", "--sample.prompts=[]",
-    "--mesh.data=1", "--data.batch_size=16", "--data.packing=true",
+    "--mesh.data=1", "--data.batch_size=16", "--data.packing=true", "--optim.name=muon",
 ]  # fmt: skip
 CHAT = [
     "--data.source=chat", "--data.seq_len=144", "--optim.lr=3e-3", "--optim.warmup_steps=30", "--optim.schedule=wsd",
@@ -32,7 +32,7 @@ PAIRS = [
     "--preference.beta=0.1", "--optim.lr=3e-4", "--optim.warmup_steps=10", "--optim.schedule=constant",
     "--optim.weight_decay=0", "--train.eval_steps=10",
 ]  # fmt: skip
-"""The keys of configs/sft_quickstart.yaml and configs/dpo_quickstart.yaml."""
+"""The keys of configs/sft_quickstart.yaml and configs/dpo_quickstart.yaml, but for the optimizer."""
 
 
 def main() -> None:

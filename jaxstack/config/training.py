@@ -225,7 +225,8 @@ class PreferenceConfig:
         )
         require(
             self.wanted_weight + self.unwanted_weight > 0,
-            "preference.wanted_weight=0 and unwanted_weight=0 leave nothing to learn. Raise one of them.",
+            f"preference.wanted_weight={self.wanted_weight} and unwanted_weight={self.unwanted_weight} leave nothing "
+            f"to learn. Raise one of them.",
         )
         require(
             not self.nll_weight or self.loss not in ("kto", "reward"),
@@ -282,8 +283,9 @@ class RLConfig:
     See docs/reinforcement.md."""
 
     rewards: tuple[str, ...] = ()
-    """Functions that return the reward of a completion, as `module:function` or `file.py:function`. A task of
-    `data.path=task:NAME` has its own function, which is used if this is empty."""
+    """Functions that return the reward of a completion, as `module:function` or `file.py:function`. `run:PATH` is a
+    reward model, see docs/preferences.md. A task of `data.path=task:NAME` has its own function, which is used if this
+    is empty."""
     weights: tuple[float, ...] = ()
     """Factor of each function in the reward, which is their sum. Empty means 1 each."""
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo"] = "grpo"

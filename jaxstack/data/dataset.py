@@ -332,12 +332,8 @@ def _render_preferences(cfg: DataConfig) -> Iterator[chat.RenderedConversation]:
 def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer, reads: Completions) -> Source:
     """Returns pairs of completions, or completions with labels. All of a prompt are held out, or none."""
     rows = read_preferences(str(cfg.path))
-    if reads == "labels":
-        found, wanted = _mismatched(as_feedback(rows), cfg.eval_fraction)
-        tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len, wanted)
-    else:
-        found, scores = as_pairs(rows), reads == "scores"
-        tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len, scores=scores)
+    found = _mismatched(as_feedback(rows), cfg.eval_fraction) if reads == "labels" else as_pairs(rows)
+    tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len, reads == "scores")
     assert tokens.loss_mask is not None
     content = [np.asarray(tokens.ids), tokens.middles, tokens.loss_mask]
     if tokens.wanted is not None:
@@ -356,19 +352,14 @@ def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer, reads:
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 
-def _mismatched(rows: list[Feedback], fraction: float) -> tuple[list[Preference], list[bool]]:
-    """Returns completions beside completions of other prompts, and whether each is wanted.
+def _mismatched(rows: list[Feedback], fraction: float) -> list[Preference]:
+    """Returns completions beside completions of other prompts.
 
     Nothing that is held out is beside what is trained on, or the other way round.
     """
     held_out_D = pairs.hold_out([prompt_text(one) for one in rows], fraction, "prompt")
-    found: list[Preference] = []
-    wanted = []
-    for part in (False, True):
-        own = [one for one, held_out in zip(rows, held_out_D, strict=True) if held_out == part]
-        found += mismatch(own)
-        wanted += [one.wanted for one in own]
-    return found, wanted
+    parts = ([one for one, held in zip(rows, held_out_D, strict=True) if held == part] for part in (False, True))
+    return [one for part in parts for one in mismatch(part)]
 
 
 def _encode_prompts(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:

@@ -39,12 +39,14 @@ class Preference:
       prompt: the messages before the completions.
       chosen: the text of the better completion.
       rejected: the text of the other one.
+      wanted: whether `chosen` is wanted, for results of `mismatch`. `None` means that it is the better completion.
     """
 
     name: str
     prompt: list[Message]
     chosen: str
     rejected: str
+    wanted: bool | None = None
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Returns the conversations with the chosen and the rejected completion. Only these are learned."""
@@ -171,7 +173,10 @@ def mismatch(rows: Sequence[Feedback]) -> list[Preference]:
     # Those of a prompt are neighbours, so the completion that is `most` places away has another prompt.
     order = [i for _, own in sorted(numbers.items(), key=lambda one: _digest(one[0])) for i in own]
     others = dict(zip(order, np.roll(order, -most).tolist(), strict=True))
-    return [Preference(one.name, one.prompt, one.completion, rows[others[i]].completion) for i, one in enumerate(rows)]
+    return [
+        Preference(one.name, one.prompt, one.completion, rows[others[i]].completion, one.wanted)
+        for i, one in enumerate(rows)
+    ]
 
 
 def _digest(text: str) -> bytes:
@@ -268,13 +273,11 @@ def encode_preferences(
     template: chat.ChatTemplate,
     tokenizer: Tokenizer,
     seq_len: int,
-    wanted: Sequence[bool] | None = None,
     scores: bool = False,
 ) -> tuple[PreferenceTokens, list[str], str]:
     """Encodes all pairs in memory. A pair is never cut; one that does not fit a row is left out.
 
     Args:
-      wanted: whether each chosen completion is wanted, for results of `mismatch`. `None` means pairs.
       scores: whether last tokens have scores, see `scored`.
 
     Returns:
@@ -283,11 +286,7 @@ def encode_preferences(
     Raises:
       ConfigError: no pair is left, or a completion has no token.
     """
-    labels = [True] * len(preferences) if wanted is None else wanted
-    kind = "pairs" if wanted is None else "completions with labels"
-    labelled = zip(preferences, labels, strict=True)
-    rows = [(one, label) for one, label in labelled if wanted is not None or one.chosen != one.rejected]
-    both = [one for one, _ in rows]
+    both = [one for one in preferences if one.chosen != one.rejected or one.wanted is not None]
     equal = len(preferences) - len(both)
     if not both:
         raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
@@ -298,11 +297,9 @@ def encode_preferences(
     pieces = []
     masks = []
     sizes = []
-    names = []
-    prompts = []
     kept = []
     too_long = []
-    for (one, label), chosen, rejected in zip(rows, encoded[::2], encoded[1::2], strict=True):
+    for one, chosen, rejected in zip(both, encoded[::2], encoded[1::2], strict=True):
         positions = chosen[0].size + rejected[0].size - 2
         if positions > seq_len:
             too_long.append(positions)
@@ -311,15 +308,13 @@ def encode_preferences(
             pieces.append(ids)
             masks.append(answers)
         sizes.append((chosen[0].size, rejected[0].size))
-        names.append(one.name)
-        prompts.append(prompt_text(one))
-        kept.append(label)
+        kept.append(one)
     notes = []
     if too_long:
         longest = f"the longest needs {max(too_long):,} positions"
         if not pieces:
             raise ConfigError(
-                f"none of {len(too_long):,} {kind} fits into data.seq_len={seq_len}, which has both completions with "
+                f"none of {len(too_long):,} pairs fits into data.seq_len={seq_len}, which has both completions with "
                 f"their prompt ({longest}). Raise it."
             )
         notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
@@ -328,10 +323,10 @@ def encode_preferences(
     bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
     tokens = PreferenceTokens(
         np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size)), bounds[:-1:2], bounds[2::2],
-        tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks), middles=bounds[1::2],
-        wanted=None if wanted is None else np.array(kept),
+        tokenizer.vocab_size, tuple(one.name for one in kept), loss_mask=np.concatenate(masks), middles=bounds[1::2],
+        wanted=None if kept[0].wanted is None else np.array([one.wanted for one in kept]),
     )  # fmt: skip
-    return tokens, prompts, ", ".join(notes)
+    return tokens, [prompt_text(one) for one in kept], ", ".join(notes)
 
 
 def scored(ids: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -347,6 +342,19 @@ def scored(ids: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """
     ids = ids[: np.flatnonzero(answers)[-1] + 1]
     return np.append(ids, ids[-1:]), np.arange(ids.size + 1) == ids.size
+
+
+def scored_ids(
+    rows: Iterable[tuple[list[Message], str]], template: chat.ChatTemplate, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Returns the ids of prompts with their completions, up to the token that a reward model scores."""
+    conversations = (
+        Conversation("a completion", [*prompt, {"role": "assistant", "content": text}]) for prompt, text in rows
+    )
+    found = []
+    for _, ids, answers in chat.encode_answers(chat.render_conversations(conversations, template), tokenizer):
+        found.append(scored(ids, answers)[0][:-1].tolist())
+    return found
 
 
 @dataclass(frozen=True)

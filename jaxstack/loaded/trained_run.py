@@ -17,8 +17,10 @@ from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
 from jaxstack.config.training import PreferenceConfig, RLConfig
-from jaxstack.data import Tokenizer
+from jaxstack.data import Tokenizer, chat
+from jaxstack.data.conversations import Message
 from jaxstack.data.loader import DataLoader
+from jaxstack.data.preferences import scored_ids
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import encode_prompt
 from jaxstack.families.context import make_context
@@ -462,6 +464,23 @@ class TrainedRun:
     @cached_property
     def _eval_steps(self) -> dict[PreferenceConfig | None, Callable[[Params, Batch], EvalSums]]:
         return {}
+
+    def rewards(self, rows: Sequence[tuple[list[Message], str]], batch: int = 8) -> np.ndarray:
+        """Returns the scores that a reward model gives to completions, float32 [rows].
+
+        Args:
+          rows: each a prompt, as messages, and the text of a completion.
+          batch: number of completions in a call.
+
+        Raises:
+          ConfigError: the run is not a reward model.
+        """
+        if not self.model.reward_head:
+            raise ConfigError(
+                f"{self.config.run.dir} is not a reward model (model.reward_head=false). Name a run of "
+                f"preference.loss=reward."
+            )
+        return self.scorer.rewards(scored_ids(rows, chat.template_for(self.tokenizer), self.tokenizer), batch)
 
     @cached_property
     def scorer(self) -> Scorer:

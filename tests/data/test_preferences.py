@@ -149,6 +149,19 @@ def test_every_shape_is_read_as_the_same_completion_with_its_label(tmp_path, val
     assert (found.prompt, found.completion, found.wanted) == ([USER], "yes", True)
 
 
+def test_a_scored_conversation_ends_with_the_token_that_has_the_score(tmp_path):
+    """The token that ends the turn is an input, and nothing of the template behind it."""
+    lines = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
+    path = write(tmp_path / "a.jsonl", *lines)
+    found = data.load(DataConfig(source="preferences", path=path, seq_len=120, batch_size=2), reads="scores")
+    batch = batches(found.train, seq_len=120, batch_size=1, seed=0, packing=False)[0]
+    ends = np.flatnonzero(batch["loss_weights"][0])
+    for segment, (end, answer) in enumerate(zip(ends, ("yes", "no"), strict=True), start=1):
+        here = batch["segment_ids"][0] == segment
+        assert np.flatnonzero(here)[-1] == end
+        assert bytes(batch["tokens"][0][here].tolist()).decode().endswith(f"<|assistant|>\n{answer}\0")
+
+
 def load_labels(tmp_path, *lines, **keys):
     path = write(tmp_path / "a.jsonl", *lines)
     source = DataConfig(source="preferences", path=path, **{"seq_len": 120, "batch_size": 2} | keys)
@@ -191,10 +204,10 @@ def test_completions_with_labels_are_refused_where_they_do_not_suit(tmp_path):
     line = {"prompt": "q", "completion": "a", "label": True}
     with pytest.raises(ConfigError, match=r"line 1: a completion with a label is for preference\.loss=kto"):
         load(tmp_path, line)
-    with pytest.raises(ConfigError, match="5 of . completions have the same prompt"):
+    with pytest.raises(ConfigError, match=r"5 of . completions have the same prompt"):
         load_labels(tmp_path, *[line] * 5, line | {"prompt": "p"}, *(line | {"prompt": f"{i}"} for i in range(3)))
     others = [line | {"prompt": f"{i}"} for i in range(6)]
-    with pytest.raises(ConfigError, match=r"none of 6 completions with labels fits into data\.seq_len"):
+    with pytest.raises(ConfigError, match=r"none of 6 pairs fits into data\.seq_len"):
         load_labels(tmp_path, *others, seq_len=20, eval_fraction=0.4)
 
 

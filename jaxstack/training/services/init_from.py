@@ -336,13 +336,18 @@ def read_frozen(
             f"{name} has learned positions up to {model.max_positions}, but data.seq_len={cfg.data.seq_len}. Shorten "
             f"data.seq_len, or name another model."
         )
-    run = replace(cfg, model=replace(model, dropout=0.0), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
+    # The head of a reward model is small and whole on each device: the rest determines the context.
+    shape = replace(model, dropout=0.0, reward_head=False)
+    run = replace(cfg, model=shape, optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
     ctx = make_context(run, mesh)
     if isinstance(source, PretrainedFolder):
         with source:
             params = source.read_params(ctx, cfg.model.pad_vocab_to)
     else:
         train = replace(run.train, qat=source.train.qat, qat_group=source.train.qat_group)
-        there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
+        if model.reward_head:
+            there = replace(source, mesh=run.mesh, pipeline=run.pipeline, model=model)
+        else:
+            there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
         params = restore_params(there, ctx)
-    return run.model.base, params, ctx
+    return replace(model.base, dropout=0.0), params, ctx
