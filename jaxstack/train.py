@@ -29,7 +29,7 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load_for(cfg.model, cfg.data)
+    dataset = data.load_for(cfg.model, cfg.data, cfg.aim)
     cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
     documents = data.resolve_documents(cfg.data, cfg.model.family, cfg.run.seed, cfg.train.steps, dataset)
     cfg = replace(cfg, data=documents)

@@ -246,6 +246,9 @@ class ModelConfig:
     """Normalize what the attention of the first layer reads. ModernBERT does not: its embedding is normalized."""
     token_types: NonNegativeInt = 0
     """With family `encoder`: rows of a table of token types that is added to the embedding (BERT has 2)."""
+    reward_head: bool = False
+    """Score texts with a vector that the hidden state of the last token is multiplied by: a reward model. It is learned
+    from pairs with `preference.loss=reward`."""
     labels: tuple[str, ...] = ()
     """With family `encoder`: names of the labels that a classifier tells apart, in place of hidden tokens. The
     classifier's outputs have the same order. An empty list means masked language modelling."""

@@ -98,6 +98,7 @@ COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": 
 DELTA = {"model.delta.every": 2}
 LONGROPE = {"model.rope_scaling.kind": "longrope", "model.rope_scaling.original_max_position": 512}
 LONGROPE |= {f"model.rope_scaling.{name}_factors": (1.0,) * 32 for name in ("short", "long")}
+SCORES = {"preference.loss": "reward", "model.reward_head": True}
 LATENT = {"model.latent.kv_rank": 32, "model.head_dim": 192}
 PROMPTS = {"data.source": "prompts", "data.path": "x", "run.init_from": "x"}
 EDGES = [  # what is refused, and beside it the nearest that is not, or is not by this check
@@ -403,6 +404,21 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
      COMPLETIONS | {"preference.reference": "y"}),
     (COMPLETIONS | {"run.init_from": None, "preference.loss": "dpo"},
      COMPLETIONS | {"run.init_from": None, "preference.loss": "orpo"}),
+    (COMPLETIONS | SCORES | {"model.reward_head": False}, COMPLETIONS | SCORES),
+    (COMPLETIONS | {"model.reward_head": True}, COMPLETIONS | SCORES),
+    (SCORES | {"model.reward_head": True, "preference.loss": "dpo"}, COMPLETIONS),
+    (COMPLETIONS | {"preference.margin": 0.5}, COMPLETIONS | SCORES | {"preference.margin": 0.5}),
+    (COMPLETIONS | SCORES | {"preference.center": -0.5}, COMPLETIONS | SCORES | {"preference.center": 0.01}),
+    (COMPLETIONS | SCORES | {"preference.beta": 0.5}, COMPLETIONS | SCORES),
+    (ENCODER | {"model.reward_head": True}, ENCODER),
+    (COMPLETIONS | {"preference.wanted_weight": 2.0},
+     COMPLETIONS | {"preference.wanted_weight": 2.0, "preference.loss": "kto"}),
+    (COMPLETIONS | {"preference.wanted_weight": -1.0, "preference.loss": "kto"},
+     COMPLETIONS | {"preference.unwanted_weight": 0.0, "preference.loss": "kto"}),
+    (COMPLETIONS | {"preference.wanted_weight": 0.0, "preference.unwanted_weight": 0.0, "preference.loss": "kto"},
+     COMPLETIONS | {"preference.wanted_weight": 0.0, "preference.loss": "kto"}),
+    (COMPLETIONS | {"preference.nll_weight": 0.5, "preference.loss": "kto"},
+     COMPLETIONS | {"preference.nll_weight": 0.0, "preference.loss": "kto"}),
     (COMPLETIONS | {"distill.teacher": "x"}, COMPLETIONS),
     (COMPLETIONS | {"data.buckets": "auto"}, COMPLETIONS | {"data.packing": True}),
     (COMPLETIONS | MOE | {"model.moe.router": "timestep"}, COMPLETIONS | MOE),

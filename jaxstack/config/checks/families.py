@@ -48,6 +48,7 @@ ONLY = (
     Only("model.token_types", ("encoder",), "encoders", 0),
     Only("model.first_position", ("encoder",), "encoders", 0),
     Only("model.labels", ("encoder",), "encoders", ()),
+    Only("model.reward_head", ("decoder",), "decoders", False),
     Only("data.mask_id", _MASKED, "encoders and branches", None),
     Only("data.mask_words", _MASKED, "encoders and branches", False),
     Only("model.encoder_layers", ("encoder_decoder", "contrastive"), "encoder-decoders", None),
