@@ -500,7 +500,7 @@ DeepSeek joins keys and values alone.
 
 
 def _blocks(family: str, declared: dict[str, Param], first: str, size: int) -> int:
-    """Returns the number of equal blocks of a tensor that joins the parameter `first`, of `size` outputs, and others."""
+    """Returns how many equal blocks a tensor has that joins the parameter `first`, of `size` outputs, and others."""
     if family == "gpt_oss":  # the elements of gates and of the other projection alternate
         return size
     group = first.rpartition("/")[0]
