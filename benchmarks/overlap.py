@@ -3,12 +3,13 @@
 Needs the extra `[cuda13]` and no GPU. The model is the job `dense_2048` of train_gpu.py with 1.37e9 parameters; a step
 has 16 sequences of 2,048 tokens on eight devices. Each layout is compiled without and with the options that jaxstack
 gives XLA for several GPUs, half a minute to a minute each; one that XLA partitions also with the options of its
-collective matmul. Results go to `results/overlap.json` case by case.
+collective matmul. Results go to `results/overlap.json` case by case; cases that are not named stay there.
 
 Times are arithmetic, by the rates of the data sheet (`collective_windows.py`): no device is involved.
 """
 
 import argparse
+import json
 import os
 import time
 from dataclasses import replace
@@ -45,7 +46,9 @@ COLLECTIVE_MATMUL: dict[str, tuple[tuple[str, Any], ...]] = {
 
 def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
     """Compiles a step with the options of `GPU_OPTIONS` and returns what hides its collectives, in ms of one step."""
-    cfg = replace(train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", {}), mesh=LAYOUTS[layout])
+    # Most options concern loops, so FSDP has one here, where `auto` unrolls the layers (fsdp_layers.py).
+    kernels = {"layers": "scan"} if LAYOUTS[layout].fsdp > 1 else {}
+    cfg = replace(train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", kernels), mesh=LAYOUTS[layout])
     begin = time.perf_counter()
     with mock.patch.dict(xla_options.GPU_OPTIONS, options, clear=True):
         compiled = aot.compile(cfg, TARGET)
@@ -77,7 +80,8 @@ def measure(layout: str, options: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(LAYOUTS), help="layouts to compile")
-    found: dict[str, Any] = {}
+    path = record.RESULTS / "overlap.json"
+    found: dict[str, Any] = json.loads(path.read_text())["layouts"] if path.exists() else {}
     for layout in parser.parse_args().cases:
         ours = dict(xla_options.GPU_OPTIONS)
         found[layout] = {"without_options": measure(layout, {}), "with_options": measure(layout, ours)}

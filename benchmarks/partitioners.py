@@ -42,7 +42,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {  # mesh, microbatches of grad
 def measure(target: str, layout: str, partitioner: str) -> dict[str, Any]:
     """Compiles a step, and returns its memory, what a device sends, and which collectives the schedule splits."""
     sizes, accum = LAYOUTS[layout]
-    cfg = train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", {})
+    kernels = {"layers": "scan"} if "fsdp" in sizes else {}  # `auto` unrolls layers with FSDP on GPUs
+    cfg = train_gpu.config(train_gpu.JOBS["dense_2048"], BATCH, "selective", kernels)
     cfg = replace(
         cfg,
         mesh=MeshConfig(**{"data": 1, **sizes}, partitioner=partitioner),  # type: ignore[arg-type]

@@ -4,10 +4,11 @@ A store's commit says that a checkpoint was written. It does not notice a bit th
 or lost in a copy, or a directory that somebody created. The manifest is a file in the checkpoint's directory with the
 size and the SHA-256 of every other file there. It is written last, so a step without a manifest was not finished.
 
-Several processes share the work. After a save, each hashes the files that it wrote (`written_by`), and process 0 writes
-the manifest. Before a load, each hashes its `share`.
+Several processes share the work. During and after a save, each hashes the files that it wrote (`written_by`), and
+process 0 writes the manifest. Before a load, each hashes its `share`.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +34,21 @@ _REMOVED = ".removed-"
 Digests: TypeAlias = dict[str, tuple[int, str]]
 """Size and SHA-256 of files, by their paths in the checkpoint."""
 
+Identity: TypeAlias = tuple[int, int, int]
+"""Inode, time of the last change in nanoseconds, and size of a file. A file that is renamed keeps them."""
+
 _WRITER = re.compile(r"(?:.+\.)?process_(\d+)")
 """Names that orbax gives to what one process writes: `ocdbt.process_3/`, `array_metadatas/process_3`."""
 
 _THREADS = 8
 """Files that a process hashes at the same time, if it has as many cores. Most disks are no faster than this."""
+
+_LEAST_EARLY = 1 << 20
+"""Bytes of the smallest file that is hashed during a save. Smaller ones may be written again, and take no time."""
+
+_SETTLED_S = 1.0
+"""Seconds for which a file must not have changed before it is hashed during a save. Some file systems note the time of
+a change in steps of milliseconds."""
 
 _VISIBLE_S = 60
 """Seconds that a file of another process may take to appear. NFS clients cache a directory for that long."""
@@ -91,16 +103,72 @@ def written_by(checkpoint: Path, process: int) -> list[str]:
     return sorted(name for name, writer in by.items() if writer == process and name != NAME)
 
 
-def hash_files(checkpoint: Path, names: Collection[str]) -> Digests:
+class EarlyDigests:
+    """Hashes the files of a save that are complete while others are still written, in a thread of its own.
+
+    A large checkpoint would otherwise be read back once it is committed, when the system may have dropped its files
+    from memory. As a context manager it ends with the save.
+
+    Attributes:
+      known: sizes and digests, by the files' identities.
+    """
+
+    def __init__(self, directory: Path, step: int, process: int) -> None:
+        """Prepares to hash what a process writes of a step, see `written_by`. `directory` has the checkpoints."""
+        self.known: dict[Identity, tuple[int, str]] = {}
+        self._folders = (directory, f"{step}.orbax-checkpoint-tmp*")
+        self._process = process
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="jaxstack-digests")
+
+    def __enter__(self) -> "EarlyDigests":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SETTLED_S / 2):
+            with contextlib.suppress(OSError):  # a file was renamed meanwhile; a disk that fails fails the save
+                self.hash_complete()
+
+    def hash_complete(self) -> None:
+        """Hashes the files that are complete by now, until the save ends."""
+        directory, pattern = self._folders
+        for folder in directory.glob(pattern):
+            for name in written_by(folder, self._process):
+                identity = _identity(folder / name)
+                settled = time.time() - identity[1] / 1e9 >= _SETTLED_S
+                if not settled or identity[2] < _LEAST_EARLY or identity in self.known or self._ended.is_set():
+                    continue
+                digest = _sha256(folder / name)
+                if _identity(folder / name) == identity:
+                    self.known[identity] = digest
+
+
+def _identity(path: Path) -> Identity:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def hash_files(
+    checkpoint: Path, names: Collection[str], early: Mapping[Identity, tuple[int, str]] | None = None
+) -> Digests:
     """Returns the size and SHA-256 of some files, after forcing them and their names to disk.
 
     Each process must do this for the files that it wrote, since no other machine can force its writes to disk.
+
+    Args:
+      early: digests of `EarlyDigests`. A file that has not changed since is not read again.
     """
+    early = early or {}
 
     def sync_and_hash(name: str) -> tuple[int, str]:
         with (checkpoint / name).open("rb") as file:
             os.fsync(file.fileno())  # files of a manifest must not be in memory only
-        return _sha256(checkpoint / name)
+        return early.get(_identity(checkpoint / name)) or _sha256(checkpoint / name)
 
     with ThreadPoolExecutor(_threads()) as pool:
         digests = dict(zip(names, pool.map(sync_and_hash, names), strict=True))

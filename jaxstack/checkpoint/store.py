@@ -193,10 +193,11 @@ class Checkpoints:
                 raise self._failed(error) from error
 
     def _finish(self, step: int, save: int, response: Any) -> None:
-        response.result()  # every process has written, and process 0 has committed
-        path = self._directory / str(step)
         index = jax.process_index()
-        local = manifest.hash_files(path, manifest.written_by(path, index))
+        with manifest.EarlyDigests(self._directory, step, index) as early:
+            response.result()  # every process has written, and process 0 has committed
+        path = self._directory / str(step)
+        local = manifest.hash_files(path, manifest.written_by(path, index), early.known)
         gathered = distributed.gather_to_process_0(f"digests/{save}", json.dumps(local), _TIMEOUT_S)
         if index == 0:
             digests = [(name, tuple(digest)) for text in gathered for name, digest in json.loads(text).items()]

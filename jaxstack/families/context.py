@@ -113,7 +113,7 @@ def make_ops(
     if platform == "gpu":
         # With FSDP alone, unrolled layers pay (benchmarks/results/fsdp_layers.json). If everything is recomputed they
         # save 2% of the time, and XLA's scheduler keeps what is recomputed: 40% more memory. In a loop of microbatches
-        # they take 22% more. With another axis, the formula of the memory is 15% too low for them.
+        # they take more memory, too. With another axis, it has not been shown that they pay.
         others = any(mesh.shape[axis] > 1 for axis in ("pipe", "expert", "context", "tensor"))
         loops = others or train.grad_accum > 1 or train.remat == "full"
         looped = {

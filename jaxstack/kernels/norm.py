@@ -1,7 +1,6 @@
 """RMSNorm and LayerNorm over the last axis, computed in float32 and returned in x's dtype."""
 
 from functools import partial
-from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -30,47 +29,20 @@ IMPLEMENTATIONS = {
 }
 
 
-@overload
 def rms_norm(
     x: jax.Array, scale: jax.Array, *, eps: float, unit_offset: bool = False, implementation: str = "xla"
 ) -> jax.Array:
-    """Returns the norm of x."""
-
-
-@overload
-def rms_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    residual: jax.Array,
-    *,
-    eps: float,
-    unit_offset: bool = False,
-    implementation: str = "xla",
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the norm of x + residual, and the sum."""
-
-
-def rms_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    residual: jax.Array | None = None,
-    *,
-    eps: float,
-    unit_offset: bool = False,
-    implementation: str = "xla",
-) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019), in x's dtype.
 
     Implementations:
       - "xla" is the definition.
       - "custom_vjp" has a hand-written gradient. It saves x and one number per row. With autodiff, XLA:CPU would
         materialize the broadcast scale and the normalized x.
-      - "pallas_*" makes one pass over memory in each direction, including the sum with the residual.
+      - "pallas_*" makes one pass over memory in each direction.
 
     Args:
       x: [..., D].
       scale: [D].
-      residual: [..., D]. If given, the function returns the norm of x + residual, and the sum.
       eps: added to the mean of squares.
       unit_offset: whether to multiply by 1 + scale (Gemma).
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
@@ -81,14 +53,10 @@ def rms_norm(
     gain = scale.astype(jnp.float32) + 1 if unit_offset else scale.astype(jnp.float32)
     name = resolve_implementation("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
     if name.startswith("pallas_"):
-        y, total = _pallas(name, eps, False, x, residual, gain, jnp.zeros_like(gain))
-        return y if total is None else (y, total)
-    total = x if residual is None else x + residual
+        return _pallas(name, eps, False, x, gain, jnp.zeros_like(gain))
     if name == "custom_vjp":
-        y = _rms_custom_vjp(eps, *collectives.match_varying(total, gain))
-    else:
-        y = _rms(eps, total, gain)[0]
-    return y if residual is None else (y, total)
+        return _rms_custom_vjp(eps, *collectives.match_varying(x, gain))
+    return _rms(eps, x, gain)[0]
 
 
 def layer_norm(
@@ -110,19 +78,15 @@ def layer_norm(
     shift = jnp.zeros_like(gain) if bias is None else bias.astype(jnp.float32)
     name = resolve_implementation("norm", IMPLEMENTATIONS, implementation, {"dtype": x.dtype, "d_model": x.shape[-1]})
     if name.startswith("pallas_"):
-        return _pallas(name, eps, True, x, None, gain, shift)[0]
+        return _pallas(name, eps, True, x, gain, shift)
     if name == "custom_vjp":
         return _layer_custom_vjp(eps, *collectives.match_varying(x, gain, shift))
     return _layer(eps, x, gain, shift)[0]
 
 
-def _pallas(name, eps, center, x, residual, gain, shift):
+def _pallas(name, eps, center, x, gain, shift):
     o = norm_pallas.Options(name.removeprefix("pallas_"), eps, center)
-    if residual is None:
-        x, gain, shift = collectives.match_varying(x, gain, shift)
-    else:
-        x, residual, gain, shift = collectives.match_varying(x, residual, gain, shift)
-    return norm_pallas.normalize(o, x, residual, gain, shift)
+    return norm_pallas.normalize(o, *collectives.match_varying(x, gain, shift))
 
 
 def _rms(eps, x, gain):

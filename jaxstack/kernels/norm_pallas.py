@@ -2,9 +2,8 @@
 
 Suffixes: T rows, D width, R rows of a block, C columns of a block (D, or on GPU the next power of two).
 
-The forward kernel adds the residual before the norm. The backward kernel recomputes mean and variance of the rows, so
-that they need not be saved. Each program sums the gradients of gain and shift over its own rows, and XLA sums over the
-programs.
+The backward kernel recomputes mean and variance of the rows, so that they need not be saved. Each program sums the
+gradients of gain and shift over its own rows, and XLA sums over the programs.
 """
 
 from functools import partial
@@ -36,38 +35,26 @@ class Options(NamedTuple):
 _MAX_PROGRAMS = 512  # of the backward kernel on GPU: enough for any GPU. Each one stores a row of the gain's gradient.
 
 
-def normalize(o: Options, x, residual, gain, shift):
-    """Returns the norm of x + residual, and the sum itself. Without a residual (None), the second result is None.
-
-    x and residual [..., D]; gain and shift [D] in float32.
-    """
-    shape = x.shape
-    width = x.shape[-1]
-    flat = x.reshape(-1, width)
-    y, total = _normalize(o, flat, None if residual is None else residual.reshape(flat.shape), gain, shift)
-    return y.reshape(shape), None if total is None else total.reshape(shape)
+def normalize(o: Options, x, gain, shift):
+    """Returns the norm of x [..., D]; gain and shift [D] in float32."""
+    return _normalize(o, x.reshape(-1, x.shape[-1]), gain, shift).reshape(x.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalize(o, x, residual, gain, shift):
-    return _forward(o, x, residual, gain, shift)[0]
+def _normalize(o, x, gain, shift):
+    return _forward(o, x, gain, shift)[0]
 
 
-def _forward(o, x, residual, gain, shift):
-    arrays = [x, gain, shift] if residual is None else [x, gain, shift, residual]
-    outs = [(x.shape, x.dtype)] * (1 if residual is None else 2)
-    results = _run(partial(_forward_body, o), o, arrays, outs, num_sums=0)
-    y, total = results if residual is not None else (results[0], None)
-    return (y, total), (x if total is None else total, gain, residual is not None)
+def _forward(o, x, gain, shift):
+    (y,) = _run(partial(_forward_body, o), o, [x, gain, shift], [(x.shape, x.dtype)], num_sums=0)
+    return y, (x, gain)
 
 
-def _backward(o, residuals, cotangents):
-    total, gain, has_residual = residuals
-    dy, d_total = cotangents
+def _backward(o, residuals, dy):
+    x, gain = residuals
     # The backward kernel does not use its third array; the forward kernel has the shift there.
-    arrays = [total, gain, gain, dy, d_total] if has_residual else [total, gain, gain, dy]
-    dx, d_gain, d_shift = _run(partial(_backward_body, o), o, arrays, [(total.shape, total.dtype)], num_sums=2)
-    return dx, dx if has_residual else None, d_gain.sum((0, 1)), d_shift.sum((0, 1))
+    dx, d_gain, d_shift = _run(partial(_backward_body, o), o, [x, gain, gain, dy], [(x.shape, x.dtype)], num_sums=2)
+    return dx, d_gain.sum((0, 1)), d_shift.sum((0, 1))
 
 
 def _standardize(o, x, columns, width):
@@ -82,25 +69,19 @@ def _standardize(o, x, columns, width):
     return wide * inverse, inverse
 
 
-def _forward_body(o, width, columns, x, gain, shift, residual=None):
-    if residual is not None:
-        x = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(x.dtype)
+def _forward_body(o, width, columns, x, gain, shift):
     normal, _ = _standardize(o, x, columns, width)
-    y = normal * gain + shift
-    return [y] if residual is None else [y, x]
+    return [normal * gain + shift]
 
 
-def _backward_body(o, width, columns, x, gain, _, dy, d_total=None):
+def _backward_body(o, width, columns, x, gain, _, dy):
     normal, inverse = _standardize(o, x, columns, width)
     dy = dy.astype(jnp.float32)
     d_normal = dy * gain
     d = d_normal - normal * ((d_normal * normal).sum(-1, keepdims=True) / width)
     if o.center:
         d -= d_normal.sum(-1, keepdims=True) / width
-    dx = inverse * d
-    if d_total is not None:
-        dx += d_total.astype(jnp.float32)
-    return [dx, dy * normal, dy]
+    return [inverse * d, dy * normal, dy]
 
 
 class _Static(NamedTuple):

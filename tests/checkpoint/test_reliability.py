@@ -1,7 +1,9 @@
 """The parts that `tests/faults` combines, one at a time: manifests, policies, spikes, meshes of fewer devices."""
 
+import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -364,6 +366,46 @@ def test_the_index_of_a_store_is_read_to_its_leaves(tmp_path):
     assert {file for _, file in stored} <= newest
     by = {array: {file for name, file in stored if name == array} for array, _ in stored}
     assert not by["params.layers.w"] & by["step"], "each was written by itself"
+
+
+def test_complete_files_are_hashed_while_others_are_written(tmp_path, monkeypatch):
+    """Only what has not changed since is not read again; young and small files wait, and so do those of others."""
+    saving = tmp_path / "7.orbax-checkpoint-tmp-12" / "state"
+    large = bytes(range(256)) * 5000
+    names = ("ocdbt.process_0/d/done", "ocdbt.process_0/d/late", "ocdbt.process_0/d/young", "ocdbt.process_1/d/other")
+    for name in (*names, "small"):
+        (saving / name).parent.mkdir(parents=True, exist_ok=True)
+        (saving / name).write_bytes(b"1" if name == "small" else large)
+        if "young" not in name:
+            os.utime(saving / name, (1e9, 1e9))
+    early = manifest.EarlyDigests(tmp_path, 7, 0)
+    early.hash_complete()
+    assert len(early.known) == 2
+    (saving / "ocdbt.process_0/d/late").write_bytes(large[::-1])
+    saving.parent.rename(tmp_path / "7")
+    path = tmp_path / "7"
+    read = []
+    monkeypatch.setattr(manifest, "_sha256", lambda file, real=manifest._sha256: read.append(file.name) or real(file))
+    written = manifest.written_by(path, 0)
+    digests = manifest.hash_files(path, written, early.known)
+    assert sorted(read) == ["late", "small", "young"]
+    assert digests == manifest.hash_files(path, written)
+    assert len(digests) == 4
+
+
+def test_a_save_hashes_complete_files_until_it_ends(tmp_path, monkeypatch):
+    """As `store` uses it; a file of the temporary directory that the save removes is no fault."""
+    monkeypatch.setattr(manifest, "_SETTLED_S", 0.01)
+    saving = tmp_path / "7.orbax-checkpoint-tmp"
+    saving.mkdir()
+    (saving / "array").write_bytes(bytes(2 << 20))
+    with manifest.EarlyDigests(tmp_path, 7, 0) as early:
+        deadline = time.monotonic() + 60
+        while not early.known and time.monotonic() < deadline:
+            time.sleep(0.01)
+        shutil.rmtree(saving)
+    (digest,) = early.known.values()
+    assert digest == (2 << 20, hashlib.sha256(bytes(2 << 20)).hexdigest())
 
 
 def test_a_seal_is_of_all_files_but_itself_and_of_their_sizes(tmp_path):

@@ -9,7 +9,9 @@ import pytest
 from jaxstack import data
 from jaxstack.config import ConfigError, resolve
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.data import document_count, windows
+from jaxstack.data import MixtureReader, document_count, eval_batches, windows
+from jaxstack.data.buckets import whole_documents
+from jaxstack.data.mixture import WindowSizes
 from jaxstack.data.tokens import Tokens
 
 SMALL = ["--config=quickstart", "--data.seq_len=24", "--data.batch_size=4"]
@@ -29,10 +31,6 @@ def folder(tmp_path_factory):
 
 def rows_of(cfg, dataset):
     """Yields the segment ids of every training and held-out row, from the batches themselves."""
-    from jaxstack.data import MixtureReader, eval_batches
-    from jaxstack.data.buckets import whole_documents
-    from jaxstack.data.mixture import WindowSizes
-
     sizes = WindowSizes(seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=True)
     whole = cfg.data.packing == "best_fit"
     texts = [whole_documents(one, 24) if whole else one for one in dataset.training_texts]
@@ -76,6 +74,16 @@ def test_as_many_documents_as_the_fullest_row_has(folder, packing, texts, monkey
     monkeypatch.setattr(windows, "document_bound", lambda *_: 10**12)  # no bound is enough, so orders are drawn
     assert limit(cfg, dataset) == seen
     assert bound == seen or packing == "true"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_row_has_as_many_documents_as_are_counted(folder, whole):
+    _, dataset = loaded("--data.packing=true", *path(folder, "short"))
+    (text,) = dataset.training_texts
+    reader = windows.SequenceReader(whole_documents(text, 24) if whole else text, seq_len=24, seed=0, packing=True)
+    rows = reader.read(np.arange(reader.windows))["segment_ids"].tolist()
+    counted = reader._epoch(0).count_documents(24)
+    assert counted.tolist() == [len([*itertools.groupby(row)]) for row in rows]
 
 
 def test_the_bound_holds_for_the_worst_order():

@@ -376,7 +376,7 @@ def test_one_of_two_dies_before_its_sums_are_in(argv, tmp_path):
     only one of them reads the file."""
     dies = (
         "import os, signal, jaxstack.checkpoint.manifest as s\nhash_files = s.hash_files\n"
-        "s.hash_files = lambda p, n: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else hash_files(p, n)"
+        "s.hash_files = lambda p, *a: os.kill(os.getpid(), signal.SIGKILL) if p.name == '12' else hash_files(p, *a)"
     )
     flags = [*argv, "--mesh.data=4", "--distributed.lost_s=6"]
     first, second = two(*flags, patches=("", dies))

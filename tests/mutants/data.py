@@ -325,3 +325,23 @@ mistakes(
     ("spans = piece.start + np", "spans = np"),
     ("self._can_cut = can_cut(tokenizer)", "self._can_cut = False"),
 )  # fmt: skip
+
+mistakes(
+    "data",
+    "data/windows.py",
+    "data/test_document_count.py",
+    ("last_W = self.first_W + seq_len - 1", "last_W = self.first_W + seq_len"),
+    ("- self.stream.pieces(self.first_W) + 1", "- self.stream.pieces(self.first_W)"),
+    ("return within + 2", "return within + 1"),
+    ("taken = min(int(count_N[length]), room // int(length))", "taken = min(int(count_N[length]), 1)"),
+    ("epochs = 1 if self.is_padded else -(-sequences // self.windows)", "epochs = 1"),
+)
+
+mistakes(
+    "data",
+    "data/document_count.py",
+    "data/test_document_count.py",
+    ("most is None or most > LIMIT", "most is None or most > LIMIT + 1"),
+    ("if keys.keeps_documents:", "if False:"),
+    ("return max(reader.most_documents(steps, LIMIT), *evaluated)", "return max(evaluated)"),
+)

@@ -216,7 +216,7 @@ mistakes(
     "kernels/norm_pallas.py",
     KERNELS + " -k 'norm and pallas_gpu'",
     ("wide - wide.sum(-1, keepdims=True) / width", "wide - wide.mean(-1, keepdims=True)"),
-    ("dx += d_total.astype(jnp.float32)", "dx = d_total.astype(jnp.float32)"),
+    ("return [inverse * d, dy * normal, dy]", "return [d, dy * normal, dy]"),
     ("inside = start + j * s.R +", "inside = j * s.R +"),
     ("(d_normal * normal).sum(-1, keepdims=True) / width", "(d_normal * normal).sum(-1, keepdims=True)"),
 )

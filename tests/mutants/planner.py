@@ -98,3 +98,21 @@ mistakes(
     ("min(window or slots, slots)", "slots"),
     ("* copies\n", "\n"),
 )  # fmt: skip
+
+mistakes(
+    "plan",
+    "planner/sizes.py",
+    "planner/test_memory.py -k log_sum",
+    ("max(job.ctx.ops.max_documents or 0, 2)", "max(job.ctx.ops.max_documents or 0, 1)"),
+    ('counts = job.ctx.ops.attention == "cudnn" and documents > 0', "counts = documents > 0"),
+)
+
+mistakes(
+    "plan",
+    "families/context.py",
+    "kernels/test_kernels.py -k auto_unrolls",
+    ('loops = others or train.grad_accum > 1 or train.remat == "full"', 'loops = others or train.remat == "full"'),
+    ('loops = others or train.grad_accum > 1 or train.remat == "full"', "loops = others or train.grad_accum > 1"),
+    ('("pipe", "expert", "context", "tensor")', '("pipe", "expert", "context")'),
+    ("(too_long or layout.gathers_params) and not", "too_long and not"),
+)

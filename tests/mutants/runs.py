@@ -224,3 +224,20 @@ mistakes(
     ("(p.unpadded or p.shape)[p.stacked :]\n        return jnp.any", "p.shape[p.stacked :]\n        return jnp.any"),
     ("if spec[path].kind == \"matrix\"}", "if spec[path].kind}"),
 )  # fmt: skip
+
+mistakes(
+    "runs",
+    "runtime/shared_cache.py",
+    "runtime/test_compile_cache.py -k 'all_processes or without_a_shared'",
+    ("    if reason:\n", "    if False:\n"),
+    ('jax.config.update("jax_compilation_cache_dir", str(folder))', "pass"),
+)
+
+mistakes(
+    "runs",
+    "checkpoint/manifest.py",
+    "checkpoint/test_reliability.py -k complete_files",
+    ("return found.st_ino, found.st_mtime_ns, found.st_size", "return found.st_ino, 0, found.st_size"),
+    ("if not settled or identity[2] < _LEAST_EARLY", "if identity[2] < _LEAST_EARLY"),
+    ("return early.get(_identity(checkpoint / name)) or _sha256", "return _sha256"),
+)
