@@ -73,8 +73,8 @@ class RopeScaling:
         for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
             require(
                 all(factor > 0 for factor in factors),
-                f"model.rope_scaling.{name} contains {min(factors, default=0)}, but frequencies are divided by "
-                f"positive numbers. Correct it.",
+                f"model.rope_scaling.{name}={list(factors)} has a number that is not positive, but frequencies are "
+                f"divided by them. Correct it.",
             )
             require(
                 not factors or self.kind == "longrope",

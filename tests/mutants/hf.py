@@ -55,7 +55,7 @@ mistakes(
 
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
-    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\", max_positions))",
+    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\", original))",
      "scaling[\"original_max_position\"] = 8192", HF),
     ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF,
      {"equivalent": "where p does not divide n the two tuples differ in length, and so are never equal"}),

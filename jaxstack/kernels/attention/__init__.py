@@ -32,7 +32,7 @@ from jaxstack.kernels.attention.reference import (
     heads_first,
     heads_last,
     masked_scores,
-    softmax,
+    with_sinks,
 )
 from jaxstack.kernels.attention.relative_bias import RelativeBias
 from jaxstack.kernels.implementation import (
@@ -233,7 +233,9 @@ def cached_attention(
     new_mask = AttentionMask(window, "causal" if new.size > 1 else "full")
     new_scores = masked_scores(o._replace(mask=new_mask), q_BGSRK, k.swapaxes(1, 2), new, new, Mask(), table)
     scores = jnp.concatenate([cached_scores, new_scores], axis=-1)  # [B, G, S, R, T + S]
-    weights = softmax(scores, sinks).astype(v.dtype)
+    weights = jax.nn.softmax(with_sinks(scores, sinks), axis=-1).astype(v.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
     if new.size == 1:  # a product is faster than a matmul over one token
         mixed += weights[..., slots:] * v_BGSK[:, :, :, None]
