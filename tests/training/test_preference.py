@@ -361,6 +361,8 @@ def test_a_reward_model_learns_is_saved_and_scores_on_every_mesh(folder):
     np.testing.assert_allclose(alone[0], found.ravel()[10], rtol=1e-4, atol=1e-5)  # calls of other shapes
     with pytest.raises(ConfigError, match=r"chat is not a reward model \(model\.reward_head=false\)"):
         scores_of(folder, "chat", rows[:1])
+    with pytest.raises(ConfigError, match=r"model\.reward_head=true scores texts, and does not continue them"):
+        jaxstack.load(folder / "reward").generate("1 + 1?")
     evaluated(folder, found)
     rewarded(folder)
 
