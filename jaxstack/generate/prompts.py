@@ -17,14 +17,22 @@ Rows = list[list[int]]
 """Token ids of each row."""
 
 
-def require_decoder(cfg: ModelConfig) -> None:
+def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
     """Checks that a model continues texts.
 
+    Args:
+      scores: whether it may be a reward model, which scores them.
+
     Raises:
-      ConfigError: it is of another family.
+      ConfigError: it is of another family, or a reward model.
     """
     if cfg.family != "decoder":
         raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")
+    if cfg.reward_head and not scores:
+        raise ConfigError(
+            "model.reward_head=true scores texts, and does not continue them. Use jaxstack eval with --preferences, or "
+            "another run."
+        )
 
 
 def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:

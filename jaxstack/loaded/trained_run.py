@@ -485,5 +485,5 @@ class TrainedRun:
     @cached_property
     def scorer(self) -> Scorer:
         """The model ready to score texts."""
-        require_decoder(self.model)
+        require_decoder(self.model, scores=True)
         return Scorer.create(self.model, self.params, self.context, self._options(self.config.sample.domain)["gate"])

@@ -338,19 +338,19 @@ def scores_of(folder, name, rows):
 @pytest.mark.matrix
 def test_a_reward_model_learns_is_saved_and_scores_on_every_mesh(folder):
     reward = ["--preference.loss=reward", "--model.reward_head=true", "--optim.lr=1e-2"]
-    log = train(folder, "reward", 6, *reward, "--mesh.data=1")
+    log = train(folder, "reward", 6, *reward)
     steps = [record for record in log if "loss" in record]
     np.testing.assert_allclose(steps[0]["loss"], np.log(2), atol=1e-6)  # all scores are 0 at first
     assert steps[-1]["loss"] < 0.6
     splits = (
         ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"],
-        ["--mesh.context=2", "--mesh.tensor=2", "--train.grad_accum=2"],
+        ["--mesh.context=2", "--mesh.tensor=2", "--mesh.data=2", "--train.grad_accum=2"],
     )
     for k, mesh in enumerate(splits):
         other = train(folder, f"reward{k}", 6, *reward, *mesh)
         values = [[record["loss"] for record in each if "loss" in record] for each in (log, other)]
         np.testing.assert_allclose(*values, rtol=2e-4)
-    adapted = train(folder, "rewardlora", 6, *reward, "--model.lora.rank=2", "--mesh.data=1")
+    adapted = train(folder, "rewardlora", 6, *reward, "--model.lora.rank=2")
     assert [record["loss"] for record in adapted if "loss" in record][-1] < 0.65
     rows = [(f"{i} + {i}?", f"{2 * i + wrong}") for i in range(40) for wrong in (0, 1)]
     found = scores_of(folder, "reward", rows).reshape(-1, 2)
@@ -361,6 +361,8 @@ def test_a_reward_model_learns_is_saved_and_scores_on_every_mesh(folder):
     np.testing.assert_allclose(alone[0], found.ravel()[10], rtol=1e-4, atol=1e-5)  # calls of other shapes
     with pytest.raises(ConfigError, match=r"chat is not a reward model \(model\.reward_head=false\)"):
         scores_of(folder, "chat", rows[:1])
+    with pytest.raises(ConfigError, match=r"model\.reward_head=true scores texts, and does not continue them"):
+        jaxstack.load(folder / "reward").generate("1 + 1?")
     evaluated(folder, found)
     rewarded(folder)
 
@@ -387,7 +389,7 @@ def rewarded(folder):
     flags = [
         "--data.source=prompts", f"--data.path={folder}/pairs.jsonl", f"--run.init_from={folder}/chat",
         f"--run.dir={folder}/policy", "--train.steps=1", f"--rl.rewards=[run:{folder}/reward]", "--rl.weights=[0.5]",
-        "--rl.group=4", "--rl.tokens=6", "--train.eval_steps=1", "--mesh.data=1", "--data.packing=false",
+        "--rl.group=4", "--rl.tokens=6", "--train.eval_steps=1", "--data.packing=false",
     ]  # fmt: skip
     main(parse_config([*FLAGS, *flags]))
     records = [json.loads(line) for line in (folder / "policy" / "metrics.jsonl").read_text().splitlines()]
@@ -406,32 +408,29 @@ def rewarded(folder):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "split",
+    ("same", "split"),
     [
-        ["--train.grad_accum=4"],
-        ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"],
-        ["--mesh.context=2", "--mesh.tensor=2", "--model.lora.rank=2"],
-        ["--data.packing=false", "--data.batch_size=8"],
+        pytest.param([], ["--train.grad_accum=4", "--mesh.data=2", "--mesh.tensor=4"], id="accumulation"),
+        pytest.param([], ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"], id="pipe"),
+        pytest.param(["--model.lora.rank=2"], ["--mesh.context=2", "--mesh.tensor=2"], id="context and adapters"),
+        pytest.param(
+            ["--data.packing=false"], ["--train.grad_accum=4", "--mesh.data=2", "--mesh.tensor=4"], id="unpacked"
+        ),
     ],
-    ids=["accumulation", "pipe", "context and adapters", "unpacked"],
 )
-def test_runs_of_kto_are_equal_whatever_splits_the_batch(folder, split):
+def test_runs_of_kto_are_equal_whatever_splits_the_batch(folder, same, split, request):
     """Files of pairs are read as two completions each. The divergence rises from 0, so it is part of the loss."""
-    *how, last = split
-    same = ["--preference.loss=kto", "--optim.lr=1e-2", "--data.packing=true"]
-    more = [last] if "lora" in last else []
-    if "packing=false" in split[0]:
-        same[-1], how, last = "--data.packing=false", ["--train.grad_accum=2"], "--mesh.data=2"
-    name = f"kto{abs(hash(tuple(split)))}"
-    one = train(folder, f"{name}one", 3, *same, *more, "--mesh.data=1")
-    other = train(folder, f"{name}other", 3, *same, *how, last)
+    name = request.node.callspec.id.replace(" ", "")
+    keys = ["--preference.loss=kto", "--optim.lr=1e-2", *same]
+    one = train(folder, f"kto_{name}_one", 3, *keys)
+    other = train(folder, f"kto_{name}_other", 3, *keys, *split)
     for key in ("loss", *LABEL_REWARDS, "grad_norm"):
         values = [[record[key] for record in log if "loss" in record] for log in (one, other)]
-        np.testing.assert_allclose(*values, rtol=2e-4, atol=1e-6)
+        np.testing.assert_allclose(*values, rtol=2e-4, atol=1e-5, err_msg=key)
     steps = [record for record in one if "loss" in record]
     assert steps[0]["kl"] < 1e-4
     np.testing.assert_allclose(steps[0]["loss"], 0.5, atol=1e-4)
-    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert any(record["kl"] > 1e-3 for record in steps)
     assert any("eval_kl" in record for record in one)
 
 
