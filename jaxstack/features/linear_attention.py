@@ -135,7 +135,7 @@ def delta_attention(
     decay = -jnp.exp(params["rate"]) * step
     taps = {name: params[name] for name in TAPS}
     if cache:
-        mixed = _go_on(ctx, taps, cache, inputs, q, k, v, decay, beta)
+        mixed = _go_on(ctx, taps, cache, inputs, (q, k, v), decay, beta)
     else:
         arguments = taps, q, k, v, decay, beta, inputs.segment_ids
         declared = {name: delta_spec(cfg)[name] for name in TAPS}
@@ -160,11 +160,13 @@ def _mix(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
-    segment_ids: jax.Array | None,
+    *others: Any,
 ) -> jax.Array:
-    """Computes the convolution and the rule over the heads of this device, from the first tokens of rows on."""
+    """Computes the convolution and the rule over the heads of this device, from the first tokens of rows on.
+
+    `others` are decays, factors of new values, and `segment_ids`, or `None`.
+    """
+    decay, beta, segment_ids = others
     axes = ctx.layout.axes("sequence")
     joined = _join(q, k, v)
     if axes:
@@ -212,22 +214,20 @@ def _go_on(
     taps: Params,
     cache: Params,
     inputs: LayerInputs,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
     decay: jax.Array,
     beta: jax.Array,
 ) -> jax.Array:
     """Computes the convolution and the rule for tokens after those of a cache, and keeps the next cache."""
     assert inputs.positions is not None
     w = _join_taps(taps)
-    joined = _join(q, k, v)
+    joined = _join(*qkv)
     B, S = joined.shape[:2]
     positions = jnp.broadcast_to(inputs.positions, (B, S))
     ago = jnp.arange(len(w))[::-1]
     same = positions[..., None] >= ago  # [B, S, W]
     earlier = cache["recent"][:, 0]
-    q, k, v = _split(jax.nn.silu(kernels.causal_convolution(joined, w, earlier=earlier, same=same)), q, k, v)
+    q, k, v = _split(jax.nn.silu(kernels.causal_convolution(joined, w, earlier=earlier, same=same)), *qkv)
     state = jnp.where((positions[:, 0] == 0)[:, None, None, None], 0, cache["state"])
     count = jnp.full((B,), S)
     if inputs.segment_ids is not None:

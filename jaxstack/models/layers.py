@@ -180,11 +180,16 @@ def attention(
         arrays = q, k, v, inputs.segment_ids, None, table, params.get("sinks")
         mixed = attention_region(ctx, "attention", options, arrays)
     ctx.observe("attention/mixed", mixed, *HEADS)
-    if "w_gate" in params:
-        mixed = mixed * jax.nn.sigmoid(linear(cfg, params, "gate", x, ctx, "heads"))
-    y = project_out(cfg, params, mixed, ctx)
+    y = project_out(cfg, params, gated(cfg, params, mixed, x, ctx), ctx)
     ctx.observe("attention/out", y, *RESIDUAL)
     return y
+
+
+def gated(cfg: ModelConfig, params: Params, mixed: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
+    """Returns what heads have mixed [B, S, H, K], times a gate that reads the tokens, if attention has one."""
+    if "w_gate" not in params:
+        return mixed
+    return mixed * jax.nn.sigmoid(linear(cfg, params, "gate", x, ctx, "heads"))
 
 
 def score_options(cfg: ModelConfig) -> dict[str, Any]:

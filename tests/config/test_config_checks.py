@@ -137,6 +137,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (MOE | {"model.moe.dense_layers": 1, "mesh.pipe": 2},
      MOE | {"model.moe.dense_layers": 1, "mesh.pipe": 2, "sample.prompts": ()}),
     ({"model.latent.rotary_dim": 32}, LATENT | {"model.latent.rotary_dim": 32}),
+    ({"model.delta.taps": 3}, DELTA | {"model.delta.taps": 3}),
     (LATENT | {"model.latent.rotary_dim": 31}, LATENT | {"model.latent.rotary_dim": 32}),
     (LATENT | {"model.latent.rotary_dim": 192}, LATENT | {"model.latent.rotary_dim": 190}),
     (LATENT | {"model.positions": "learned"}, LATENT),

@@ -101,7 +101,7 @@ mistakes(
     "hf",
     "hf/weights.py",
     HF + " -k 'lies and (gpt_oss or granitemoe)'",
-    ("            blocks = sizes[0]\n", "            blocks = 1\n"),
+    ("        return size\n", "        return 1\n"),
     (
         "(complete[at[-1]] if layout.stacked else complete)[places]",
         "(complete[at[0]] if layout.stacked else complete)[places]",
