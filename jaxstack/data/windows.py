@@ -72,7 +72,7 @@ class _Windows:
     def count_documents(self, seq_len: int) -> np.ndarray:
         """Returns the number of documents in the row of each window [W]; what fills a row counts, too."""
         last_W = self.first_W + seq_len - 1
-        turns_W = 0
+        turns_W = np.zeros_like(last_W)
         if self.stream.loss_mask is None:
             turns_W, last_W = np.divmod(last_W, len(self.stream))
         pieces_W = self.stream.pieces(np.minimum(last_W, len(self.stream) - 1)) + turns_W * self.stream.starts_P.size
