@@ -1,9 +1,11 @@
 """Compares the search for a mesh with brute force, and checks its choices, its errors and `--mesh=auto`."""
 
 import itertools
+import json
 import math
 import typing
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -255,3 +257,20 @@ def test_chosen_meshes_train(rng):
         _, metrics = assemble.jit_train_step(cfg, ctx, abstract)(make_state(Recipe.of(cfg), ctx, abstract), placed)
         losses.append(float(metrics["loss"]))
     assert losses[:2] == pytest.approx(losses[2:] * 2, rel=1e-5)
+
+
+def test_the_page_has_the_meshes_of_peers_beside_ours():
+    """Ours must be within 5% of the predicted time of theirs."""
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "benchmarks" / "results" / "peer_meshes.json").read_text())
+    page = (root / "docs" / "planning_results.md").read_text(encoding="utf-8")
+    for name, case in result["cases"].items():
+        assert case["ours_over_theirs"] <= 1.05
+        assert case["ours"]["GiB"] <= 0.9 * case["room_GiB"]
+        cells = [name]
+        for one in (case["theirs"], case["ours"]):
+            cells += [f"{one['seconds']:.2f} s", f"{one['GiB']:.0f} GiB"]
+        assert f"| {' | '.join(cells)} | {case['ours_over_theirs']:.2f} |" in page
+    timed = result["seconds"]["64"]
+    text = f"{timed['cpu_s']:.0f} seconds of CPU time, while other work loaded the machine with {timed['load']:.0f}"
+    assert text in " ".join(page.split())
