@@ -48,7 +48,7 @@ COMMANDS = {
     "chat": Command("Use a model", "chat", "talk with the model of a run"),
     "serve": Command("Use a model", "serve", "serve the model of a run over HTTP, with OpenAI's protocol"),
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),
-    "export": Command("Use a model", "export_model", "write a run's parameters as a Hugging Face folder"),
+    "export": Command("Use a model", "export_model", "write a run as a Hugging Face folder, or as a program"),
     "compress quantize": Command("Use a model", "compress_quantize", "make a run with weights of few bits"),
     "compress prune": Command("Use a model", "compress_prune", "make a run with fewer layers, heads, units or weights"),
     "data tokenizer": Command("Data", "data_tokenizer", "make a tokenizer for your own text"),

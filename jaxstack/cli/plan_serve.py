@@ -114,9 +114,8 @@ def _print(found: Mapping[str, Any], best: "Server", args: Namespace) -> None:
     slots = args.prompt + args.tokens
     whole = found["copies"]
     precision = f"weights in {args.weights}, cache in {args.cache}"
-    print(
-        f"{found['devices']} {found['chip']}; prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens; {precision}\n"
-    )
+    work = f"prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens"
+    print(f"{found['devices']} {found['chip']}; {work}; {precision}\n")
     print(_copies_table(whole, args.price))
     print(f"\nmemory of a device with {best}, GiB")
     print(_memory_table(best, slots))

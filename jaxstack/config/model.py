@@ -155,7 +155,7 @@ class DeltaConfig:
     """
 
     every: NonNegativeInt = 0
-    """Layers of a unit. Its last layer has attention, and the others have the delta rule. 0 means attention in all layers.
+    """Layers of a unit: the last one has attention, and the others the delta rule. 0 means attention in all layers.
     Qwen3-Next has 4."""
     key_heads: PositiveInt = 16
     """Number of heads of queries and keys."""

@@ -237,9 +237,7 @@ def _delta_every(keys: Keys, layers: int) -> int:
     if type(every) is not int or every < 2 or layers % every:
         raise keys.error("full_attention_interval", every, f"Give a divisor of {layers} layers, 2 or more")
     if types not in (None, _delta_types(every, layers)):
-        raise keys.error(
-            "layer_types", types, f"Give {FULL} to each layer at the end of a unit, and {LINEAR} to the others"
-        )
+        raise keys.error("layer_types", types, f"Give {FULL} to the last layer of each unit, {LINEAR} to others")
     return every
 
 

@@ -116,6 +116,9 @@ mistakes(
     ('("pipe", "expert", "context", "tensor")', '("pipe", "expert", "context")'),
     ("(too_long or layout.gathers_params) and not", "too_long and not"),
 )
+
+mistakes(
+    "plan",
     "planner/serving.py",
     "planner/test_serving.py",
     ("share = 1 - (1 - moe.choices / moe.num_experts) ** of_copy", "share = min(1.0, of_copy * moe.choices / moe.num_experts)"),
