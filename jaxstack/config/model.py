@@ -155,8 +155,8 @@ class DeltaConfig:
     """
 
     every: NonNegativeInt = 0
-    """Layers of a unit: the last one has attention, and the others the delta rule. 0 means attention in all layers.
-    Qwen3-Next has 4."""
+    """Number of layers of a unit: the last one has attention, and the others the delta rule. 0 means attention in all
+    layers. Qwen3-Next has 4."""
     key_heads: PositiveInt = 16
     """Number of heads of queries and keys."""
     value_heads: PositiveInt = 32

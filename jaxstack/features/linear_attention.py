@@ -11,7 +11,7 @@ convolution, C = 2 N K + H V channels of the convolution.
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,35 @@ standard deviation 1, so that heads remember from ten to a thousand tokens."""
 
 TAPS = ("taps_q", "taps_k", "taps_v")
 """The factors of the convolution, by the projections that it reads."""
+
+
+class Projections(NamedTuple):
+    """What the rule reads of the tokens, by projections of them.
+
+    Attributes:
+      q, k: queries and keys before the convolution [B, S, N, K].
+      v: values before the convolution [B, S, H, V].
+      decay: logarithm of the factor on the state before each token [B, S, H].
+      beta: share of the state's error that each token corrects [B, S, H].
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    beta: jax.Array
+
+    @property
+    def channels(self) -> jax.Array:
+        """The channels of the convolution [B, S, C]."""
+        return jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in self[:3]], -1)
+
+    def convolved(self, channels: jax.Array) -> "Projections":
+        """Returns these with queries, keys and values from the channels of the convolution [B, S, C]."""
+        sizes = [math.prod(a.shape[2:]) for a in self[:3]]
+        parts = jnp.split(jax.nn.silu(channels), [sizes[0], sizes[0] + sizes[1]], -1)
+        q, k, v = (part.reshape(a.shape) for part, a in zip(parts, self[:3], strict=True))
+        return self._replace(q=q, k=k, v=v)
 
 
 def with_attention_gate(family: Family) -> Family:
@@ -134,12 +163,13 @@ def delta_attention(
     step = jax.nn.softplus(_project(cfg, free, "decay", x, ctx).astype(jnp.float32) + params["b_decay"])
     decay = -jnp.exp(params["rate"]) * step
     taps = {name: params[name] for name in TAPS}
+    read = Projections(q, k, v, decay, beta)
     if cache:
-        mixed = _go_on(ctx, taps, cache, inputs, (q, k, v), decay, beta)
+        mixed = _go_on(ctx, taps, cache, inputs, read)
     else:
-        arguments = taps, q, k, v, decay, beta, inputs.segment_ids
+        arguments = taps, read, inputs.segment_ids
         declared = {name: delta_spec(cfg)[name] for name in TAPS}
-        where = declared, *[HEADS] * 5, ("batch", "sequence")
+        where = declared, HEADS, ("batch", "sequence")
         mixed = ctx.region(partial(_mix, cache is not None), arguments, where, HEADS)
     ctx.observe("attention/mixed", mixed, *HEADS)
     mixed = kernels.rms_norm(mixed, params["norm"]["scale"], eps=cfg.norm_eps, implementation=ctx.ops.norm)
@@ -154,108 +184,73 @@ def _project(cfg: ModelConfig, params: Params, name: str, x: jax.Array, ctx: Con
 
 
 def _mix(
-    keep: bool,
-    ctx: Context,
-    taps: Params,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *others: Any,
-) -> jax.Array:
-    """Computes the convolution and the rule over the heads of this device, from the first tokens of rows on.
-
-    `others` are decays, factors of new values, and `segment_ids`, or `None`.
-    """
-    decay, beta, segment_ids = others
+    keep: bool, ctx: Context, taps: Params, read: Projections, segment_ids: jax.Array | None
+) -> jax.Array:  # [B, S, H, V]
+    """Computes the convolution and the rule over the heads of this device, from the first tokens of rows on."""
     axes = ctx.layout.axes("sequence")
-    joined = _join(q, k, v)
+    w = _join_taps(taps)
     if axes:
         assert not keep, "generation has whole sequences"
-        return _mix_parts(axes, taps, joined, (q, k, v), decay, beta, segment_ids)
-    w = _join_taps(taps)
+        return _mix_parts(axes, w, read, segment_ids)
+    channels = read.channels
     same = None if segment_ids is None else kernels.same_document(segment_ids, len(w))
     starts = None if same is None else ~same[..., -2]
-    q, k, v = _split(jax.nn.silu(kernels.causal_convolution(joined, w, same=same)), q, k, v)
-    mixed, state = kernels.gated_delta_rule(q, k, v, decay, beta, starts=starts)
+    convolved = read.convolved(kernels.causal_convolution(channels, w, same=same))
+    mixed, state = kernels.gated_delta_rule(*convolved, starts=starts)
     if keep:
         ctx.keep("state", state)
-        rows = jnp.pad(joined, ((0, 0), (len(w) - 1, 0), (0, 0)))
-        ctx.keep("recent", rows[:, None, joined.shape[1] :])
+        rows = jnp.pad(channels, ((0, 0), (len(w) - 1, 0), (0, 0)))
+        ctx.keep("recent", rows[:, None, channels.shape[1] :])
     return mixed
 
 
 def _mix_parts(
-    axes: tuple[str, ...],
-    taps: Params,
-    joined: jax.Array,
-    qkv: tuple[jax.Array, jax.Array, jax.Array],
-    decay: jax.Array,
-    beta: jax.Array,
-    segment_ids: jax.Array | None,
-) -> jax.Array:
+    axes: tuple[str, ...], w: jax.Array, read: Projections, segment_ids: jax.Array | None
+) -> jax.Array:  # [B, S, H, V]
     """Does what `_mix` does where the sequence is sharded: each device has two parts, and reads the ends of others."""
-    w = _join_taps(taps)
-    B, S = joined.shape[:2]
+    channels = read.channels
+    B, S = channels.shape[:2]
     tokens = len(w) - 1
-    ids = jnp.zeros((B, S), jnp.int32) if segment_ids is None else segment_ids
-    ids = ids + 1  # 0 is before the first part
-    earlier = kernels.tokens_before(joined, tokens, axes).reshape(2 * B, tokens, -1)
+    ids = jnp.ones((B, S), jnp.int32) if segment_ids is None else segment_ids + 1  # 0 is before the first part
+    earlier = kernels.tokens_before(channels, tokens, axes).reshape(2 * B, tokens, -1)
     theirs = kernels.tokens_before(ids, tokens, axes).reshape(2 * B, tokens)
     same = kernels.same_document(ids.reshape(2 * B, -1), len(w), theirs)
-    halves = joined.reshape(2 * B, S // 2, -1)
-    mixed = jax.nn.silu(kernels.causal_convolution(halves, w, earlier=earlier, same=same)).reshape(B, S, -1)
-    q, k, v = _split(mixed, *qkv)
+    halves = channels.reshape(2 * B, S // 2, -1)
+    convolved = kernels.causal_convolution(halves, w, earlier=earlier, same=same)
     starts = ~same[..., -2].reshape(B, S)
-    return kernels.context_delta_rule(q, k, v, decay, beta, axes=axes, starts=starts)
+    return kernels.context_delta_rule(*read.convolved(convolved.reshape(B, S, -1)), axes=axes, starts=starts)
 
 
 def _go_on(
-    ctx: Context,
-    taps: Params,
-    cache: Params,
-    inputs: LayerInputs,
-    qkv: tuple[jax.Array, jax.Array, jax.Array],
-    decay: jax.Array,
-    beta: jax.Array,
-) -> jax.Array:
+    ctx: Context, taps: Params, cache: Params, inputs: LayerInputs, read: Projections
+) -> jax.Array:  # [B, S, H, V]
     """Computes the convolution and the rule for tokens after those of a cache, and keeps the next cache."""
     assert inputs.positions is not None
     w = _join_taps(taps)
-    joined = _join(*qkv)
-    B, S = joined.shape[:2]
+    channels = read.channels
+    B, S = channels.shape[:2]
     positions = jnp.broadcast_to(inputs.positions, (B, S))
     ago = jnp.arange(len(w))[::-1]
     same = positions[..., None] >= ago  # [B, S, W]
     earlier = cache["recent"][:, 0]
-    q, k, v = _split(jax.nn.silu(kernels.causal_convolution(joined, w, earlier=earlier, same=same)), *qkv)
     state = jnp.where((positions[:, 0] == 0)[:, None, None, None], 0, cache["state"])
     count = jnp.full((B,), S)
     if inputs.segment_ids is not None:
         there = inputs.segment_ids != 0
         count = there.sum(1)
-        decay = jnp.where(there[..., None], decay, 0)
-        beta = jnp.where(there[..., None], beta, 0)
+        decay = jnp.where(there[..., None], read.decay, 0)
+        beta = jnp.where(there[..., None], read.beta, 0)
+        read = read._replace(decay=decay, beta=beta)
     rule = kernels.recurrent_delta_rule if S == 1 else kernels.gated_delta_rule
-    mixed, state = rule(q, k, v, decay, beta, state=state)
-    rows = jnp.concatenate([earlier, joined], 1)
+    convolved = kernels.causal_convolution(channels, w, earlier=earlier, same=same)
+    mixed, state = rule(*read.convolved(convolved), state=state)
+    rows = jnp.concatenate([earlier, channels], 1)
     last = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, len(w) - 1))(rows, count)
     ctx.keep("state", state)
     ctx.keep("recent", last[:, None])
     return mixed
 
 
-def _join(*arrays: jax.Array) -> jax.Array:
-    """Returns the channels of the convolution [B, S, C], from queries, keys and values."""
-    return jnp.concatenate([a.reshape(*a.shape[:2], -1) for a in arrays], -1)
-
-
 def _join_taps(taps: Params) -> jax.Array:
     """Returns the factors of the convolution [W, C]."""
     return jnp.concatenate([taps[name].reshape(len(taps[name]), -1) for name in TAPS], -1)
-
-
-def _split(joined: jax.Array, *like: jax.Array) -> Any:
-    """Returns queries, keys and values from the channels of the convolution [B, S, C]."""
-    sizes = [a.shape[2] * a.shape[3] for a in like]
-    parts = jnp.split(joined, [sizes[0], sizes[0] + sizes[1]], -1)
-    return [part.reshape(a.shape) for part, a in zip(parts, like, strict=True)]

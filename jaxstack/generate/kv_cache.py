@@ -396,8 +396,8 @@ def _group_cached(stack: Stack, new: Aux) -> list[PyTree]:
     """Returns the arrays of a stack's layers, which follow each other [L, ...], by the layer of a step."""
     layers = places_of(stack.cached)
     sizes = Counter(name for names in stack.cached for name in names)
-    rows = {name: a.reshape(-1, sizes[name], *a.shape[1:]) for name, a in new.items()}
-    return [{name: rows[name][:, i] for name, i in places.items()} for places in layers]
+    grouped = {name: a.reshape(-1, sizes[name], *a.shape[1:]) for name, a in new.items()}
+    return [{name: grouped[name][:, i] for name, i in places.items()} for places in layers]
 
 
 def map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:

@@ -138,7 +138,7 @@ def from_json(where: str, values: object) -> Description:
     scaling = ours.pop("rope_scaling", {})
     try:
         scaled = RopeScaling(**scaling)
-        groups = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent), "delta": DeltaConfig(**delta)}
+        groups: JsonObject = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent), "delta": DeltaConfig(**delta)}
         model = ModelConfig(**ours, **groups, rope_scaling=scaled)
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
@@ -237,7 +237,9 @@ def _delta_every(keys: Keys, layers: int) -> int:
     if type(every) is not int or every < 2 or layers % every:
         raise keys.error("full_attention_interval", every, f"Give a divisor of {layers} layers, 2 or more")
     if types not in (None, _delta_types(every, layers)):
-        raise keys.error("layer_types", types, f"Give {FULL} to the last layer of each unit, {LINEAR} to others")
+        raise keys.error(
+            "layer_types", types, f"Give {FULL} to the last of every {every} layers, and {LINEAR} to the others"
+        )
     return every
 
 

@@ -145,7 +145,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (LATENT | {"model.num_kv_heads": 2}, {"model.num_kv_heads": 2}),
     (LATENT | {"model.qk_norm": True}, {"model.qk_norm": True}),
     (LATENT | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
-    ({"model.delta.key_heads": 3}, DELTA | {"model.delta.key_heads": 4}),
+    ({"model.delta.taps": 3}, DELTA | {"model.delta.taps": 3}),
     (DELTA | {"model.delta.key_heads": 3}, DELTA | {"model.delta.key_heads": 4}),
     (DELTA | {"model.delta.every": 1}, DELTA),
     (DELTA | {"model.num_layers": 5}, {"model.num_layers": 5}),
