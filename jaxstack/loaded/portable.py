@@ -5,7 +5,7 @@ that it was lowered for. It takes the parameters and the arrays of a batch that 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,32 +80,14 @@ def make(
       ConfigError: the family has no outputs to export, or the program needs a fixed number of rows.
     """
     model = dropless(model)
-    family = families.of(model)
     if model.family == "diffusion":
         raise ConfigError(
             "model.family=diffusion makes a picture in many steps, and one program has one step. Use `jaxstack "
             "generate`."
         )
-    ctx = Context(dtype=jnp.dtype(dtype))
-    spec = families.spec(model)
-    paths = list(parameters.flat_spec(spec))
-    structure = jax.tree.structure(parameters.map_spec(lambda _: 0, spec))
-    names = {path for path, p in parameters.flat_spec(spec).items() if p.is_cast and dtype == "bfloat16"}
-
-    def outputs(stored: Mapping[str, jax.Array], batch: Batch) -> PyTree:
-        arrays = [
-            jax.lax.bitcast_convert_type(stored[path], jnp.bfloat16) if path in names else stored[path]
-            for path in paths
-        ]
-        params = jax.tree.unflatten(structure, arrays)
-        hidden, _ = family.hidden_states(model, params, batch, ctx)
-        if family.features is not None:
-            pictures, texts = family.features(model, params, hidden, batch, ctx)
-            return {"picture_features": pictures, "text_features": texts}
-        logits = family.logits(model, params, hidden, ctx)
-        named = logits if isinstance(logits, dict) else {"logits": logits}
-        return {name: x[..., : model.classes] for name, x in named.items()}  # without padding
-
+    names = {path for path, p in parameters.flat_spec(families.spec(model)).items() if p.is_cast}
+    names = names if dtype == "bfloat16" else set()
+    outputs = _outputs(model, Context(dtype=jnp.dtype(dtype)), names)
     stored = {path: _stored(value, path in names) for path, value in flatten(values).items()}
     arguments = {path: jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in stored.items()}
     inputs = _read(outputs, arguments, _batch(model, replace(data, batch_size=batch_size or 1)))
@@ -128,6 +110,34 @@ def make(
         "outputs": {name: _described(a) for name, a in tree.items()},
     }
     return PortableModel(exported, stored, description)
+
+
+def _outputs(model: ModelConfig, ctx: Context, in_bits: set[str]) -> Callable[..., PyTree]:
+    """Returns the function to export.
+
+    Args:
+      in_bits: paths of the parameters whose arrays are the bits of bfloat16.
+    """
+    family = families.of(model)
+    spec = families.spec(model)
+    paths = list(parameters.flat_spec(spec))
+    structure = jax.tree.structure(parameters.map_spec(lambda _: 0, spec))
+
+    def outputs(stored: Mapping[str, jax.Array], batch: Batch) -> PyTree:
+        arrays = [
+            jax.lax.bitcast_convert_type(stored[path], jnp.bfloat16) if path in in_bits else stored[path]
+            for path in paths
+        ]
+        params = jax.tree.unflatten(structure, arrays)
+        hidden, _ = family.hidden_states(model, params, batch, ctx)
+        if family.features is not None:
+            pictures, texts = family.features(model, params, hidden, batch, ctx)
+            return {"picture_features": pictures, "text_features": texts}
+        logits = family.logits(model, params, hidden, ctx)
+        named = logits if isinstance(logits, dict) else {"logits": logits}
+        return {name: x[..., : model.classes] for name, x in named.items()}  # without padding
+
+    return outputs
 
 
 def _batch(model: ModelConfig, data: DataConfig) -> BatchSpec:

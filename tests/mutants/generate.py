@@ -17,7 +17,7 @@ mistakes(
     ("x[..., : model.classes]", "x", "loaded/test_portable.py -k loader"),
     ("rows = batch_size if batch_size is not None else export.symbolic_shape", "rows = 1 if batch_size is None else export.symbolic_shape"),
     ("a.astype(jnp.bfloat16).view(np.uint16)", "a.astype(np.float16).view(np.uint16)"),
-    ("if p.is_cast and dtype ==", "if dtype =="),
+    ("items() if p.is_cast}", "items()}"),
     ("replace(data, packing=False)", "replace(data, packing=True)"),
 )  # fmt: skip
 
