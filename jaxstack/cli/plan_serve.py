@@ -100,22 +100,31 @@ def main(args: Namespace) -> None:
     if args.json == "-":
         print(text)
         return
-    precision = f"weights in {args.weights}, cache in {args.cache}"
-    print(f"{devices} {chip}; prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens; {precision}\n")
+    print(f"{devices} {chip}; prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens;", end=" ")
+    print(f"weights in {args.weights}, cache in {args.cache}\n")
     print(_copies_table(whole, args.price))
-    print(f"\nmemory of a device with {best}, GiB")
-    print(_memory_table(best, slots))
-    print(f"\nbatches of {best}")
-    print(_batches_table(whole[servers.index(best)]["batches"], args.price))
-    if larger := sorted(n for n in args.batch if n > best.largest_batch(slots)):
-        print(f"{', '.join(map(str, larger))} sequences do not fit: the largest batch is {best.largest_batch(slots):,}")
-    if args.explain:
-        one = serving.serve(best, best.largest_batch(slots), args.prompt, args.tokens)
-        print(f"\nparts of the largest batch, {one.batch} sequences of a copy\n{_explained(one)}")
+    _print_best(best, whole[servers.index(best)]["batches"], args)
     print(f"\n{serving.published_errors(limits.chip.platform)}")
     if written:
         files.write_atomic(Path(written), text + "\n")
         print(f"wrote {written}")
+
+
+def _print_best(best: "Server", batches: Sequence[Mapping[str, Any]], args: Namespace) -> None:
+    """Prints memory, batches and, with `--explain`, the parts of the way with the highest throughput."""
+    from jaxstack.planner.serving import serve
+
+    slots = args.prompt + args.tokens
+    largest = best.largest_batch(slots)
+    print(f"\nmemory of a device with {best}, GiB")
+    print(_memory_table(best, slots))
+    print(f"\nbatches of {best}")
+    print(_batches_table(batches, args.price))
+    if larger := sorted(n for n in args.batch if n > largest):
+        print(f"{', '.join(map(str, larger))} sequences do not fit: the largest batch is {largest:,}")
+    if args.explain:
+        one = serve(best, largest, args.prompt, args.tokens)
+        print(f"\nparts of the largest batch, {one.batch} sequences of a copy\n{_explained(one)}")
 
 
 def _figures(server: "Server", prompt: int, tokens: int, batches: list[int], price: float | None) -> dict[str, Any]:
@@ -203,7 +212,8 @@ def _batches_table(batches: Sequence[Mapping[str, Any]], price: float | None) ->
     header = ["batch", "first token ms", "token ms", "in nine of ten cases", "tokens/s", "tokens/s a device"]
     rows = [[*header, *(["cost of a million"] if price else [])]]
     for row in batches:
-        low, high = 1e3 * row["token_s_low"], 1e3 * row["token_s_high"]
+        low = 1e3 * row["token_s_low"]
+        high = 1e3 * row["token_s_high"]
         line = [f"{row['batch']:,}", f"{1e3 * row['first_token_s']:,.1f}", f"{1e3 * row['token_s']:.2f}"]
         line += [f"{low:.2f} to {high:.2f}", f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s_per_device']:,.0f}"]
         rows.append([*line, *([f"{row['cost_per_million_tokens']:.3g}"] if price else [])])
