@@ -100,31 +100,30 @@ def main(args: Namespace) -> None:
     if args.json == "-":
         print(text)
         return
-    _print(found, best, args)
+    print(f"{devices} {chip}; prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens;", end=" ")
+    print(f"weights in {args.weights}, cache in {args.cache}\n")
+    print(_copies_table(whole, args.price))
+    _print_best(best, whole[servers.index(best)]["batches"], args)
     print(f"\n{serving.published_errors(limits.chip.platform)}")
     if written:
         files.write_atomic(Path(written), text + "\n")
         print(f"wrote {written}")
 
 
-def _print(found: Mapping[str, Any], best: "Server", args: Namespace) -> None:
-    """Prints the tables of all figures, with the batches of the best copy."""
-    from jaxstack.planner import serving
+def _print_best(best: "Server", batches: Sequence[Mapping[str, Any]], args: Namespace) -> None:
+    """Prints memory, batches and, with `--explain`, the parts of the way with the highest throughput."""
+    from jaxstack.planner.serving import serve
 
     slots = args.prompt + args.tokens
-    whole = found["copies"]
-    precision = f"weights in {args.weights}, cache in {args.cache}"
-    work = f"prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens"
-    print(f"{found['devices']} {found['chip']}; {work}; {precision}\n")
-    print(_copies_table(whole, args.price))
+    largest = best.largest_batch(slots)
     print(f"\nmemory of a device with {best}, GiB")
     print(_memory_table(best, slots))
     print(f"\nbatches of {best}")
-    print(_batches_table(whole[found["best"]]["batches"], args.price))
-    if larger := sorted(n for n in args.batch if n > best.largest_batch(slots)):
-        print(f"{', '.join(map(str, larger))} sequences do not fit: the largest batch is {best.largest_batch(slots):,}")
+    print(_batches_table(batches, args.price))
+    if larger := sorted(n for n in args.batch if n > largest):
+        print(f"{', '.join(map(str, larger))} sequences do not fit: the largest batch is {largest:,}")
     if args.explain:
-        one = serving.serve(best, best.largest_batch(slots), args.prompt, args.tokens)
+        one = serve(best, largest, args.prompt, args.tokens)
         print(f"\nparts of the largest batch, {one.batch} sequences of a copy\n{_explained(one)}")
 
 
