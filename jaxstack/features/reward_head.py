@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
+from jaxstack.models.context import Context
 from jaxstack.models.family import Family
 from jaxstack.models.params import Param, Params, Spec, map_spec
+from jaxstack.sharding import collectives
 
 GROUP = "reward"
 """Name of the group of parameters."""
@@ -37,7 +39,15 @@ def head_part(tree: PyTree) -> PyTree:
     return {GROUP: tree[GROUP]}
 
 
-def scores(params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns the score of each token, float32 [B, S], from hidden states [B, S, D]. Each device has the vector."""
+def scores(params: Params, hidden: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the score of each token, float32 [B, S], from hidden states [B, S, D].
+
+    Each device has the vector. Those that divide the vocabulary among them take turns along the width, so that each
+    product is counted once.
+    """
+    axes = ctx.layout.axes("vocab")
     w = params[GROUP]["w"].astype(jnp.float32)
-    return jnp.einsum("bsd,d->bs", hidden.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
+    own = jnp.arange(w.size) % collectives.count(axes) == collectives.index(axes)
+    hidden, w = collectives.match_varying(hidden, jnp.where(own, w, 0.0))
+    parts = jnp.einsum("bsd,d->bs", hidden.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
+    return collectives.all_reduce(parts, axes)

@@ -251,7 +251,7 @@ class Scorer:
     @cached_property
     def _rewards(self) -> Callable[..., PyTree]:
         def work(values: Params, tokens: jax.Array) -> jax.Array:
-            return reward_head.scores(values, self.hidden_states(values, tokens))
+            return reward_head.scores(values, self.hidden_states(values, tokens), self.ctx)
 
         return self._compiled(work, 1, self.ctx.layout.batch if self.ctx.layout.mesh else None)
 

@@ -59,7 +59,7 @@ def pair_loss(preference: PreferenceConfig) -> Loss:
             *others: jax.Array,
         ) -> Sums:
             if preference.loss == "reward":
-                log_probs = reward_head.scores(params, hidden)  # of the last token of each conversation
+                log_probs = reward_head.scores(params, hidden, ctx)  # of the last token of each conversation
             else:
                 log_probs, _ = decoder.log_probs(cfg, params, hidden, targets, ctx)  # [B, S/n]
             present = weights > 0
