@@ -1,4 +1,4 @@
-"""Counts what can be counted of a page's prose: whether it speaks to its reader, in sentences that one can follow."""
+"""Counts what can be counted of a page's prose: whether it addresses its reader, in sentences that one can follow."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 READER = 8
-"""How often a page says "you" in 1,000 words, at least."""
+"""How often a page says "you" in a thousand words, at least."""
 
 LONGEST = 40
 """Words of a sentence."""

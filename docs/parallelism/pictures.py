@@ -4,22 +4,23 @@ A rectangle is an array, or one layer of it, split by the library's rules; numbe
 """
 
 import json
+import math
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}  # before JAX is imported
 
-import matplotlib
-
-matplotlib.use("Agg")
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from matplotlib import pyplot as plt
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
 
 from jaxstack import families
+from jaxstack.common import drawing
 from jaxstack.config import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
 from jaxstack.families.context import make_context
 from jaxstack.kernels import context_order
@@ -28,6 +29,7 @@ from jaxstack.models.params import flat_spec
 from jaxstack.pipeline import one_f_one_b
 from jaxstack.pipeline.schedule import IDLE
 from jaxstack.sharding import make_mesh
+from jaxstack.tracking.plot import plot_loss
 
 HERE = Path(__file__).parent
 PICTURES = {
@@ -39,7 +41,8 @@ PICTURES = {
     "pipe": MeshConfig(data=2, pipe=4),
 }
 ROWS = LENGTH = 16  # cells of a picture each way
-MINE, OTHERS = "#7fb3e6", "#ededed"
+MINE = drawing.SKY
+OTHERS = "#ededed"
 
 DENSE = [  # path, the dimensions that are drawn and what they are called
     ("embedding/tokens", (0, 1), "embedding\nvocabulary x width"),
@@ -87,7 +90,7 @@ def panel(axes: Any, grid: np.ndarray, title: str) -> None:
     for top, bottom in pairwise(rows):
         for left, right in pairwise(columns):
             held = grid[top, left]
-            box = plt.Rectangle((left, top), right - left, bottom - top, edgecolor="white", linewidth=1.5)
+            box = Rectangle((left, top), right - left, bottom - top, edgecolor="white", linewidth=1.5)
             box.set_facecolor(MINE if 0 in held else OTHERS)
             axes.add_patch(box)
             middle = ((left + right) / 2, (top + bottom) / 2)
@@ -116,7 +119,7 @@ def scores(axes: Any, shards: int) -> None:
     pairs = {int((mask[mine]).sum()) for mine in positions}
     assert len(pairs) == 1, f"shards differ in work: {pairs}"
     image = np.where(mask, (owner != 0)[:, None], np.nan)
-    axes.imshow(image, cmap=matplotlib.colors.ListedColormap([MINE, OTHERS]), vmin=0, vmax=1)
+    axes.imshow(image, cmap=ListedColormap([MINE, OTHERS]), vmin=0, vmax=1)
     axes.set(xticks=[], yticks=np.arange(0.5, LENGTH, 2), yticklabels=[str(owner[i]) for i in range(0, LENGTH, 2)])
     axes.tick_params(length=0, labelsize=7)
     axes.set_title(f"scores, queries x keys\n{pairs.pop()} pairs on every shard", fontsize=8)
@@ -138,74 +141,156 @@ def picture(name: str, mesh_config: MeshConfig) -> None:
     drawn = {"expert": SPARSE, "pipe": STAGES}.get(name, DENSE)
     shown = ACTIVATIONS[: {"context": 2, "pipe": 0}.get(name, 3)]
     lines = 1 if name == "pipe" else 2
-    figure, rows = plt.subplots(lines, 4, figsize=(7.2, 2.3 * lines), layout="constrained")
-    grid = rows.ravel()
-    for axes, (path, dims, title) in zip(grid, drawn, strict=False):
-        entries = (*where[path], *(None,) * 4)
-        panel(axes, holders(ctx, PartitionSpec(*(entries[d] for d in dims))), title)
-    for axes, (names, title) in zip(grid[len(drawn) :], shown, strict=False):
-        spec = ctx.layout.narrow(ctx.layout.rules.activation(names))
-        panel(axes, holders(ctx, spec, tokens=names[1] in ("sequence", "residual")), title)
-    if name == "context":
-        scores(grid[-1], mesh_config.context)
-    what = " x ".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1)
-    figure.suptitle(f"{what}: the devices that hold each part; device 0 is blue", fontsize=9)
-    figure.savefig(HERE / f"{name}.png", dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    with drawing.picture(HERE / f"{name}.png", 7.2, 2.3 * lines) as figure:
+        grid = figure.subplots(lines, 4).ravel()
+        for axes, (path, dims, title) in zip(grid, drawn, strict=False):
+            entries = (*where[path], *(None,) * 4)
+            panel(axes, holders(ctx, PartitionSpec(*(entries[d] for d in dims))), title)
+        for axes, (names, title) in zip(grid[len(drawn) :], shown, strict=False):
+            spec = ctx.layout.narrow(ctx.layout.rules.activation(names))
+            panel(axes, holders(ctx, spec, tokens=names[1] in ("sequence", "residual")), title)
+        if name == "context":
+            scores(grid[-1], mesh_config.context)
+        what = " x ".join(f"{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1)
+        figure.suptitle(f"{what}: the devices that hold each part; device 0 is blue", fontsize=9)
+
+
+def losses(path: Path) -> None:
+    """Writes the loss of the quickstart as its run does."""
+    run = json.loads((HERE.parents[1] / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+    records = [{"step": step, "loss": loss} for step, loss in run["training"]]
+    ngram = run["ngram"]
+    baseline = (f"byte {ngram['ngram_order']}-grams", ngram["ngram_bits_per_byte"] * math.log(2))
+    plot_loss([*records, *run["held_out"]], path, baseline)
+    print(path)
 
 
 def overview(path: Path) -> None:
     """Writes the README's picture: the quickstart's losses, one matrix on a mesh, and a pipeline schedule."""
-    figure, (curve, matrix, chart) = plt.subplots(
-        1, 3, figsize=(11, 2.5), width_ratios=(1.25, 0.75, 2), layout="constrained"
-    )
-    figure.get_layout_engine().set(wspace=0.04)
     run = json.loads((HERE.parents[1] / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
     bits = np.log(2)
     steps, losses = zip(*run["training"], strict=True)
-    curve.plot(steps, np.divide(losses, bits), color="#b0b0b0", linewidth=1, label="training")
-    held_out = [(line["step"], line["eval_bits_per_byte"]) for line in run["held_out"]]
-    curve.plot(*zip(*held_out, strict=True), "o-", color="#1b6ca8", markersize=4, label="held out")
-    curve.axhline(
-        run["ngram"]["ngram_bits_per_byte"], color="#d1495b", linestyle="--", linewidth=1, label="best n-gram"
-    )
-    curve.legend(frameon=False, fontsize=7)
-    curve.set_title("quickstart: bits per byte", fontsize=9)
-    curve.set_xlabel("optimizer step", fontsize=8)
-    curve.tick_params(labelsize=7)
-    curve.spines[["top", "right"]].set_visible(False)
-
     sizes = {"num_layers": 1, "d_model": 64, "num_heads": 16, "head_dim": 4, "d_ff": 64, "vocab_size": 64}
     cfg = Config(model=ModelConfig(**sizes), data=DataConfig(batch_size=ROWS), mesh=MeshConfig(2, fsdp=2, tensor=2))
     ctx = make_context(cfg, make_mesh(cfg.mesh, ROWS))
     entries = ctx.layout.parameters(families.spec(cfg.model))["layers"]["mlp"]["w_up"]
-    panel(matrix, holders(ctx, PartitionSpec(*entries[1:])), "")
-    matrix.set_title("data=2 fsdp=2 tensor=2:\ndevices of a matrix", fontsize=9)
-
     schedule = one_f_one_b(stages=4, microbatches=8)
-    kinds = ((schedule.forward_TP, 1, MINE), (schedule.backward_TP, 2, "#f5b97f"))
-    now = 0
-    for tick in range(schedule.ticks):
-        for units, length, colour in kinds:
-            if (units[tick] == IDLE).all():
-                continue
-            for stage, unit in enumerate(units[tick].tolist()):
-                if unit != IDLE:
-                    chart.barh(stage, length, 0.9, left=now, color=colour, edgecolor="white", linewidth=0.5)
-                    chart.text(now + length / 2, stage, unit, ha="center", va="center", fontsize=7)
-            now += length
-    chart.set(xlim=(0, now), yticks=range(4), yticklabels=[f"stage {s}" for s in range(4)], xticks=[])
-    chart.set_title("pipe=4: forward and backward of 8 microbatches by 1F1B, one program", fontsize=9)
-    chart.invert_yaxis()
-    chart.tick_params(length=0, labelsize=7)
-    chart.spines[:].set_visible(False)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    kinds = ((schedule.forward_TP, 1, MINE), (schedule.backward_TP, 2, drawing.ORANGE))
+    with drawing.picture(path, 11, 2.8) as figure:
+        curve, matrix, chart = figure.subplots(1, 3, width_ratios=(1.25, 0.75, 2))
+        figure.get_layout_engine().set(wspace=0.04)
+        curve.plot(steps, np.divide(losses, bits), color=drawing.GRAY, linewidth=1, label="training")
+        held_out = [(line["step"], line["eval_bits_per_byte"]) for line in run["held_out"]]
+        curve.plot(*zip(*held_out, strict=True), "o-", color=drawing.BLUE, markersize=4, label="held out")
+        curve.axhline(
+            run["ngram"]["ngram_bits_per_byte"], color=drawing.RED, linestyle="--", linewidth=1, label="best n-gram"
+        )
+        curve.legend()
+        curve.set_title("quickstart: bits per byte")
+        curve.set_xlabel("optimizer step")
+
+        panel(matrix, holders(ctx, PartitionSpec(*entries[1:])), "")
+        matrix.set_title("data=2 fsdp=2 tensor=2:\ndevices of a matrix")
+
+        now = 0
+        for tick in range(schedule.ticks):
+            for units, length, colour in kinds:
+                if (units[tick] == IDLE).all():
+                    continue
+                for stage, unit in enumerate(units[tick].tolist()):
+                    if unit != IDLE:
+                        chart.barh(stage, length, 0.9, left=now, color=colour, edgecolor="white", linewidth=0.5)
+                        chart.text(now + length / 2, stage, unit, ha="center", va="center", fontsize=8)
+                now += length
+        chart.set(xlim=(0, now), yticks=range(4), yticklabels=[f"stage {s}" for s in range(4)], xticks=[])
+        chart.set_title("pipe=4: forward and backward of 8 microbatches by 1F1B, one program")
+        chart.invert_yaxis()
+        chart.tick_params(length=0, labelsize=8)
+        chart.spines[:].set_visible(False)
+    print(path)
+
+
+ROOMS = {  # rows of the house, and what is in each room
+    "what you call": {
+        "cli": "commands",
+        "generate": "samplers, caches",
+        "serve": "HTTP",
+        "evaluate": "tasks, lm-eval",
+        "planner": "memory, time, cost",
+        "report": "pages, charts",
+        "debug": "finds a NaN",
+    },
+    "a run": {
+        "train.py": "",
+        "start.py": "the door",
+        "config": "keys, checks",
+        "data": "f(seed, step)",
+        "checkpoint": "save, verify",
+        "tracking": "metrics",
+        "runtime": "processes",
+    },
+    "what plugs in": {
+        "families": "T5, diffusion, ...",
+        "features": "adapters, experts",
+        "moe": "routers, dispatch",
+        "pipeline": "schedules",
+        "posttrain": "DPO, GRPO",
+        "compress": "quantise, prune",
+        "hf": "Hugging Face",
+    },
+    "the core": {"training": "", "models": "", "sharding": "rules, meshes", "kernels": "Pallas, XLA"},
+}
+STOP = re.compile(r"^## (\d+)\. `jaxstack/([\w/]+\.py)`: `([\w.]+)`", re.MULTILINE)
+
+
+def house(path: Path) -> None:
+    """Writes a drawing of the package: its rooms in rows, and the stops of a batch, as the page lists them."""
+    page = (HERE.parent / "way_of_a_batch.md").read_text(encoding="utf-8")
+    visited: dict[str, list[str]] = {}
+    for number, file, name in STOP.findall(page):
+        room = file.split("/")[0]
+        visited.setdefault(room, []).append(f"{number:>2}  {file.removeprefix(f'{room}/')}: {name}")
+    assert {room for row in ROOMS.values() for room in row} >= {*visited}
+    edges = {}
+    with drawing.picture(path, 9, 5.4) as figure:
+        axes = figure.subplots()
+        axes.axis("off")
+        top = 0.4
+        for title, rooms in ROOMS.items():
+            texts = {room: visited.get(room, [what]) for room, what in rooms.items()}
+            height = 0.8 + 0.42 * max(map(len, texts.values()))
+            wide = {room: 2.2 if len(lines) > 1 else 1.0 for room, lines in texts.items()}
+            axes.text(0, top, title, color=drawing.INK, va="bottom")
+            left = 0.0
+            for room, lines in texts.items():
+                width = 14 * wide[room] / sum(wide.values())
+                color = drawing.SKY if room in visited else OTHERS
+                axes.add_patch(Rectangle((left, top + 0.1), width - 0.12, height, facecolor=color, linewidth=0))
+                axes.text(left + 0.12, top + 0.48, room, weight="bold", va="center")
+                for i, text in enumerate(lines):
+                    axes.text(left + 0.12, top + 0.95 + 0.42 * i, text, fontsize=8, va="center")
+                edges[room] = (left, top + 0.1, left + width - 0.12, top + 0.1 + height)
+                left += width
+            top += height + 0.75
+        axes.set(xlim=(0, 14), ylim=(top - 0.5, 0))
+        arrow = {"arrowprops": {"arrowstyle": "->", "color": drawing.RED, "linewidth": 1.6}}
+        train, training, models = (edges[room] for room in ("train.py", "training", "models"))
+        axes.annotate("", (train[2] - 0.12, training[1]), (train[2] - 0.12, train[3]), **arrow)
+        for height, ends in ((0.35, (training[2], models[0])), (0.85, (models[0], training[2]))):
+            at = training[1] + height * (training[3] - training[1])
+            axes.annotate(
+                "",
+                (ends[1] + 0.15 * np.sign(ends[1] - ends[0]), at),
+                (ends[0] - 0.15 * np.sign(ends[1] - ends[0]), at),
+                **arrow,
+            )
     print(path)
 
 
 if __name__ == "__main__":
+    losses(HERE.parent / "quickstart.png")
     overview(HERE.parent / "overview.png")
+    house(HERE.parent / "house.png")
     for each, config in PICTURES.items():
         picture(each, config)
         print(HERE / f"{each}.png")

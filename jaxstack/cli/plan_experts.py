@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
         "--slots", type=PositiveInt, required=True, help="experts that each device stores in each layer"
     )
     parser.add_argument("--out", type=user_path, metavar="FILE", required=True, help="placement file to write")
-    parser.add_argument("--plot", type=user_path, metavar="FILE", help="picture to draw, ending in .png")
+    parser.add_argument("--plot", type=user_path, metavar="FILE", help="picture to draw, such as chart.png")
 
 
 def main(args: Namespace) -> None:
@@ -32,7 +32,7 @@ def main(args: Namespace) -> None:
       ConfigError: the load cannot be read, the slots do not fit the experts, or a file cannot be written.
     """
     out = files.writable("--out", args.out, (".json",))
-    picture = None if args.plot is None else files.writable("--plot", args.plot, (".png",))
+    picture = None if args.plot is None else files.writable("--plot", args.plot, files.PICTURES)
 
     from jaxstack.moe import placement, plot  # they import JAX, for which help must not wait
 

@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--budget", type=float, nargs="+", default=[], metavar="FLOPS", help="training FLOPs to find the best size for"
     )
-    parser.add_argument("--plot", type=user_path, metavar="FILE", help="picture to draw, ending in .png")
+    parser.add_argument("--plot", type=user_path, metavar="FILE", help="picture to draw, such as chart.png")
     parser.add_argument("--json", type=user_path, metavar="FILE", help="file to write with every run and constant")
 
 
@@ -36,8 +36,7 @@ def main(args: Namespace) -> None:
     """
     if any(budget <= 0 for budget in args.budget):
         raise ConfigError(f"--budget={min(args.budget):g} is not positive. Name training FLOPs, such as 1e17.")
-    if args.plot and Path(args.plot).suffix != ".png":
-        raise ConfigError(f"--plot={args.plot} is not a picture. Name a file that ends in .png.")
+    picture = None if args.plot is None else files.writable("--plot", args.plot, files.PICTURES)
     points = [point(run) for run in runs.read_runs([Path(run) for run in args.runs])]
     parameters, tokens, losses = zip(*points, strict=True)
     try:
@@ -55,11 +54,11 @@ def main(args: Namespace) -> None:
                 f"{budget:.3g} FLOPs is {budget / largest:.0f} times the largest run: the law was not shown there.",
                 style="yellow",
             )
-    if args.plot:
+    if picture:
         from jaxstack.planner import plot  # imported here because it imports JAX
 
-        plot.draw_scaling_law(fitted, points, args.budget, Path(args.plot))
-        print(f"picture  {args.plot}")
+        plot.draw_scaling_law(fitted, points, args.budget, picture)
+        print(f"picture  {picture}")
     if args.json:
         files.write_atomic(Path(args.json), json.dumps(as_json(fitted, points), indent=1) + "\n")
         print(f"wrote    {args.json}")

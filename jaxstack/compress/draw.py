@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxstack.common import drawing
 from jaxstack.compress.importance import Importance
 from jaxstack.compress.prune import Losses
 from jaxstack.families.surgery import Kept
@@ -12,9 +13,9 @@ from jaxstack.families.surgery import Kept
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
 
-STAYS = "#2563eb"
-LEAVES = "#d1d5db"
-OUT = "#dc2626"
+STAYS = drawing.BLUE
+LEAVES = drawing.GRAY
+OUT = drawing.RED
 
 
 def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> None:
@@ -23,23 +24,17 @@ def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> No
     Args:
       losses: of the model without each step of layers, if they were measured.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), dpi=110, layout="constrained")
-    _layers(axes[0, 0], found, kept, losses)
-    stay = _mask(found.heads, kept.layers, kept.heads)
-    _grid(axes[0, 1], found.heads, stay, "Query heads: size of what each adds", "head")
-    _units(axes[1, 0], found, kept)
-    if found.experts.size:
-        stay = _mask(found.experts, kept.layers, kept.experts)
-        _grid(axes[1, 1], found.experts, stay, "Experts: size of what each adds", "expert")
-    else:
-        _channels(axes[1, 1], found, kept)
-    figure.savefig(path)
-    plt.close(figure)
+    with drawing.picture(path, 11, 7.5) as figure:
+        axes = figure.subplots(2, 2)
+        _layers(axes[0, 0], found, kept, losses)
+        stay = _mask(found.heads, kept.layers, kept.heads)
+        _grid(axes[0, 1], found.heads, stay, "Query heads: size of what each adds", "head")
+        _units(axes[1, 0], found, kept)
+        if found.experts.size:
+            stay = _mask(found.experts, kept.layers, kept.experts)
+            _grid(axes[1, 1], found.experts, stay, "Experts: size of what each adds", "expert")
+        else:
+            _channels(axes[1, 1], found, kept)
 
 
 def _mask(importance: np.ndarray, layers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -98,7 +93,7 @@ def _units(axes: "Axes", found: Importance, kept: Kept) -> None:
     _mark(axes, kept.neurons[group].shape[-1], values.shape[-1])
     axes.grid(alpha=0.3)
     if len(rows) <= 12:
-        axes.legend(fontsize=8)
+        axes.legend()
 
 
 def _channels(axes: "Axes", found: Importance, kept: Kept) -> None:

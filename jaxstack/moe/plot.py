@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxstack.common import drawing
 from jaxstack.moe.placement import Placement, even, imbalance
 
 
@@ -17,35 +18,28 @@ def draw(load: np.ndarray, found: Placement, path: Path) -> None:
       load: tokens of each expert in each layer [L, E].
       path: file of the picture; its suffix is the format.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     layers, experts = load.shape
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + max(2.5, 0.3 * layers)), layout="constrained")
     share = load / np.maximum(load.mean(-1, keepdims=True), 1e-9)
-    image = left.imshow(share, aspect="auto", cmap="viridis", vmin=0)
-    figure.colorbar(image, ax=left, label="tokens over the mean of the layer")
-    left.set(xlabel="expert", ylabel="layer", title="load of each expert", yticks=range(layers))
-    if experts <= 32:
-        left.set_xticks(range(experts))
     bars = {f"placed: {found.experts.shape[2]} slots a device": imbalance(found.device_load(load))}
     if experts % found.devices == 0:
         bars = {"equal parts": imbalance(even(layers, experts, found.devices).device_load(load))} | bars
     height = 0.8 / len(bars)
-    for i, (label, values) in enumerate(bars.items()):
-        at = np.arange(layers) + (i - (len(bars) - 1) / 2) * height
-        right.barh(at, values, height, label=label, color=("tab:orange", "tab:blue")[i - len(bars)])
-    right.axvline(1, color="black", linewidth=0.8)
-    right.set(
-        xlabel="load of the busiest device over the mean",
-        ylabel="layer",
-        yticks=range(layers),
-        title=f"load of {found.devices} devices; at 1 no device waits",
-    )
-    right.invert_yaxis()
-    right.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower right", ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with drawing.picture(path, 12, 1.5 + max(2.5, 0.3 * layers)) as figure:
+        left, right = figure.subplots(1, 2)
+        image = left.imshow(share, aspect="auto", vmin=0)
+        figure.colorbar(image, ax=left, label="tokens over the mean of the layer")
+        left.set(xlabel="expert", ylabel="layer", title="load of each expert", yticks=range(layers))
+        if experts <= 32:
+            left.set_xticks(range(experts))
+        for i, (label, values) in enumerate(bars.items()):
+            at = np.arange(layers) + (i - (len(bars) - 1) / 2) * height
+            right.barh(at, values, height, label=label, color=(drawing.ORANGE, drawing.BLUE)[i - len(bars)])
+        right.axvline(1, color=drawing.INK, linewidth=0.8)
+        right.set(
+            xlabel="load of the busiest device over the mean",
+            ylabel="layer",
+            yticks=range(layers),
+            title=f"load of {found.devices} devices; at 1 no device waits",
+        )
+        right.invert_yaxis()
+        figure.legend(loc="outside lower right", ncols=2)

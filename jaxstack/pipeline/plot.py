@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxstack.common import drawing
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, Schedule
 
 
@@ -12,45 +13,41 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
 
     The suffix of `path` is the format of the picture. For the times, see `Schedule.seconds`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    import matplotlib  # imported here because it takes a second
 
     seconds = schedule.seconds(forward, backward, weight)
     kinds = (FORWARD, BACKWARD) if schedule.weight_MG is None else (FORWARD, BACKWARD, WEIGHT)
     shades = {
-        (kind, chunk): plt.get_cmap(("Blues", "Oranges", "Greens")[kind])(0.3 + 0.5 * chunk / schedule.chunks)
+        (kind, chunk): matplotlib.colormaps[("Blues", "Oranges", "Greens")[kind]](0.3 + 0.5 * chunk / schedule.chunks)
         for kind in kinds
         for chunk in range(schedule.chunks)
     }
-    figure, axes = plt.subplots(figsize=(12, 0.5 * schedule.stages + 1.5), layout="constrained")
     lengths = schedule.lane_seconds(*seconds).T  # the lanes of a tick follow each other
     starts = (lengths.cumsum() - lengths.ravel()).reshape(lengths.shape)
-    for tick, lane, kind, microbatch, g in schedule.units():
-        chunk, stage = divmod(g, schedule.stages)
-        start = starts[tick, lane]
-        length = seconds[kind]
-        axes.barh(stage, length, 0.9, left=start, color=shades[kind, chunk], edgecolor="white", linewidth=0.5)
-        if schedule.ticks <= 80:
-            axes.text(start + length / 2, stage, str(microbatch), ha="center", va="center", fontsize=8)
     figures = schedule.simulate(forward, backward, weight)
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     others = [f"a {KINDS[kind]} unit {seconds[kind]:g}" for kind in kinds[1:]]
-    axes.set(
-        yticks=range(schedule.stages),
-        yticklabels=[f"stage {s}" for s in range(schedule.stages)],
-        xlabel=f"time (a forward unit takes {forward:g}, {', '.join(others)})",
-        xlim=(0, lengths.sum()),
-        title=f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches; "
-        f"bubble {figures.bubble:.1%}, room for {schedule.room}",
-    )
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
-    for (kind, chunk), shade in shades.items():
-        of_chunk = f", chunk {chunk}" if schedule.chunks > 1 else ""
-        axes.bar(0, 0, color=shade, label=f"{KINDS[kind]}{of_chunk}")
-    figure.legend(loc="outside lower right", ncols=len(shades), frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with drawing.picture(path, 12, 0.5 * schedule.stages + 1.5) as figure:
+        axes = figure.subplots()
+        for tick, lane, kind, microbatch, g in schedule.units():
+            chunk, stage = divmod(g, schedule.stages)
+            start = starts[tick, lane]
+            length = seconds[kind]
+            axes.barh(stage, length, 0.9, left=start, color=shades[kind, chunk], edgecolor="white", linewidth=0.5)
+            if schedule.ticks <= 80:
+                axes.text(start + length / 2, stage, str(microbatch), ha="center", va="center", fontsize=8)
+        axes.set(
+            yticks=range(schedule.stages),
+            yticklabels=[f"stage {s}" for s in range(schedule.stages)],
+            xlabel=f"time (a forward unit takes {forward:g}, {', '.join(others)})",
+            xlim=(0, lengths.sum()),
+            title=f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches; "
+            f"bubble {figures.bubble:.1%}, room for {schedule.room}",
+        )
+        axes.invert_yaxis()
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(left=False)
+        for (kind, chunk), shade in shades.items():
+            of_chunk = f", chunk {chunk}" if schedule.chunks > 1 else ""
+            axes.bar(0, 0, color=shade, label=f"{KINDS[kind]}{of_chunk}")
+        figure.legend(loc="outside lower right", ncols=len(shades))

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxstack.common import drawing
 from jaxstack.planner.explain import Figure
 from jaxstack.planner.figures import is_saved
 from jaxstack.planner.step_time import StepTime
 
 GIB = 2**30
-COLORS = ("#1b6ca8", "#66a182", "#9bb7d4", "#b8a1c9", "#8d99ae", "#edae49", "#c9a66b")
-SAVED_COLOR = "#d1495b"
-HIDDEN = "#c9c9c9"
+SAVED_COLOR = drawing.RED
+COLORS = tuple(color for color in drawing.COLORS if color != SAVED_COLOR)
+HIDDEN = drawing.GRAY
 
 
 def draw_memory(policies: Mapping[str, Sequence[Figure]], hbm: float, path: Path) -> None:
@@ -20,27 +21,21 @@ def draw_memory(policies: Mapping[str, Sequence[Figure]], hbm: float, path: Path
       policies: bytes by purpose under each policy.
       hbm: bytes of a device's memory.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
-    from matplotlib.figure import Figure as Picture
-
-    picture = Picture(figsize=(8, 4.4), layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.subplots()
-    for place, parts in enumerate(policies.values()):
-        bottom = 0.0
-        colors = iter(COLORS)
-        for part in parts:
-            color = SAVED_COLOR if is_saved(part) else next(colors)
-            label = "saved activations" if is_saved(part) else part.name
-            axes.bar(place, part.value / GIB, 0.6, bottom=bottom, color=color, label=None if place else label)
-            bottom += part.value / GIB
-        axes.text(place, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=9)
-    axes.axhline(hbm / GIB, color="#444", linestyle="--", linewidth=1.2, label="there is")
-    axes.set_xticks(range(len(policies)), [f"remat {name}" for name in policies])
-    axes.set(ylabel="GiB of one device")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.spines[["top", "right"]].set_visible(False)
-    picture.savefig(path, dpi=130, metadata={"Software": None})
+    with drawing.picture(path, 8, 4.4) as figure:
+        axes = figure.subplots()
+        for place, parts in enumerate(policies.values()):
+            bottom = 0.0
+            colors = iter(COLORS)
+            for part in parts:
+                color = SAVED_COLOR if is_saved(part) else next(colors)
+                label = "saved activations" if is_saved(part) else part.name
+                axes.bar(place, part.value / GIB, 0.6, bottom=bottom, color=color, label=None if place else label)
+                bottom += part.value / GIB
+            axes.text(place, bottom, f"{bottom:.1f}", ha="center", va="bottom")
+        axes.axhline(hbm / GIB, color=drawing.INK, linestyle="--", linewidth=1.2, label="there is")
+        axes.set_xticks(range(len(policies)), [f"remat {name}" for name in policies])
+        axes.set(ylabel="GiB of one device")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw_time(time: StepTime, path: Path) -> None:
@@ -49,32 +44,28 @@ def draw_time(time: StepTime, path: Path) -> None:
     Collectives that run beside operations are drawn below the layers. Parts of one kind are added up: the picture shows
     how long each is, and not in which order microbatches and layers run.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes a second
-    from matplotlib.figure import Figure as Picture
-
     sent = [axes for axes, waits in time.exposed.items() if waits + time.hidden[axes] > 1e-3 * time.total]
     rows = ["operations", *sent]
-    picture = Picture(figsize=(10, 1.4 + 0.5 * len(rows)), layout="constrained")
-    FigureCanvasAgg(picture)
-    axes = picture.subplots()
-    now = 0.0
-    for (name, seconds), color in zip(
-        (("layers", time.layers), ("recomputation", time.recomputation), ("head", time.head)), COLORS, strict=False
-    ):
-        axes.barh(0, 1e3 * seconds, left=1e3 * now, color=color, label=name)
-        now += seconds
-    for row, name in enumerate(sent, 1):
-        seconds = time.exposed[name]
-        axes.barh(row, 1e3 * time.hidden[name], left=0, color=HIDDEN, label="sent beside" if row == 1 else None)
-        axes.barh(row, 1e3 * seconds, left=1e3 * now, color=SAVED_COLOR, label="waiting" if row == 1 else None)
-        now += seconds
-    for name, seconds, color in (("bubble", time.bubble, "#ffffff"), ("update", time.update, COLORS[5])):
-        if seconds:
-            axes.barh(0, 1e3 * seconds, left=1e3 * now, color=color, edgecolor="#444", linewidth=0.6, label=name)
-        now += seconds
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(xlim=(0, 1e3 * time.total), xlabel="ms of one step")
-    axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=8, ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    picture.savefig(path, dpi=130, metadata={"Software": None})
+    with drawing.picture(path, 10, 1.4 + 0.5 * len(rows)) as figure:
+        axes = figure.subplots()
+        now = 0.0
+        for (name, seconds), color in zip(
+            (("layers", time.layers), ("recomputation", time.recomputation), ("head", time.head)), COLORS, strict=False
+        ):
+            axes.barh(0, 1e3 * seconds, left=1e3 * now, color=color, label=name)
+            now += seconds
+        for row, name in enumerate(sent, 1):
+            seconds = time.exposed[name]
+            axes.barh(row, 1e3 * time.hidden[name], left=0, color=HIDDEN, label="sent beside" if row == 1 else None)
+            axes.barh(row, 1e3 * seconds, left=1e3 * now, color=SAVED_COLOR, label="waiting" if row == 1 else None)
+            now += seconds
+        for name, seconds, color in (("bubble", time.bubble, "#ffffff"), ("update", time.update, COLORS[5])):
+            if seconds:
+                axes.barh(
+                    0, 1e3 * seconds, left=1e3 * now, color=color, edgecolor=drawing.INK, linewidth=0.6, label=name
+                )
+            now += seconds
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(xlim=(0, 1e3 * time.total), xlabel="ms of one step")
+        axes.invert_yaxis()
+        axes.legend(ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1))

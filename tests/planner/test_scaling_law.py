@@ -119,7 +119,7 @@ def test_the_command_fits_runs(tmp_path, rng, capsys):
         ([(1e6, 1e8, 2.0)], {"model": {"moe": {"num_experts": 8}}}, [], "is a mixture of experts"),
         ([(1e6, 1e8, float("nan"))], {}, [], "has no held-out loss"),
         ([(1e6, 1e8, 2.0)], {}, ["--budget=-1"], "--budget=-1 is not positive"),
-        ([(1e6, 1e8, 2.0)], {}, ["--plot=law.txt"], "--plot=law.txt is not a picture"),
+        ([(1e6, 1e8, 2.0)], {}, ["--plot=law.txt"], "--plot=law.txt does not end in .png"),
     ],
 )
 def test_what_does_not_determine_a_law_is_refused_in_one_line(points, config, flags, says, tmp_path, capsys):
