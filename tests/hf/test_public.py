@@ -237,6 +237,7 @@ def scaled_down(config: dict) -> dict:
         small["head_dim"] = 8  # its output matrix is square
     if config["model_type"] == "qwen3_next":
         small["head_dim"] = 16  # of which a quarter is rotated in pairs
+        small["rms_norm_eps"] = 0.01  # a first token whose query is nearly orthogonal to its key reads rounding alone
     if "no_rope_layers" in small:
         small["no_rope_layers"] = small["no_rope_layers"][:layers]
     if "original_max_position_embeddings" in (small.get("rope_scaling") or {}):
