@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxstack import families
 from jaxstack.common.errors import ConfigError
 from jaxstack.compress.quantize import linear_tensors
-from jaxstack.config import Config, DataConfig, DenoiserConfig, MeshConfig, ModelConfig, resolve
+from jaxstack.config import Config, DataConfig, DenoiserConfig, MeshConfig, ModelConfig, SampleConfig, resolve
 from jaxstack.families.context import make_context
 from jaxstack.hf.configs import from_json
 from jaxstack.hf.families import FAMILIES
@@ -53,8 +53,9 @@ def split_over(model: ModelConfig, axis: str) -> str:
     learned = (DenoiserConfig(),) if model.family == "encoder_decoder" else ()
     for cell, one, mesh in ways:
         data = DataConfig(seq_len=256, batch_size=8, denoisers=learned)
+        sample = SampleConfig(prompts=())  # some models train with `mesh.pipe`, and generate without it
         try:
-            cfg = resolve(Config(model=one, mesh=mesh, data=data), None)
+            cfg = resolve(Config(model=one, mesh=mesh, data=data, sample=sample), None)
             layout = make_context(cfg, abstract_mesh(cfg.mesh, 8, 2)).layout
             layout.parameters(families.spec(cfg.model))
         except ConfigError:

@@ -29,10 +29,10 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
       preflight: check the machines, and return without training.
     """
     sinks.require_packages(cfg.run.sinks)
-    dataset = data.load_for(cfg.model, cfg.data)
+    dataset = data.load_for(cfg.model, cfg.data, cfg.aim)
     cfg = resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
-    documents = data.resolve_documents(cfg.data, cfg.model.family, cfg.run.seed, cfg.train.steps, dataset)
-    cfg = replace(cfg, data=documents)
+    bounded = data.resolve_documents(cfg.data, cfg.model.family, cfg.run.seed, cfg.train.steps, dataset)
+    cfg = replace(cfg, data=bounded)
     earlier = None
     if searched is not None:
         earlier = start.earlier_mesh(cfg, searched)
@@ -48,8 +48,10 @@ def main(cfg: Config, searched: Collection[str] | None = None, preflight: bool =
 
     with EndListener():
         if processes or preflight:
+            from jaxstack.runtime import shared_cache
             from jaxstack.training.services import health
 
+            shared_cache.share(Path(cfg.run.dir), cfg.distributed.timeout_s)
             health.check(cfg.model, cfg.mesh, cfg.run.dir, cfg.distributed.timeout_s, preflight)
             if preflight:
                 return

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxstack.config import LatentConfig, ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config import DeltaConfig, LatentConfig, ModelConfig, MoEConfig, RopeScaling
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
@@ -94,8 +94,20 @@ NEAR = {
         rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position=8, attention_factor=1.1),
         latent=LatentConfig(kv_rank=16, q_rank=24, rotary_dim=4, value_dim=10, mscale=0.7),
     ),
+    "gpt_oss": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        head_dim=12,
+        d_ff=24,
+        windows=(6, 0),
+        attention_bias="all",
+        attention_sinks=True,
+        rope_theta=100.0,
+        rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position=8),
+        moe=MoEConfig(num_experts=4, bias=True, swiglu_limit=0.9, z_loss_weight=1e-3),
+    ),
 }
-"""Decoders with the switches of `features.residual`, other rotations and norms, and latent attention."""
+"""Decoders with the switches of `features.residual`, other rotations and norms, latent attention, attention sinks."""
 
 ENCODERS = {
     "bert": ModelConfig(
@@ -229,6 +241,25 @@ EXPERTS = {
     "timestep": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100)),
 }
 """Models with experts: one for every router."""
+
+DELTA = {
+    "qwen3_next": ModelConfig(
+        **_LLAMA | {"num_layers": 4},
+        head_dim=12,
+        norm_unit_offset=True,
+        qk_norm=True,
+        rope_theta=100.0,
+        rotary_fraction=0.5,
+        attention_gate=True,
+        delta=DeltaConfig(every=2, key_heads=2, value_heads=4, key_dim=10, value_dim=6, taps=3),
+        moe=MoEConfig(num_experts=4, d_ff=32, shared_experts=1, shared_gate=True, z_loss_weight=1e-3),
+    ),
+    "delta_dense": ModelConfig(
+        **_LLAMA | {"num_layers": 3},
+        delta=DeltaConfig(every=3, key_heads=1, value_heads=3, key_dim=8, value_dim=12),
+    ),
+}
+"""Models with layers of the gated delta rule between layers with attention."""
 
 BRANCHES = {
     "branches": ModelConfig(

@@ -99,11 +99,13 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--preflight": "several processes; tests/runtime/test_processes.py",
     r"^serve |^curl |^lm_eval ": "a server, which does not end; tests/serve/test_serve_command.py",
     r"^compress|^generate runs/small|init_from=runs/pruned": "half a minute; tests/compress/test_command.py",
+    r"^(train|eval) .*(runs/kto|runs/reward|run:runs)\b": "a trained run; tests/training/test_preference.py",
+    r"^export .*--format": "a trained run; tests/loaded/test_portable.py",
     r"^eval .*--tasks": "an extra; tests/evaluate/test_evaluate.py",
     r"^debug ": "a run with a bad step; tests/debug/test_search.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
     r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
-    r"^plan (?!roofline|fit|run|memory|flops|time|experts)": "a compiler of an extra; tests/aot",
+    r"^plan (?!roofline|fit|run|memory|flops|time|serve|experts)": "a compiler of an extra; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
     r"^python docs/examples/own_(family|layer)": "eight devices; tests/pipeline/test_pipeline_examples.py",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
@@ -130,7 +132,7 @@ ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sg
 SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
 RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
     (r"^launch ", []),
-    (r"--print_shardings|^plan (roofline|memory|flops|time)", []),
+    (r"--print_shardings|^plan (roofline|memory|flops|time|serve)", []),
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
     (r"--data\.source=chat", [*STEPS, *ALONE]),

@@ -17,13 +17,25 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from families import BRANCHES, CLASSIFIERS, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODERS, FAMILIES, NEAR, PAIRS
+from families import (
+    BRANCHES,
+    CLASSIFIERS,
+    CONTRASTIVE,
+    DELTA,
+    DIFFUSION,
+    ENCODER_DECODERS,
+    ENCODERS,
+    FAMILIES,
+    NEAR,
+    PAIRS,
+)
 
 from jaxstack import families as models
 from jaxstack.common.tree import flatten
 from jaxstack.config import (
     Config,
     DataConfig,
+    DeltaConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
@@ -77,8 +89,14 @@ MODELS["dense_first"] = dataclasses.replace(
 MODELS["latent_plain"] = dataclasses.replace(
     MODELS["latent"], latent=dataclasses.replace(MODELS["latent"].latent, q_rank=0)
 )
+# The first tokens of a document read little where their query is nearly orthogonal to their keys. A norm with a small
+# epsilon would magnify the rounding of such a reading a thousand times.
+_UNITS = DeltaConfig(every=2, key_heads=4, value_heads=8, key_dim=12, value_dim=8, taps=3)
+_DELTA = WIDE | {"norm_eps": 0.1}
+MODELS["qwen3_next"] = dataclasses.replace(DELTA["qwen3_next"], **_DELTA, delta=_UNITS, moe=EXPERTS["shared_gate"])
+MODELS["delta_dense"] = dataclasses.replace(DELTA["delta_dense"], **_DELTA, delta=dataclasses.replace(_UNITS, every=3))
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
-ADAPTED |= {"lora_latent": "latent"}
+ADAPTED |= {"lora_latent": "latent", "lora_delta": "delta_dense", "lora_gpt_oss": "gpt_oss"}
 ADAPTED |= {"lora_t5": "t5", "lora_switch": "switch_2"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
@@ -167,9 +185,30 @@ NEAR_CASES: list[Case] = [
     ("dense_first", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
     ("dense_first", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"dropout": 0.3}),
     ("lora_latent", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+    *(("gpt_oss", {axis: 4}, {}) for axis in ("fsdp", "tensor", "expert", "context")),
+    ("gpt_oss", {"fsdp": 2, "expert": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
+    ("gpt_oss", {"context": 2, "expert": 2, "tensor": 2, **GATHER}, {"packing": True, "accum": 2}),
+    ("gpt_oss", {"data": 2, "tensor": 2, **PLAIN}, {"remat": "full", "dropout": 0.3}),
+    ("gpt_oss", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("lora_gpt_oss", {"expert": 2, "tensor": 2}, {"remat": "selective"}),
     ("latent_plain", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
 ]
 """Meshes of decoders with other norms, rotations and sums, in docs/huggingface.md. All commits run the first five."""
+
+DELTA_CASES: list[Case] = [
+    ("qwen3_next", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2, "packing": True}),
+    ("delta_dense", {"fsdp": 2, "context": 4}, {"packing": True, "remat": "selective"}),
+    *(("delta_dense", {axis: 4}, {}) for axis in ("data", "fsdp", "tensor", "context")),
+    ("delta_dense", {"tensor": 2, **PLAIN}, {"remat": "selective", "dropout": 0.3}),
+    ("delta_dense", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"packing": True, "remat": "full"}),
+    ("delta_dense", {"fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2}),
+    ("delta_dense", {"fsdp": 2, "context": 2, "tensor": 2, **AUTO}, {"packing": True}),
+    ("qwen3_next", {"expert": 8}, {"remat": "selective"}),
+    ("qwen3_next", {"expert": 2, "context": 2, "tensor": 2}, {"packing": True, "accum": 2}),
+    ("qwen3_next", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"remat": "full"}),
+    ("lora_delta", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+]
+"""Meshes of models with the gated delta rule. All commits run the first two."""
 
 ENCODER_CASES: list[Case] = [
     ("bert_pairs", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
@@ -264,12 +303,21 @@ BRANCH_CASES: list[Case] = [
     ("branches", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "remat": "selective"}),
 ]
 """Meshes of a trunk with two branches, in docs/branches.md. All commits run the first one."""
-EVERY_CASE = [*CASES, *NEAR_CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
+EVERY_CASE = [*CASES, *NEAR_CASES, *DELTA_CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES]
+EVERY_CASE += BRANCH_CASES
 VARIED = {"accum", "dropout", "packing", "remat"}
 UNUSED = {"encoder_decoder": {"packing"}, "diffusion": {"packing", "dropout"}, "contrastive": {"packing"}}
 """What a family does not have; rows of encoder-decoders always have several pairs."""
 QUICK_CASES = (QUICK[0], QUICK[3], QUICK[4], ENCODER_CASES[0])
-ALWAYS = (*QUICK, *NEAR_CASES[:5], PAIR_CASES[0], DIFFUSION_CASES[0], CONTRASTIVE_CASES[0], BRANCH_CASES[0])
+ALWAYS = (
+    *QUICK,
+    *NEAR_CASES[:5],
+    *DELTA_CASES[:2],
+    PAIR_CASES[0],
+    DIFFUSION_CASES[0],
+    CONTRASTIVE_CASES[0],
+    BRANCH_CASES[0],
+)
 
 
 def name_of(case: Case) -> str:
@@ -285,7 +333,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
     two_lengths = MODELS[family].family == "encoder_decoder" or MODELS[family].reads_captions
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
-        sample=SampleConfig(prompts=() if MODELS[family].moe.dense_layers else None),
+        sample=SampleConfig(prompts=() if MODELS[family].moe.dense_layers or MODELS[family].delta.every else None),
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
         data=DataConfig(

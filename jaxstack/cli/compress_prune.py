@@ -223,7 +223,7 @@ def write(source: Path, run: "TrainedRun", report: Report | None, out: Path, kee
     state = make_state(Recipe.of(alone), run.context, abstract_state(Recipe.of(alone), run.context))
     state = start_from(alone.model, state, run.params)
     metadata = {"config": asdict(alone), "versions": store.versions(), "next_batch": 0}
-    metadata["data"] = data.load_for(alone.model, alone.data).fingerprint
+    metadata["data"] = data.load_for(alone.model, alone.data, alone.aim).fingerprint
     with safetensors.new_folder(out) as made:
         for folder, its in ((made, cfg), (made / "model", alone)):
             folder.mkdir(exist_ok=True)

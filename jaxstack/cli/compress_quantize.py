@@ -195,7 +195,9 @@ def calibration(run: "TrainedRun", sequences: int) -> list["Batch"]:
     if not sequences:
         return []
     cfg = run.config
-    loader = DataLoader(cfg, data.load(cfg.data), run.context.layout.sharding(run.context.layout.batch))
+    loader = DataLoader(
+        cfg, data.load_for(cfg.model, cfg.data, cfg.aim), run.context.layout.sharding(run.context.layout.batch)
+    )
     return [loader.to_devices(batch) for batch in loader.iterate(0, -(-sequences // cfg.data.batch_size))]
 
 

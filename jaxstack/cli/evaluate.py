@@ -1,16 +1,18 @@
-"""Evaluates the model of a run: tasks of lm-eval (extra [eval]), and bits per byte of text files.
+"""Evaluates the model of a run: tasks of lm-eval (extra [eval]), bits per byte of text files, scores of completions.
 
 Results are printed, and kept in RUN/evaluations, where `jaxstack report` finds them.
 """
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.progress import Progress
@@ -21,10 +23,12 @@ from jaxstack.checkpoint import evaluations, manifest, run_dir
 from jaxstack.checkpoint.evaluations import Result
 from jaxstack.cli.chat import context_of
 from jaxstack.cli.generate import DTYPE
+from jaxstack.common.files import atomic_file
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import chat
+from jaxstack.data.preferences import Feedback, Preference, read_preferences
 from jaxstack.data.tokenizers import describe_frame
 from jaxstack.loaded import load_run
 
@@ -46,6 +50,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--text", metavar="FILE", type=user_path, nargs="+", default=[], help="text files, for bits per byte"
     )
+    parser.add_argument(
+        "--preferences", metavar="FILE", type=user_path, nargs="+", default=[],
+        help="pairs of completions, or completions with labels, which a reward model scores",
+    )  # fmt: skip
+    parser.add_argument("--scores", metavar="FILE", type=user_path, help="where to write the score of each completion")
     parser.add_argument("--overlap", type=NonNegativeInt | None, help="tokens of a window that the one before has too")
     parser.add_argument("--context", type=int, help="tokens that the model reads at once; null means data.seq_len")
     parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts in a call")
@@ -75,6 +84,11 @@ def main(args: Namespace) -> None:
     template = chat.template_for(tokenizer) if args.chat else None
     texts = {name: read_text(name) for name in args.text}
     tasks = open_tasks(names, args)
+    scored = {name: [*read_preferences(name)] for name in args.preferences}
+    if scored and not cfg.model.reward_head:
+        raise ConfigError(
+            f"--preferences needs a reward model, but {path} has model.reward_head=false. Name another run."
+        )
     cfg = replace(cfg, train=replace(cfg.train, dtype=args.dtype or cfg.train.dtype))
     step = newest_step(path) if args.step is None else args.step  # so that the record names the one that was read
     run = load_run.open_run(path, cfg, tokenizer, args.mesh, step, rows=args.rows)
@@ -82,6 +96,8 @@ def main(args: Namespace) -> None:
     results = []
     for name, content in texts.items():
         results.append(text_result(run, name, content, context=context, overlap=overlap, rows=args.rows))
+    if scored:
+        results += preference_results(run, scored, args)
     if tasks is not None:
         results += task_results(run, tasks, template, context, args)
     record = {
@@ -108,8 +124,10 @@ def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
     Raises:
       ConfigError: there is nothing to do, or a flag has no effect.
     """
-    if not names and not args.text:
-        raise ConfigError("there is nothing to evaluate. Use --tasks=NAME or --text=FILE.")
+    if not names and not args.text and not args.preferences:
+        raise ConfigError("there is nothing to evaluate. Use --tasks=NAME, --text=FILE or --preferences=FILE.")
+    if args.scores is not None and not args.preferences:
+        raise ConfigError(f"--scores={args.scores} is for scores of completions. Name a file with --preferences.")
     of_tasks = {"include": args.include, "fewshot": args.fewshot, "limit": args.limit, "chat": args.chat or None}
     for name, value in of_tasks.items():
         if value is not None and not names:
@@ -177,6 +195,57 @@ def text_result(run: "TrainedRun", name: str, content: str, *, context: int, ove
         "higher_is_better": False,
         **how,
         "overlap": overlap,
+    }
+
+
+def preference_results(
+    run: "TrainedRun", files: "Mapping[str, Sequence[Preference | Feedback]]", args: Namespace
+) -> list[Result]:
+    """Returns the results of files with completions, which a reward model scores; writes the scores to `--scores`."""
+    results = []
+    lines = []
+    for name, rows in files.items():
+        texts = [(one.prompt, text) for one in rows for text in texts_of(one)]
+        scores = iter(run.rewards(texts, args.rows).tolist())
+        own = [[next(scores) for _ in texts_of(one)] for one in rows]
+        for one, found in zip(rows, own, strict=True):
+            keys = ("score",) if isinstance(one, Feedback) else ("score_chosen", "score_rejected")
+            lines.append({"row": one.name, **dict(zip(keys, found, strict=True))})
+        margins = np.array([found[0] - found[1] for found in own if len(found) == 2])
+        measured = {"accuracy": margins > 0, "margin": margins}
+        for label in (True, False):
+            of_label = [found[0] for one, found in zip(rows, own, strict=True) if labelled(one) is label]
+            measured["score_wanted" if label else "score_unwanted"] = np.array(of_label)
+        for metric, values in measured.items():
+            if values.size:
+                results.append(mean_result(name, metric, values))
+    if args.scores is not None:
+        with atomic_file(Path(args.scores)) as file:
+            file.writelines(f"{json.dumps(line)}\n".encode() for line in lines)
+    return results
+
+
+def texts_of(row: "Preference | Feedback") -> list[str]:
+    """Returns the completions of a row."""
+    return [row.completion] if isinstance(row, Feedback) else [row.chosen, row.rejected]
+
+
+def labelled(row: "Preference | Feedback") -> bool | None:
+    """Returns the label of a completion; `None` for a pair."""
+    return row.wanted if isinstance(row, Feedback) else None
+
+
+def mean_result(name: str, metric: str, values: np.ndarray) -> Result:
+    """Returns the mean of a metric over the rows of a file, with its standard error."""
+    stderr = float(values.std(ddof=1) / values.size**0.5) if values.size > 1 else None
+    return {
+        "task": name,
+        "metric": metric,
+        "filter": "none",
+        "value": float(values.mean()),
+        "stderr": stderr,
+        "higher_is_better": metric != "score_unwanted",
+        "rows": values.size,
     }
 
 

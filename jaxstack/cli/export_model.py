@@ -1,4 +1,7 @@
-"""Writes the newest parameters of a run as a Hugging Face folder, which `transformers` loads."""
+"""Writes the newest parameters of a run as a Hugging Face folder, which `transformers` loads, or with a program.
+
+With `--format stablehlo` the folder has the forward pass as a program that needs JAX alone, see `loaded.portable`.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse import Namespace
 
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig
+from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.config.sentences import SentencesConfig
@@ -29,6 +33,30 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", type=user_path, help="folder to write")
     parser.add_argument(
         "--dtype", type=Literal["float32", "bfloat16"], default="float32", help="dtype of the weights in the folder"
+    )
+    parser.add_argument(
+        "--format",
+        type=Literal["hf", "stablehlo"],
+        default="hf",
+        help="hf is a Hugging Face folder; stablehlo is the forward pass as a program of jax.export, with parameters",
+    )
+    parser.add_argument(
+        "--platforms",
+        type=tuple[Literal["cpu", "cuda", "tpu"], ...],
+        default=("cpu", "cuda", "tpu"),
+        help="with stablehlo: platforms that can run the program",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=PositiveInt | None,
+        default=None,
+        help="with stablehlo: number of rows; null means any number, which experts cannot have",
+    )
+    parser.add_argument(
+        "--seq_len",
+        type=PositiveInt | None,
+        default=None,
+        help="with stablehlo: length of a row; null means data.seq_len of the run",
     )
     parser.add_argument(
         "--adapter", action="store_true", help="write only the adapters, in PEFT's format, and not the merged model"
@@ -64,6 +92,12 @@ def main(args: Namespace) -> None:
     from jaxstack.data.tokenizers import read_saved_tokenizer
     from jaxstack.hf import hub, originals, safetensors
 
+    if args.format == "stablehlo":
+        _write_program(run, folder, args)
+        return
+    for flag, value in {"batch_size": args.batch_size, "seq_len": args.seq_len}.items():
+        if value is not None:
+            raise ConfigError(f"--{flag}={value} is for programs. Use --format=stablehlo, or leave it out.")
     if args.branch is not None:
         if args.push is not None:
             raise ConfigError(
@@ -99,6 +133,33 @@ def main(args: Namespace) -> None:
         print(f"Load its tokenizer with {how}: AutoTokenizer splits texts as {family} does.")
     if args.push is not None:
         print(f"sent it to {hub.push(folder, args.push)}")
+
+
+def _write_program(run: Path, folder: Path, args: Namespace) -> None:
+    """Writes the forward pass with its parameters and the tokenizer, and prints how to call it."""
+    from jaxstack.data.tokenizers import read_saved_tokenizer
+    from jaxstack.hf import safetensors
+    from jaxstack.loaded import portable
+
+    given = {"adapter": args.adapter, "push": args.push is not None, "branch": args.branch is not None}
+    for flag, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"--{flag} is for Hugging Face folders. Leave it out, or use --format=hf.")
+    if not args.platforms:
+        raise ConfigError("--platforms is empty. Name one or more of cpu, cuda and tpu.")
+    cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
+    model = replace(cfg.model.base, pad_vocab_to=None)
+    data = replace(cfg.data, seq_len=args.seq_len or cfg.data.seq_len)
+    with safetensors.new_folder(folder) as made:
+        params = _read_params(run)
+        program = portable.make(model, data, params, args.platforms, args.batch_size, args.dtype)
+        program.write(made)
+        if (run / "tokenizer.json").is_file():
+            write_tokenizer(read_saved_tokenizer(run).to_json(), made, cfg.model, cfg.data)
+    print(f"wrote {folder}: a program for {', '.join(program.description['platforms'])} in {args.dtype}")
+    for kind in ("inputs", "outputs"):
+        arrays = program.description[kind].items()
+        print(f"{kind}: " + ", ".join(f"{name} {a['dtype']} [{', '.join(map(str, a['shape']))}]" for name, a in arrays))
 
 
 def _write_card(folder: Path, run: Path, repo: str, what: str, dtype: str, adapters: bool = False) -> None:

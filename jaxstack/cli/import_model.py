@@ -166,6 +166,8 @@ def run_config(found: "hf.PretrainedFolder", run: Path, flags: Sequence[str], to
 def _usual_data(model: ModelConfig) -> dict[str, Any]:
     """Returns keys of the data with which every check of a configuration passes: an import needs no training data."""
     longest = (model.max_positions or DataConfig.seq_len) - model.first_position
+    if model.rope_scaling.kind == "longrope":  # the factors for longer texts are a choice of the user
+        longest = min(longest, model.rope_scaling.original_max_position)
     usual: dict[str, Any] = {"seq_len": min(longest, DataConfig.seq_len)}
     if model.family == "encoder_decoder":
         usual["denoisers"] = [{"rate": 0.15, "span": 3}]

@@ -54,8 +54,6 @@ def main(args: Namespace) -> None:
         f"{time.perf_counter() - begin:.1f} s"
     )
     print(mesh_plan.table(found, flat(cfg), cfg.data.batch_size * cfg.data.seq_len))
-    if note := mesh_plan.padding_note(cfg, devices, given, found.meshes):
-        print(note)
     reason = "--compile is 0." if not args.compile else aot.obstacle(args.target)
     best = found.ranked[0]
     if reason:

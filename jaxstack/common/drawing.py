@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxstack.common import files
 
@@ -24,7 +24,7 @@ INK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, SKY, PURPLE, YELLOW, GRAY)
 """Colors of curves and bars, in their order."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.edgecolor": INK,
@@ -52,11 +52,12 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     form = path.suffix.removeprefix(".") or "png"
     # Without the version of matplotlib in it, the same picture has the same bytes.
     metadata = {"png": {"Software": None}, "svg": {"Date": None}}.get(form)
-    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLORS)}):
+    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLORS)}):
         figure = Figure(figsize=(width, height))
         yield figure
         with files.atomic_file(path) as file:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree, path_of
-from jaxstack.config import ModelConfig
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.generate.engine import dropless
 from jaxstack.kernels import taps
 from jaxstack.models import params
@@ -100,7 +100,16 @@ class Walk:
 
     @classmethod
     def of(cls, cfg: ModelConfig, ctx: Context) -> "Walk":
-        """Returns the way through a model that was loaded for a mesh without stages."""
+        """Returns the way through a model that was loaded for a mesh without stages.
+
+        Raises:
+          ConfigError: layers of several kinds.
+        """
+        if cfg.delta.every:
+            raise ConfigError(
+                f"model.delta.every={cfg.delta.every} has units of layers of two kinds, which are not compressed. Use "
+                f"a model without it."
+            )
         return cls(dropless(cfg), ctx.whole_sequences())
 
     @cached_property

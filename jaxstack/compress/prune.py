@@ -61,6 +61,11 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
             f"model.latent.kv_rank={cfg.latent.kv_rank}: pruning does not remove parts of latent attention. Use "
             f"`jaxstack compress quantize`, or a model without it."
         )
+    if cfg.delta.every:
+        raise ConfigError(
+            f"model.delta.every={cfg.delta.every}: pruning does not remove parts of the delta rule. Use a model "
+            f"without it."
+        )
     old = sizes_of(cfg)
     wanted = {name: value for name, value in given.items() if value is not None}
     if "experts" in wanted and not cfg.moe.num_experts:

@@ -47,6 +47,12 @@ class MoEConfig:
     """Experts that process every token, in addition to the chosen ones."""
     shared_gate: bool = False
     """Multiply the output of the shared experts by a learned gate, the sigmoid of a product with the token (Qwen 2)."""
+    bias: bool = False
+    """Add a bias to the router and to each projection of an expert (gpt-oss). It needs router `softmax` or
+    `sigmoid`."""
+    swiglu_limit: PositiveFloat | None = None
+    """Clamp both projections into an expert's hidden layer to this limit, the gate from above alone. The hidden layer
+    is then (up + 1) * gate * sigmoid(1.702 * gate), as in gpt-oss, whose limit is 7. Null means the usual SwiGLU."""
     capacity_factor: PositiveFloat | None = None
     """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
     weight first. Null means dropless, which the routers `domain` and `timestep` require."""
@@ -61,6 +67,15 @@ class MoEConfig:
             self.num_experts > 0 or not self.dense_layers,
             f"model.moe.dense_layers={self.dense_layers} layers have no experts, but no layer has any: "
             f"model.moe.num_experts=0. Set num_experts, or use dense_layers=0.",
+        )
+        require(
+            self.num_experts > 0 or not self.bias,
+            "model.moe.bias=true is for experts, but model.moe.num_experts=0. Set num_experts, or use bias=false.",
+        )
+        require(
+            self.num_experts > 0 or self.swiglu_limit is None,
+            f"model.moe.swiglu_limit={self.swiglu_limit} is for experts, but model.moe.num_experts=0. Set num_experts, "
+            f"or leave swiglu_limit null.",
         )
         if self.num_experts:
             self._check_router()
@@ -85,6 +100,16 @@ class MoEConfig:
             f"Use capacity_factor=null (dropless).",
         )
 
+        require(
+            learned or not (self.bias or self.swiglu_limit),
+            f"model.moe.router={self.router} makes each expert a dense model, whose MLP has neither model.moe.bias nor "
+            f"swiglu_limit. Use router=softmax or sigmoid, or leave both out.",
+        )
+        require(
+            not self.shared_experts or not (self.bias or self.swiglu_limit),
+            f"model.moe.shared_experts={self.shared_experts} have neither model.moe.bias nor swiglu_limit. Use "
+            f"shared_experts=0, or leave both out.",
+        )
         require(
             not self.shared_gate or self.shared_experts > 0,
             "model.moe.shared_gate=true needs experts that it acts on. Set model.moe.shared_experts.",

@@ -27,9 +27,10 @@ from jaxstack.config.sentences import SentencesConfig
 class RopeScaling:
     """Scaling of RoPE's frequencies for longer contexts, named as `rope_type` in Hugging Face configurations."""
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     """Which frequencies are reduced. `llama3`: low ones, by wavelengths. `linear`: all of them. `yarn`: low ones, by
-    turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071)."""
+    turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071).
+    `longrope`: each by a factor of its own (Ding et al. 2024, arXiv:2402.13753)."""
     factor: Annotated[float, Interval(1)] = 1.0
     """Factor by which frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
     low_freq_factor: float = 1.0
@@ -41,11 +42,19 @@ class RopeScaling:
     beta_slow: PositiveFloat = 1.0
     """With `kind=yarn`: frequencies with fewer turns in the original context are scaled by the full factor."""
     attention_factor: PositiveFloat | None = None
-    """With `kind=yarn`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1."""
+    """With `kind=yarn` or `longrope`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1, and with
+    `longrope` the root of 1 + ln(factor) / ln(original_max_position)."""
     truncate: bool = True
     """With `kind=yarn`: round the bounds between scaled and other frequencies to whole elements."""
     original_max_position: PositiveInt = 8192
     """Context length, in tokens, that the model was trained with before scaling."""
+    short_factors: tuple[float, ...] = ()
+    """With `kind=longrope`: what each frequency is divided by, for texts up to `original_max_position` tokens."""
+    long_factors: tuple[float, ...] = ()
+    """With `kind=longrope`: what each frequency is divided by, for longer texts."""
+    long_context: bool = False
+    """With `kind=longrope`: divide by `long_factors`, whatever the length of a text is. `transformers` chooses by the
+    longest text of a batch, so that a token's rotation depends on other texts."""
 
     def __post_init__(self) -> None:
         check_bounds("model.rope_scaling", self)
@@ -58,6 +67,29 @@ class RopeScaling:
             self.beta_slow <= self.beta_fast,
             f"model.rope_scaling.beta_slow={self.beta_slow} is above beta_fast={self.beta_fast}. Lower beta_slow.",
         )
+        self._check_factors()
+
+    def _check_factors(self) -> None:
+        for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
+            require(
+                all(factor > 0 for factor in factors),
+                f"model.rope_scaling.{name}={list(factors)} has a number that is not positive, but frequencies are "
+                f"divided by them. Correct it.",
+            )
+            require(
+                not factors or self.kind == "longrope",
+                f"model.rope_scaling.{name}={list(factors)} is for kind=longrope, but kind={self.kind}. Use "
+                f"kind=longrope, or leave {name} out.",
+            )
+        require(
+            not self.long_context or self.kind == "longrope",
+            f"model.rope_scaling.long_context=true is for kind=longrope, but kind={self.kind}. Leave it out.",
+        )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Returns what `longrope` divides each frequency by."""
+        return self.long_factors if self.long_context else self.short_factors
 
 
 @dataclass(frozen=True)
@@ -115,6 +147,48 @@ class LatentConfig:
                 )
 
 
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Layers of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), which have a state in place of a KV cache.
+
+    A head's state is a matrix. A token decays it, and corrects what it says of the token's key (Gated DeltaNet).
+    """
+
+    every: NonNegativeInt = 0
+    """Number of layers of a unit: the last one has attention, and the others the delta rule. 0 means attention in all
+    layers. Qwen3-Next has 4."""
+    key_heads: PositiveInt = 16
+    """Number of heads of queries and keys."""
+    value_heads: PositiveInt = 32
+    """Number of heads of values, which have the states; a multiple of key_heads."""
+    key_dim: PositiveInt = 128
+    """Width of a query or key."""
+    value_dim: PositiveInt = 128
+    """Width of a value."""
+    taps: Annotated[int, Interval(2)] = 4
+    """Tokens that the convolution of queries, keys and values reads, with the token itself."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.delta", self)
+        require(
+            self.value_heads % self.key_heads == 0,
+            f"model.delta.key_heads={self.key_heads} does not divide model.delta.value_heads={self.value_heads}, but "
+            f"every key head must serve the same number of value heads. Use a divisor.",
+        )
+        require(
+            self.every != 1,
+            "model.delta.every=1 leaves attention in every layer. Use 0, or 2 or more.",
+        )
+        if not self.every:
+            default = {f.name: f.default for f in fields(self)}
+            for name, value in vars(self).items():
+                require(
+                    value == default[name],
+                    f"model.delta.{name}={value} is for the gated delta rule, but model.delta.every=0. Set every, or "
+                    f"leave {name} out.",
+                )
+
+
 LABEL_MULTIPLE = 192
 """A classifier's outputs are padded with zeros to a multiple of this, so that most meshes divide them."""
 
@@ -147,8 +221,9 @@ class ModelConfig:
     vocab_size: PositiveInt | None = None
     """Rows of the embedding. Null means the size of the tokenizer's vocabulary, or the number of classes."""
     pad_vocab_to: PositiveInt | None = None
-    """Rows of the embedding with padding, for an even split. The rows from `vocab_size` on are zeros and change no
-    result. Checkpoints and exports do not contain them. Null means no padding."""
+    """Least rows of the embedding with padding. There are as many more as `mesh.tensor` times `mesh.pipe` needs for an
+    even split. The rows from `vocab_size` on are zeros and change no result. Checkpoints and exports do not contain
+    them. Null means no padding beyond that."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalization: RMSNorm or LayerNorm."""
     norm_eps: NonNegativeFloat = 1e-6
@@ -171,6 +246,9 @@ class ModelConfig:
     """Normalize what the attention of the first layer reads. ModernBERT does not: its embedding is normalized."""
     token_types: NonNegativeInt = 0
     """With family `encoder`: rows of a table of token types that is added to the embedding (BERT has 2)."""
+    reward_head: bool = False
+    """Score texts with a vector that the hidden state of the last token is multiplied by: a reward model. It is learned
+    from pairs with `preference.loss=reward`."""
     labels: tuple[str, ...] = ()
     """With family `encoder`: names of the labels that a classifier tells apart, in place of hidden tokens. The
     classifier's outputs have the same order. An empty list means masked language modelling."""
@@ -217,6 +295,9 @@ class ModelConfig:
     """Factor on the attention scores. Null means head_dim ** -0.5."""
     attention_softcap: PositiveFloat | None = None
     """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
+    attention_sinks: bool = False
+    """Give each query head a learned score that takes part in its softmax without a value, so that a token may attend
+    to little (gpt-oss)."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses. `relu2` is the
     square of ReLU (So et al. 2021, arXiv:2109.08668)."""
@@ -224,6 +305,10 @@ class ModelConfig:
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
     latent: LatentConfig = field(default_factory=LatentConfig)
     """Attention by a narrow vector of each token (DeepSeek)."""
+    attention_gate: bool = False
+    """Multiply what each head of attention has mixed by the sigmoid of a projection of the token (Qwen3-Next)."""
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
+    """Layers of the gated delta rule between layers with attention (Qwen3-Next)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -267,6 +352,7 @@ class ModelConfig:
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
         self._check_latent()
+        self._check_delta()
         self._check_windows()
         self._check_norms()
         require(
@@ -294,7 +380,13 @@ class ModelConfig:
         )
         require(
             not (self.bias and self.moe.num_experts),
-            "model.bias=true, but experts have no biases. Use model.bias=false, or model.moe.num_experts=0.",
+            "model.bias=true is for dense layers, but model.moe.num_experts is not 0. Use model.bias=false, and "
+            "model.moe.bias and model.attention_bias for biases beside experts.",
+        )
+        require(
+            self.moe.swiglu_limit is None or (self.gated and self.activation == "silu"),
+            f"model.moe.swiglu_limit={self.moe.swiglu_limit} has an activation of its own, a clamped SwiGLU. Use "
+            f"model.gated=true and model.activation=silu with it.",
         )
         require(
             not self.bias or self.attention_bias == "none",
@@ -347,6 +439,13 @@ class ModelConfig:
             f"model.rotary_fraction={self.rotary_fraction} rotates {self.rotary_width} of the {self.head_width} "
             f"elements of a head, but RoPE rotates pairs. Use a fraction that gives an even number, such as 0.5.",
         )
+        scaling = self.rope_scaling
+        for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
+            require(
+                scaling.kind != "longrope" or len(factors) == self.rotary_width // 2,
+                f"model.rope_scaling.{name}={list(factors)} has {len(factors)} numbers, but RoPE has "
+                f"{self.rotary_width // 2} frequencies. Give a number for each.",
+            )
         require(
             self.num_heads % self.kv_heads == 0,
             f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}, but every key "
@@ -383,8 +482,49 @@ class ModelConfig:
             f"model.qk_norm=false.",
         )
         require(
+            not self.attention_sinks,
+            f"model.attention_sinks=true is for usual attention, but {rank}. Use model.attention_sinks=false.",
+        )
+        require(
             not self.bias and self.attention_bias == "none",
             f"{rank} has projections without biases. Use model.bias=false and model.attention_bias=none.",
+        )
+
+    def _check_delta(self) -> None:
+        require(
+            not self.attention_gate or not self.latent.kv_rank,
+            f"model.attention_gate=true is for usual attention, but model.latent.kv_rank={self.latent.kv_rank}. Use "
+            f"one of them.",
+        )
+        every = f"model.delta.every={self.delta.every}"
+        if not self.delta.every:
+            return
+        require(
+            self.num_layers % self.delta.every == 0,
+            f"{every} does not divide model.num_layers={self.num_layers}. Change one of them.",
+        )
+        require(
+            self.windows == (0,),
+            f"model.windows={list(self.windows)} alternates by layer, and so does {every}. Use model.windows=[0].",
+        )
+        require(
+            not self.moe.dense_layers,
+            f"model.moe.dense_layers={self.moe.dense_layers} cuts a unit of {every} layers. Use "
+            f"model.moe.dense_layers=0.",
+        )
+        require(
+            not self.moe.num_experts or self.moe.router != "sigmoid",
+            f"model.moe.router=sigmoid has a bias that moves in each layer of a stack, but {every} makes units of "
+            f"layers. Use model.moe.router=softmax.",
+        )
+        require(
+            self.base_width is None,
+            f"model.base_width={self.base_width} has no rule for decay rates of states, which {every} has. Leave "
+            f"base_width null.",
+        )
+        require(
+            not self.bias and self.attention_bias == "none",
+            f"{every} has projections without biases. Use model.bias=false and model.attention_bias=none.",
         )
 
     def _check_windows(self) -> None:

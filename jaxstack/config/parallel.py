@@ -38,6 +38,9 @@ class MeshConfig:
     """With `context` above 1: pass keys and values around a ring, or gather them."""
     partitioner: Literal["manual", "auto"] = "manual"
     """What inserts the collectives of a training step: `manual`, this package; `auto`, XLA. See docs/meshes.md."""
+    zero: Literal["none", "state", "gradients"] = "none"
+    """What `data` shards beside the batch. `state`: the optimizer's state (ZeRO-1); a replica updates its part of the
+    parameters, and all gather the changes. `gradients`: also the sums of gradients over `train.grad_accum` (ZeRO-2)."""
 
     def __post_init__(self) -> None:
         check_bounds("mesh", self)
@@ -50,6 +53,11 @@ class MeshConfig:
             self.partitioner == "manual" or self.pipe == 1,
             f"mesh.partitioner=auto cannot run the stages of mesh.pipe={self.pipe}. Use mesh.partitioner=manual, or "
             f"split over data, fsdp, tensor, context and expert with mesh.pipe=1.",
+        )
+        require(
+            self.partitioner == "manual" or self.zero == "none",
+            f"mesh.zero={self.zero} scatters gradients itself, which mesh.partitioner=auto leaves to XLA. Use "
+            f"mesh.partitioner=manual, or mesh.zero=none.",
         )
         free = [f"mesh.{axis}=-1" for axis, size in self.sizes.items() if size == -1]
         require(

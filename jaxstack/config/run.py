@@ -33,6 +33,8 @@ def resolve(
 ) -> Config:
     """Returns the configuration with the values that depend on data: sizes of vocabulary and position table, mask's id.
 
+    If the axes `tensor` and `pipe` do not divide the rows of the vocabulary, `model.pad_vocab_to` is raised.
+
     Args:
       config: the configuration as the user gave it.
       vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
@@ -40,8 +42,7 @@ def resolve(
       buckets: the lengths that were chosen for `data.buckets=auto`. Empty means the lengths of the configuration.
 
     Raises:
-      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the mesh does not divide it; or the model
-        has pictures of another size.
+      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the model has pictures of another size.
     """
     if buckets:
         config = replace(config, data=replace(config.data, buckets=buckets))
@@ -71,12 +72,8 @@ def resolve(
     sizes = mesh.known_sizes
     model = replace(model, vocab_size=vocabulary)
     shards = sizes["pipe"] * sizes["tensor"] if model.family != "diffusion" else 1  # a table of classes is not split
-    product = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in ("pipe", "tensor") if sizes[axis] > 1)
-    require(
-        model.padded_vocab % shards == 0,
-        f"{product} does not divide the vocabulary of {model.padded_vocab}. Pad it with "
-        f"--model.pad_vocab_to={-(-vocabulary // shards) * shards}.",
-    )
+    if model.padded_vocab % shards:  # rows of zeros, which change no result
+        model = replace(model, pad_vocab_to=-(-model.padded_vocab // shards) * shards)
     positions = model.max_positions
     if model.positions == "learned" and positions is None:
         positions = config.text_length

@@ -161,13 +161,19 @@ class DistillConfig:
         check_bounds("distill", self)
 
 
+Completions = Literal["pairs", "labels", "scores"]
+"""What a run reads of `data.source=preferences`: pairs of completions, completions with labels, or pairs whose last
+tokens have scores."""
+
+
 @dataclass(frozen=True)
 class PreferenceConfig:
     """Learning from pairs of completions, of `data.source=preferences`. See docs/preferences.md."""
 
-    loss: Literal["dpo", "robust", "ipo", "hinge", "orpo", "simpo"] = "dpo"
-    """Loss of a pair. `dpo`, `robust`, `ipo` and `hinge` compare the model with a frozen reference; `orpo` and `simpo`
-    have none. Formulas: `jaxstack/posttrain/losses.py`."""
+    loss: Literal["dpo", "robust", "ipo", "hinge", "orpo", "simpo", "kto", "reward"] = "dpo"
+    """Loss of a pair. `dpo`, `robust`, `ipo`, `hinge` and `kto` compare the model with a frozen reference; `orpo` and
+    `simpo` have none. `kto` reads completions with a label in place of pairs. `reward` teaches `model.reward_head` to
+    score the chosen completion higher. Formulas: `jaxstack/posttrain/losses.py`."""
     beta: PositiveFloat = 0.1
     """Factor of the log-ratios: a larger one keeps the model closer to the reference. With `simpo` and `orpo`, factor
     of the mean log-probabilities and of the odds ratio."""
@@ -175,6 +181,14 @@ class PreferenceConfig:
     """With `dpo` and `robust`: assumed share of pairs whose labels are swapped."""
     gamma: NonNegativeFloat = 0.5
     """With `simpo`: margin by which the chosen completion should win."""
+    wanted_weight: NonNegativeFloat = 1.0
+    """With `kto`: factor of the loss of wanted completions."""
+    unwanted_weight: NonNegativeFloat = 1.0
+    """With `kto`: factor of the loss of unwanted completions."""
+    margin: NonNegativeFloat = 0.0
+    """With `reward`: how much higher the score of the chosen completion should be at least."""
+    center: NonNegativeFloat = 0.0
+    """With `reward`: weight of the squared sum of both scores, which keeps scores near zero. 0.01 is usual."""
     nll_weight: NonNegativeFloat | None = None
     """Weight of the negative log-likelihood of the chosen completion per token. Null means 1 with `orpo`, else 0."""
     reference: str | None = None
@@ -193,6 +207,31 @@ class PreferenceConfig:
             self.gamma == type(self).gamma or self.loss == "simpo",
             f"preference.gamma={self.gamma} is for preference.loss=simpo, but the loss is {self.loss}. Leave it out.",
         )
+        for key in ("wanted_weight", "unwanted_weight"):
+            value = getattr(self, key)
+            require(
+                value == getattr(type(self), key) or self.loss == "kto",
+                f"preference.{key}={value} is for preference.loss=kto, but the loss is {self.loss}. Leave it out.",
+            )
+        for key in ("margin", "center"):
+            value = getattr(self, key)
+            require(
+                value == getattr(type(self), key) or self.loss == "reward",
+                f"preference.{key}={value} is for preference.loss=reward, but the loss is {self.loss}. Leave it out.",
+            )
+        require(
+            self.beta == type(self).beta or self.loss != "reward",
+            f"preference.beta={self.beta} is not read by preference.loss=reward. Leave it out.",
+        )
+        require(
+            self.wanted_weight + self.unwanted_weight > 0,
+            f"preference.wanted_weight={self.wanted_weight} and unwanted_weight={self.unwanted_weight} leave nothing "
+            f"to learn. Raise one of them.",
+        )
+        require(
+            not self.nll_weight or self.loss not in ("kto", "reward"),
+            f"preference.nll_weight={self.nll_weight} is not read by preference.loss={self.loss}. Use 0.",
+        )
         require(
             self.reference is None or self.has_reference,
             f"preference.reference={self.reference} is not read by preference.loss={self.loss}. Leave it null.",
@@ -201,11 +240,20 @@ class PreferenceConfig:
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with a reference."""
-        return self.loss not in ("orpo", "simpo")
+        return self.loss not in ("orpo", "simpo", "reward")
+
+    @property
+    def reads(self) -> Completions:
+        """What the run reads of its data."""
+        return {"kto": "labels", "reward": "scores"}.get(self.loss, "pairs")  # type: ignore[return-value]
 
     @property
     def objective(self) -> Objective:
-        """What a run learns, and the means over pairs that it logs."""
+        """What a run learns, and the means over pairs or completions that it logs."""
+        if self.loss == "kto":
+            logged = tuple(Term(name, weights, 0.0) for name, weights in LABEL_REWARDS.items())
+            terms = (Term("preference", "pair_weights"), *logged)
+            return Objective("held-out preference loss", "per completion", terms=terms)
         weight = self.nll_weight
         if weight is None:
             weight = 1.0 if self.loss == "orpo" else 0.0
@@ -219,6 +267,15 @@ class PreferenceConfig:
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Means over pairs that are logged: rewards of both completions, their difference, and whether it is above 0."""
 
+LABEL_REWARDS = {
+    "rewards/chosen": "wanted_weights",
+    "rewards/rejected": "unwanted_weights",
+    "rewards/accuracies": "pair_weights",
+    "kl": "pair_weights",
+}
+"""Means that are logged of completions with labels, with the weights of each: rewards of wanted and of unwanted ones,
+whether a reward is on the right side of the divergence, and the divergence of KTO in nats."""
+
 
 @dataclass(frozen=True)
 class RLConfig:
@@ -226,8 +283,9 @@ class RLConfig:
     See docs/reinforcement.md."""
 
     rewards: tuple[str, ...] = ()
-    """Functions that return the reward of a completion, as `module:function` or `file.py:function`. A task of
-    `data.path=task:NAME` has its own function, which is used if this is empty."""
+    """Functions that return the reward of a completion, as `module:function` or `file.py:function`. `run:PATH` is a
+    reward model, see docs/preferences.md. A task of `data.path=task:NAME` has its own function, which is used if this
+    is empty."""
     weights: tuple[float, ...] = ()
     """Factor of each function in the reward, which is their sum. Empty means 1 each."""
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo"] = "grpo"

@@ -11,6 +11,7 @@ import numpy as np
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolve
 from jaxstack.config.data import TEMPLATED
 from jaxstack.config.pictures import PICTURES
+from jaxstack.config.training import Completions, PreferenceConfig, RLConfig
 from jaxstack.data import chat, labelled, pairs, sources
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
 from jaxstack.data.buckets import choose_lengths
@@ -18,7 +19,16 @@ from jaxstack.data.captions import class_texts, encode_captions
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.images import Images, fingerprint, read_images, split_images
 from jaxstack.data.labelled import Labels, labels_of
-from jaxstack.data.preferences import encode_preferences, read_preferences
+from jaxstack.data.preferences import (
+    Feedback,
+    Preference,
+    as_feedback,
+    as_pairs,
+    encode_preferences,
+    mismatch,
+    prompt_text,
+    read_preferences,
+)
 from jaxstack.data.rewarded import encode_prompts, read_prompts
 from jaxstack.data.seq2seq import SpecialIds, ids_of, special_ids
 from jaxstack.data.sources import documents
@@ -104,13 +114,16 @@ class Dataset:
         return tuple(weight / sum(weights) for weight in weights)
 
 
-def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) -> Dataset:
+def load(
+    cfg: DataConfig, labels: Labels | None = None, captions: bool = False, reads: Completions = "pairs"
+) -> Dataset:
     """Returns the tokens of a configuration's source or sources, with a part of each held out.
 
     Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
 
     Args:
       captions: whether pictures have texts, see `ModelConfig.reads_captions`.
+      reads: what the source `preferences` has, see `PreferenceConfig.reads`.
 
     Raises:
       ConfigError: there is no text to read, a file is not text, a token file is damaged, or the sources of a mixture
@@ -139,7 +152,7 @@ def load(cfg: DataConfig, labels: Labels | None = None, captions: bool = False) 
                 assert special is not None
                 found.append(_encode_pairs(name, part, tokenizer, special))
             else:
-                found.append(_encode(name, part, tokenizer, labels))
+                found.append(_encode(name, part, tokenizer, labels, reads))
         except ConfigError as error:
             if not cfg.mixture:
                 raise
@@ -155,9 +168,10 @@ def source_names(cfg: DataConfig) -> list[str]:
     return [one.label for one in cfg.mixture] or [sources.describe(cfg)]
 
 
-def load_for(model: ModelConfig, keys: DataConfig) -> Dataset:
-    """Returns the data of a run, as its model reads them; see `load`."""
-    return load(keys, labels_of(model), model.reads_captions)
+def load_for(model: ModelConfig, keys: DataConfig, aim: PreferenceConfig | RLConfig | None = None) -> Dataset:
+    """Returns the data of a run, as its model and what it learns read them; see `load` and `Groups.aim`."""
+    reads = aim.reads if isinstance(aim, PreferenceConfig) else "pairs"
+    return load(keys, labels_of(model), model.reads_captions, reads)
 
 
 def resolve_from_data(cfg: Config) -> Config:
@@ -168,7 +182,7 @@ def resolve_from_data(cfg: Config) -> Config:
     """
     if cfg.model.vocab_size and (cfg.model.pictures is None or cfg.model.pictures.image):
         return resolve(cfg, None)
-    dataset = load_for(cfg.model, cfg.data)
+    dataset = load_for(cfg.model, cfg.data, cfg.aim)
     return resolve(cfg, dataset.vocab_size, dataset.image, dataset.buckets)
 
 
@@ -257,12 +271,12 @@ def _make_tokenizer(texts: Sequence[DataConfig], cfg: DataConfig, labels: Labels
     return make_tokenizer(cfg.tokenizer, read(), saved, cfg.special_tokens)
 
 
-def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | None) -> Source:
+def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | None, reads: Completions) -> Source:
     """Returns a source of text, conversations or texts with labels, encoded in memory."""
     if cfg.source == "chat":
         return _encode_chat(name, cfg, tokenizer)
     if cfg.source == "preferences":
-        return _encode_preferences(name, cfg, tokenizer)
+        return _encode_preferences(name, cfg, tokenizer, reads)
     if cfg.source == "prompts":
         return _encode_prompts(name, cfg, tokenizer)
     if examples := _examples(cfg, labels):
@@ -307,27 +321,45 @@ def _rendered_texts(cfg: DataConfig) -> Iterator[str]:
 
 
 def _render_preferences(cfg: DataConfig) -> Iterator[chat.RenderedConversation]:
-    """Yields both conversations of each pair of a source as text."""
-    found = read_preferences(str(cfg.path))
+    """Yields both conversations of each pair of a source as text. Of a completion with a label, both are equal."""
+    found = (
+        one if isinstance(one, Preference) else Preference(one.name, one.prompt, one.completion, one.completion)
+        for one in read_preferences(str(cfg.path))
+    )
     return chat.render_conversations((side for one in found for side in one.conversations()), _template(cfg))
 
 
-def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Returns pairs of completions. All pairs of a prompt are held out, or none."""
-    found = read_preferences(str(cfg.path))
-    tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len)
+def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer, reads: Completions) -> Source:
+    """Returns pairs of completions, or completions with labels. All of a prompt are held out, or none."""
+    rows = read_preferences(str(cfg.path))
+    found = _mismatched(as_feedback(rows), cfg.eval_fraction) if reads == "labels" else as_pairs(rows)
+    tokens, prompts, note = encode_preferences(found, _template(cfg), tokenizer, cfg.seq_len, reads == "scores")
     assert tokens.loss_mask is not None
-    content = (np.asarray(tokens.ids), tokens.middles, tokens.loss_mask)
+    content = [np.asarray(tokens.ids), tokens.middles, tokens.loss_mask]
+    if tokens.wanted is not None:
+        content.append(tokens.wanted)
     fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
     held_out_D = pairs.hold_out(prompts, cfg.eval_fraction, "prompt")
     train = tokens.documents(~held_out_D)
     held_out = tokens.documents(held_out_D)
+    share = [] if reads == "scores" else [f"{tokens.loss_mask.mean():.0%} of the tokens in completions"]
     parts = [
-        f"{train.starts.size:,} pairs of completions train, {held_out.starts.size:,} held out",
+        f"{train.starts.size:,} {'completions with labels' if reads == 'labels' else 'pairs of completions'} train, "
+        f"{held_out.starts.size:,} held out",
         *([note] if note else []),
-        f"{tokens.loss_mask.mean():.0%} of the tokens in completions",
+        *share,
     ]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
+
+
+def _mismatched(rows: list[Feedback], fraction: float) -> list[Preference]:
+    """Returns completions beside completions of other prompts.
+
+    Nothing that is held out is beside what is trained on, or the other way round.
+    """
+    held_out_D = pairs.hold_out([prompt_text(one) for one in rows], fraction, "prompt")
+    parts = ([one for one, held in zip(rows, held_out_D, strict=True) if held == part] for part in (False, True))
+    return [one for part in parts for one in mismatch(part)]
 
 
 def _encode_prompts(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:

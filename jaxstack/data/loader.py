@@ -166,7 +166,7 @@ def position_without_record(index: int, metadata: Metadata, dataset: data.Datase
         return Position(start_batch=0, start_read=[], read=[[]], sources=[], orders=[[]])
     same = metadata["data"] == dataset.fingerprint
     if cfg.data.eval_fraction != eval_fraction:
-        dataset = data.load_for(cfg.model, cfg.data)
+        dataset = data.load_for(cfg.model, cfg.data, cfg.aim)
     records = [
         SourceRecord(name=name, text=one.fingerprint if same else "")
         for name, one in zip(names, dataset.sources, strict=True)

@@ -4,14 +4,19 @@
 |---|---|
 | `prompt`, `chosen`, `rejected` | each a text, or messages as in `conversations` |
 | `chosen`, `rejected` | two conversations that differ in the last message |
+| `prompt`, `completion`, `label` | one completion, and whether it is wanted, `true` or `false` |
 
 A completion that is messages may repeat the prompt before its answer, as in UltraFeedback. `system` is the text of a
 system message. Other keys, such as scores, are ignored.
 
+A completion with a label has a row like a pair: in place of the rejected completion is the completion of another
+prompt, with which KTO estimates the divergence from the reference.
+
 Suffixes: B batch, S sequence, D pairs, W rows of an epoch.
 """
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,12 +39,14 @@ class Preference:
       prompt: the messages before the completions.
       chosen: the text of the better completion.
       rejected: the text of the other one.
+      wanted: whether `chosen` is wanted, for results of `mismatch`. `None` means that it is the better completion.
     """
 
     name: str
     prompt: list[Message]
     chosen: str
     rejected: str
+    wanted: bool | None = None
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Returns the conversations with the chosen and the rejected completion. Only these are learned."""
@@ -51,12 +58,28 @@ class Preference:
         return chosen, rejected
 
 
-def read_preferences(path: str) -> Iterator[Preference]:
-    """Yields the pairs of a file with one JSON object per line, or with one JSON list of objects.
+@dataclass(frozen=True)
+class Feedback:
+    """A prompt with one completion.
+
+    Attributes:
+      name: in error messages, the file and the line.
+      prompt: the messages before the completion.
+      completion: its text.
+      wanted: whether the completion is wanted.
+    """
+
+    name: str
+    prompt: list[Message]
+    completion: str
+    wanted: bool
+
+
+def read_preferences(path: str) -> Iterator[Preference | Feedback]:
+    """Yields the pairs and the completions with labels of a file: one JSON object per line, or one list of objects.
 
     Raises:
-      ConfigError: the file does not exist or is empty, or an object is not a pair. The message has the file and the
-        line.
+      ConfigError: the file does not exist or is empty, or an object is neither. The message has the file and the line.
     """
     empty = True
     for name, value in json_objects(path, "pair of completions"):
@@ -69,11 +92,13 @@ def read_preferences(path: str) -> Iterator[Preference]:
         raise ConfigError(f"data.path={path} has no pairs of completions. Give a file with at least two.")
 
 
-def _preference(name: str, value: Any) -> Preference:
-    """Returns the pair of a JSON value after checking it."""
+def _preference(name: str, value: Any) -> Preference | Feedback:
+    """Returns the pair, or the completion with its label, of a JSON value after checking it."""
     if not isinstance(value, dict):
         raise ConfigError("this is not a JSON object. Write an object with prompt, chosen and rejected.")
     refuse_unsupported(value)
+    if not {"chosen", "rejected"} & value.keys() and {"completion", "label"} <= value.keys():
+        return _feedback(name, value)
     if not {"chosen", "rejected"} <= value.keys():
         shown = ", ".join(sorted(map(str, value))) or "nothing"
         raise ConfigError(f"the keys are {shown}. Write prompt, chosen and rejected.")
@@ -82,6 +107,85 @@ def _preference(name: str, value: Any) -> Preference:
     messages = prompt_messages(value, _common(sides) if prompt is None else prompt)
     chosen, rejected = (_completion(key, sides[key], messages) for key in ("chosen", "rejected"))
     return Preference(name, messages, chosen, rejected)
+
+
+def _feedback(name: str, value: dict[str, Any]) -> Feedback:
+    """Returns a completion with its label after checking them."""
+    label = value["label"]
+    if not isinstance(label, bool):
+        raise ConfigError("label is neither true nor false. Write one of them.")
+    prompt = value.get("prompt")
+    if prompt is None:
+        if not isinstance(value["completion"], list):
+            raise ConfigError("there is no prompt, and completion is not a list of messages. Write the prompt.")
+        prompt = value["completion"][:-1]
+    messages = prompt_messages(value, prompt)
+    return Feedback(name, messages, _completion("completion", value["completion"], messages), label)
+
+
+def as_pairs(rows: Iterable[Preference | Feedback]) -> list[Preference]:
+    """Returns the pairs of a file.
+
+    Raises:
+      ConfigError: a row is a completion with a label.
+    """
+    pairs = []
+    for one in rows:
+        if isinstance(one, Feedback):
+            raise ConfigError(
+                f"{one.name}: a completion with a label is for preference.loss=kto. Use that loss, or write prompt, "
+                f"chosen and rejected."
+            )
+        pairs.append(one)
+    return pairs
+
+
+def as_feedback(rows: Iterable[Preference | Feedback]) -> list[Feedback]:
+    """Returns the completions of a file, each with its label. A pair is two of them."""
+    found = []
+    for one in rows:
+        if isinstance(one, Feedback):
+            found.append(one)
+        else:
+            found.append(Feedback(one.name, one.prompt, one.chosen, True))
+            found.append(Feedback(one.name, one.prompt, one.rejected, False))
+    return found
+
+
+def mismatch(rows: Sequence[Feedback]) -> list[Preference]:
+    """Returns each prompt with its own completion as the chosen one, and another prompt's as the rejected one.
+
+    Each completion is used once as another prompt's, so both have the same distribution. The order of the file does not
+    decide which prompt has which.
+
+    Raises:
+      ConfigError: more than half of the completions have the same prompt.
+    """
+    numbers: dict[str, list[int]] = {}
+    for i, one in enumerate(rows):
+        numbers.setdefault(prompt_text(one), []).append(i)
+    most = max(map(len, numbers.values()))
+    if 2 * most > len(rows):
+        raise ConfigError(
+            f"{most:,} of {len(rows):,} completions have the same prompt, but preference.loss=kto also reads each "
+            f"completion after another prompt. Add other prompts, or change data.eval_fraction."
+        )
+    # Those of a prompt are neighbours, so the completion that is `most` places away has another prompt.
+    order = [i for _, own in sorted(numbers.items(), key=lambda one: _digest(one[0])) for i in own]
+    others = dict(zip(order, np.roll(order, -most).tolist(), strict=True))
+    return [
+        Preference(one.name, one.prompt, one.completion, rows[others[i]].completion, one.wanted)
+        for i, one in enumerate(rows)
+    ]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def prompt_text(row: Preference | Feedback) -> str:
+    """Returns the messages of a prompt as one text, which identifies it."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
 
 
 def prompt_messages(value: dict[str, Any], prompt: Any) -> list[Message]:
@@ -149,12 +253,14 @@ class PreferenceTokens(Tokens):
 
     middles: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Start of each rejected conversation in `ids`, int64 [D]."""
+    wanted: np.ndarray | None = None
+    """Whether each completion is wanted, bool [D]. `None` means pairs."""
 
     def documents(self, which: np.ndarray) -> "PreferenceTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PreferenceTokens)
-        return replace(found, middles=self.middles[which])
+        return replace(found, middles=self.middles[which], wanted=None if self.wanted is None else self.wanted[which])
 
     @property
     def targets(self) -> np.ndarray:
@@ -163,9 +269,16 @@ class PreferenceTokens(Tokens):
 
 
 def encode_preferences(
-    preferences: Iterable[Preference], template: chat.ChatTemplate, tokenizer: Tokenizer, seq_len: int
+    preferences: Sequence[Preference],
+    template: chat.ChatTemplate,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    scores: bool = False,
 ) -> tuple[PreferenceTokens, list[str], str]:
     """Encodes all pairs in memory. A pair is never cut; one that does not fit a row is left out.
+
+    Args:
+      scores: whether last tokens have scores, see `scored`.
 
     Returns:
       The tokens, the prompt of each pair, and a note for users about the pairs that were left out, or an empty string.
@@ -173,18 +286,18 @@ def encode_preferences(
     Raises:
       ConfigError: no pair is left, or a completion has no token.
     """
-    found = [*preferences]
-    both = [one for one in found if one.chosen != one.rejected]
-    equal = len(found) - len(both)
+    both = [one for one in preferences if one.chosen != one.rejected or one.wanted is not None]
+    equal = len(preferences) - len(both)
     if not both:
         raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
     sides = chat.render_conversations((side for one in both for side in one.conversations()), template)
     encoded = [(ids, answers) for _, ids, answers in chat.encode_answers(sides, tokenizer)]
+    if scores:
+        encoded = [scored(*one) for one in encoded]
     pieces = []
     masks = []
     sizes = []
-    names = []
-    prompts = []
+    kept = []
     too_long = []
     for one, chosen, rejected in zip(both, encoded[::2], encoded[1::2], strict=True):
         positions = chosen[0].size + rejected[0].size - 2
@@ -195,8 +308,7 @@ def encode_preferences(
             pieces.append(ids)
             masks.append(answers)
         sizes.append((chosen[0].size, rejected[0].size))
-        names.append(one.name)
-        prompts.append("\n".join(f"{message['role']}: {message['content']}" for message in one.prompt))
+        kept.append(one)
     notes = []
     if too_long:
         longest = f"the longest needs {max(too_long):,} positions"
@@ -211,9 +323,38 @@ def encode_preferences(
     bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
     tokens = PreferenceTokens(
         np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size)), bounds[:-1:2], bounds[2::2],
-        tokenizer.vocab_size, tuple(names), loss_mask=np.concatenate(masks), middles=bounds[1::2],
+        tokenizer.vocab_size, tuple(one.name for one in kept), loss_mask=np.concatenate(masks), middles=bounds[1::2],
+        wanted=None if kept[0].wanted is None else np.array([one.wanted for one in kept]),
     )  # fmt: skip
-    return tokens, prompts, ", ".join(notes)
+    return tokens, [prompt_text(one) for one in kept], ", ".join(notes)
+
+
+def scored(ids: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a conversation that ends with the last token of its completion, for a model that scores this token.
+
+    Args:
+      ids: of the conversation [n].
+      answers: whether each belongs to the completion, bool [n].
+
+    Returns:
+      The ids with one more behind them, which makes the last token an input, and a mask that is true there alone: the
+      position whose target this is has the score.
+    """
+    ids = ids[: np.flatnonzero(answers)[-1] + 1]
+    return np.append(ids, ids[-1:]), np.arange(ids.size + 1) == ids.size
+
+
+def scored_ids(
+    rows: Iterable[tuple[list[Message], str]], template: chat.ChatTemplate, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Returns the ids of prompts with their completions, up to the token that a reward model scores."""
+    conversations = (
+        Conversation("a completion", [*prompt, {"role": "assistant", "content": text}]) for prompt, text in rows
+    )
+    found = []
+    for _, ids, answers in chat.encode_answers(chat.render_conversations(conversations, template), tokenizer):
+        found.append(scored(ids, answers)[0][:-1].tolist())
+    return found
 
 
 @dataclass(frozen=True)
@@ -252,6 +393,8 @@ class PreferenceWindows:
           - `positions`, int32: they count from 0 in each conversation.
           - `loss_weights`, float32: 1 where the target is of a completion.
           - `pair_weights`, float32: 1 at the first position of each pair.
+          - `wanted_weights` and `unwanted_weights`, float32, of completions with labels: 1 where `pair_weights` is 1
+            and the completion has this label.
         """
         del packing, vocab_size
         integers = ("tokens", "targets", "segment_ids", "positions")
@@ -259,12 +402,18 @@ class PreferenceWindows:
         batch |= {name: np.zeros((window_B.size, seq_len), np.float32) for name in ("loss_weights", "pair_weights")}
         mask = self.pairs.loss_mask
         assert mask is not None
+        wanted = self.pairs.wanted
+        if wanted is not None:
+            labels = ("wanted_weights", "unwanted_weights")
+            batch |= {name: np.zeros((window_B.size, seq_len), np.float32) for name in labels}
         for b, window in enumerate(window_B.tolist()):
             at = 0
             for number, pair in enumerate(self._row(window)):
                 bounds = (int(each[pair]) for each in (self.pairs.starts, self.pairs.middles, self.pairs.ends))
                 start, middle, end = bounds
                 batch["pair_weights"][b, at] = 1
+                if wanted is not None:
+                    batch["wanted_weights" if wanted[pair] else "unwanted_weights"][b, at] = 1
                 for side, (first, last) in enumerate(((start, middle), (middle, end)), start=1):
                     where = b, slice(at, at + last - first - 1)
                     batch["tokens"][where] = self.pairs.ids[first : last - 1]

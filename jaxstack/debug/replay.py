@@ -67,7 +67,7 @@ class Replay:
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
         self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
         self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg
-        self._dataset = data.load_for(self.cfg.model, self.cfg.data)
+        self._dataset = data.load_for(self.cfg.model, self.cfg.data, self.cfg.aim)
         self._loader = DataLoader(self.cfg, self._dataset, self.context.layout.sharding(self.context.layout.batch))
         self._teach = init_from.open_teacher(self.cfg, self._dataset.tokenizer, self.mesh)
         self._refer = init_from.open_reference(self.cfg, self._dataset.tokenizer, self.mesh, self.context)

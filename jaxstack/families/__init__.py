@@ -17,7 +17,10 @@ from jaxstack.families import branches, contrastive, diffusion, encoder, encoder
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
 from jaxstack.features.latent_attention import with_latent_attention
+from jaxstack.features.linear_attention import with_attention_gate, with_delta_rule
 from jaxstack.features.residual import needed, with_residual, with_scales
+from jaxstack.features.reward_head import with_reward_head
+from jaxstack.features.sinks import with_sinks
 from jaxstack.features.width import with_width
 from jaxstack.models import decoder, shape_errors
 from jaxstack.models.batches import BatchSpec
@@ -60,12 +63,20 @@ def of(cfg: ModelConfig) -> Family:
         family = with_residual(family)
     if cfg.latent.kv_rank:
         family = with_latent_attention(family)
+    if cfg.attention_gate:
+        family = with_attention_gate(family)
+    if cfg.attention_sinks:
+        family = with_sinks(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
+    if cfg.delta.every:
+        family = with_delta_rule(family)
     if cfg.base_width:
         family = with_width(family)
     if cfg.lora.rank:
         family = with_adapters(family)
+    if cfg.reward_head:
+        family = with_reward_head(family)
     return family
 
 
@@ -89,7 +100,10 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
         "segment_ids": replace(ids, values="one_document"),
         "positions": replace(ids, values="positions"),
         "pair_weights": replace(ids, values="ones"),
+        "wanted_weights": replace(ids, values="ones"),
+        "unwanted_weights": replace(ids, values="ones"),
         "reference_log_probs": replace(ids, values="normal"),
+        "divergence": replace(ids, values="ones"),
     }
 
 

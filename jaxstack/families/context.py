@@ -65,6 +65,7 @@ def make_layout(
         gather=gather if mesh.shape["pipe"] > 1 else "once",  # type: ignore[arg-type]
         context_method=keys.context_method,
         reduce_dtype=reduce_dtype,
+        zero=keys.zero,
     )
 
 

@@ -157,7 +157,7 @@ def decode(
     earlier = group_layers(kinds, cache) if kinds > 1 else [cache]
     steps = split_steps(stack, params["decoder"])
     x, values = scan_stack(cfg, ctx, stack, steps, x, replace(inputs, side=side), earlier)
-    return family.final_norm(cfg, params, x, inputs, ctx), {name: values[name] for name in CACHED}
+    return family.final_norm(cfg, params, x, inputs, ctx), {name: values[name] for name in CACHED if name in values}
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:

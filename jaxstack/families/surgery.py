@@ -35,6 +35,15 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
             f"up-cycling starts from a dense model, but this one has {cfg.moe.num_experts} experts. "
             f"Name a dense model, and set model.moe.num_experts of the new one"
         )
+    if cfg.delta.every:
+        raise ConfigError(
+            f"model.delta.every={cfg.delta.every} has units of layers, which are not up-cycled. Train a model with "
+            f"experts from the start."
+        )
+    if moe.swiglu_limit is not None:
+        raise ConfigError(
+            f"model.moe.swiglu_limit={moe.swiglu_limit} is another MLP than the dense model's. Leave it null"
+        )
     if moe.d_ff not in (None, cfg.ff_width):
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
@@ -70,6 +79,11 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
         raise ConfigError(
             f"model.moe.router={cfg.moe.router} with {cfg.moe.shared_experts} shared experts is not a hard gate, so "
             f"one expert alone is not the model. Use a model with router=domain or timestep and shared_experts=0"
+        )
+    if cfg.delta.every:
+        raise ConfigError(
+            f"model.delta.every={cfg.delta.every} has units of layers, of which no expert is extracted. Use a model "
+            f"without it."
         )
     if not 0 <= expert < cfg.moe.num_experts:
         raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}")

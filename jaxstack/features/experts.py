@@ -26,6 +26,7 @@ from jaxstack.models.layers import RESIDUAL, activate, mlp_products, mlp_spec
 from jaxstack.models.params import Param, Params, Spec, stack, unstack
 from jaxstack.models.values import Aux, Mean
 from jaxstack.moe import Routing, update_bias
+from jaxstack.moe.placement import EXPERT_WEIGHTS
 from jaxstack.sharding import collectives
 
 HARD_GATES = ("domain", "timestep")
@@ -187,6 +188,12 @@ def moe_spec(cfg: ModelConfig) -> Spec:
         spec["router"] = Param((D, E), ("embed", "router"), "router", std=cfg.init_std)
     if cfg.moe.router == "sigmoid":
         spec["balance"] = Param((E,), ("router",), "vector", init="zeros")
+    if cfg.moe.bias:
+        spec["router_bias"] = Param((E,), ("router",), "vector", init="zeros")
+        spec["b_up"] = Param((E, F), ("experts", "mlp"), "vector", init="zeros")
+        spec["b_down"] = Param((E, D), ("experts", "norm"), "vector", init="zeros")
+        if cfg.gated:
+            spec["b_gate"] = spec["b_up"]
     if cfg.moe.shared_experts:
         spec["shared"] = mlp_spec(replace(cfg, d_ff=F * cfg.moe.shared_experts))
     if cfg.moe.shared_gate:
@@ -213,6 +220,8 @@ def route(cfg: ModelConfig, params: Params, x: jax.Array, gate_ids: jax.Array | 
         return experts.by_timestep(gate_ids, moe.num_experts, moe.max_timestep, moe.timestep_starts)
     # A dot carries its precision to its gradients; the default would round both sides to bfloat16 on TPU, TF32 on GPU.
     logits = jnp.dot(x.astype(jnp.float32), params["router"], precision=lax.Precision.HIGHEST)
+    if moe.bias:
+        logits = logits + params["router_bias"]
     groups = {"groups": moe.num_groups, "top_groups": moe.top_k_groups}
     how: dict[str, Any] = {"normalize": moe.normalize, "scale": moe.routed_scale, **groups}
     if moe.router == "softmax":
@@ -281,7 +290,9 @@ def _moe(
     if replicas is not None:
         device = collectives.index(ctx.layout.axes("experts"))
         gathered = gathered._replace(experts=experts.choose_replicas(gathered.experts, replicas, device))
-    matrices: Params = {name: params[name] for name in ("w_up", "w_gate", "w_down") if name in params}
+    matrices: Params = {name: params[name] for name in EXPERT_WEIGHTS if name in params}
+    if cfg.moe.bias:  # each device of a tensor group adds its share of the last one
+        matrices["b_down"] = matrices["b_down"] / collectives.count(ctx.layout.axes("mlp"))
     adapted = {name: w for name, w in matrices.items() if isinstance(w, Adapted)}
     y, dropped = experts.moe_mlp(
         h.reshape(tokens, -1),
@@ -306,13 +317,26 @@ def _options(cfg: ModelConfig, ctx: Context, rows: int) -> experts.MoEOptions:
     """Returns the static settings of the experts for `rows` sequences on this device."""
     expert_axes = ctx.layout.axes("experts")
     placement = ctx.placement
+    limit = cfg.moe.swiglu_limit
     # A capacity is a multiple of the even share of an expert, not of a replica.
     assert placement is None or cfg.moe.capacity_factor is None
     return experts.MoEOptions(
         num_experts=cfg.moe.num_experts if placement is None else placement.stored.shape[1],
-        activation=lambda a: activate(cfg.activation, a, ctx),
+        activation=(lambda a: activate(cfg.activation, a, ctx)) if limit is None else partial(clamped_gate, limit),
+        of_up=(lambda a: a) if limit is None else partial(clamped_up, limit),
         expert_axis=expert_axes[0] if expert_axes else None,
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
         implementation=ctx.ops.moe,
     )
+
+
+def clamped_gate(limit: float, gate: jax.Array) -> jax.Array:
+    """Returns gate * sigmoid(1.702 * gate), where the gate is at most `limit` (gpt-oss)."""
+    gate = jnp.minimum(gate, limit)
+    return gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def clamped_up(limit: float, up: jax.Array) -> jax.Array:
+    """Returns what the activated gate is multiplied by: 1 + up, where up is between -limit and limit (gpt-oss)."""
+    return 1 + jnp.clip(up, -limit, limit)

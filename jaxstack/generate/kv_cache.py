@@ -8,7 +8,8 @@ Suffixes: B rows of this device, S slots of the prompts, T tokens that a layer k
 """
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 
 from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.kernels.coded_weight import CodedWeight
 from jaxstack.models import decoder
-from jaxstack.models.blocks import group_layers
+from jaxstack.models.blocks import Stack, group_layers
 from jaxstack.models.context import Context
 from jaxstack.models.family import CACHED
 from jaxstack.models.params import Param, cast_matrices, is_compressed, map_spec, unstack
@@ -29,7 +30,10 @@ from jaxstack.models.values import Aux
 from jaxstack.sharding import collectives
 
 SLOT_AXIS = {"keys": -1, "values": -2}
-"""The axis of the tokens in the arrays of a cache: both matmuls of attention then read them without a transpose."""
+"""The axis of the tokens in the arrays of a cache: both matmuls of attention then read them without a transpose.
+
+Other arrays of a cache say all of the text so far, and are replaced as a whole.
+"""
 
 
 class TokenWeights(NamedTuple):
@@ -88,6 +92,11 @@ class CachedDecoder:
         token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
+        if cfg.delta.every and ctx.layout.pipeline is not None:
+            raise ConfigError(
+                f"model.delta.every={cfg.delta.every} has states, with which a pipeline does not generate. Use "
+                f"--mesh.pipe=1."
+            )
         exact = params
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         unrolled = ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None
@@ -160,8 +169,9 @@ class CachedDecoder:
           slot: slot of the first.
           cache: of all tokens before it.
         """
-        x, new, _ = self._hidden_states(tokens, slot, cache)
         index = jnp.arange(tokens.shape[1])
+        there = jnp.broadcast_to(index < count, tokens.shape).astype(jnp.int32)
+        x, new, _ = self._hidden_states(tokens, slot, cache, there=there)
 
         def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
             T = a.shape[axis]
@@ -221,18 +231,27 @@ class CachedDecoder:
         """Returns the model for other rows, given the slot of the first token of each."""
         return replace(self, first=first)
 
-    def next_batch(self, tokens: jax.Array, slot: jax.Array, counted: jax.Array | None = None) -> Batch:
+    def next_batch(
+        self,
+        tokens: jax.Array,
+        slot: jax.Array,
+        counted: jax.Array | None = None,
+        there: jax.Array | None = None,
+    ) -> Batch:
         """Returns the batch of the tokens [B, S] in the slots from `slot` on, for `decoder.make_layer_inputs`.
 
         Args:
           slot: slot of the first.
           counted: see `decode_counted`.
+          there: 1, or 0 for padding after the tokens [B, S]. `None` means that there is none.
         """
         batch: dict[str, Any] = {
             "tokens": tokens,
             "positions": (slot - self.first)[:, None] + jnp.arange(tokens.shape[1]),
             "distance": [self._distance(slot, T) for T in self._lengths],
         }
+        if there is not None:
+            batch["segment_ids"] = there
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
         if counted is not None:
@@ -249,13 +268,18 @@ class CachedDecoder:
         return aux["load"].astype(jnp.int32) if self.cfg.moe.num_experts else ()
 
     def _hidden_states(
-        self, tokens: jax.Array, slot: jax.Array, cache: PyTree, counted: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        slot: jax.Array,
+        cache: PyTree,
+        counted: jax.Array | None = None,
+        there: jax.Array | None = None,
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """Returns hidden states of the tokens [B, S] in the slots from `slot` on, their keys and values, and the load.
 
-        `decode_counted` describes the load.
+        `decode_counted` describes the load, and `next_batch` the other arguments.
         """
-        batch = self.next_batch(tokens, slot, counted)
+        batch = self.next_batch(tokens, slot, counted, there)
         if self.token_weights is not None:
             groups = self.token_weights.layer_groups
             x, new, aux = hidden_states_unrolled(self.cfg, self.params, groups, batch, cache, self.ctx)
@@ -265,14 +289,14 @@ class CachedDecoder:
 
     def _by_stack(self, aux: Aux) -> PyTree:
         """Returns keys and values of all layers [L, ...] as `Family.hidden_states` reads them, see its `cache`."""
-        new = {name: aux[name] for name in CACHED}
-        period = len(self._lengths)
+        new = {name: aux[name] for name in CACHED if name in aux}
         stacks = families.of(self.cfg).stacks(self.cfg)
         if len(stacks) == 1:
-            return group_layers(period, new)
+            (only,) = stacks.values()
+            return _group_cached(only, new)
         ends = itertools.accumulate(stack.depth for stack in stacks.values())
         return {
-            name: group_layers(period, {array: a[end - stack.depth : end] for array, a in new.items()})
+            name: _group_cached(stack, {array: a[end - stack.depth : end] for array, a in new.items()})
             for (name, stack), end in zip(stacks.items(), ends, strict=True)
         }
 
@@ -280,7 +304,8 @@ class CachedDecoder:
         """Returns `f(T)(slot_axis, array)` of each array of a cache, where T is the number of tokens it keeps."""
         if isinstance(cache, dict):
             return {name: self._map_blocks(f, blocks) for name, blocks in cache.items()}
-        return [map_cache(f(T), block) for T, block in zip(self._lengths, cache, strict=True)]
+        lengths = itertools.cycle(self._lengths)  # a unit of layers of several kinds has one
+        return [map_cache(f(T), block) for T, block in zip(lengths, cache, strict=False)]
 
     @property
     def _lengths(self) -> list[int]:
@@ -329,7 +354,7 @@ def hidden_states_unrolled(
     others: list[Aux] = []
     for index, (weights, earlier) in enumerate(zip(steps, cache, strict=True)):
         x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs, earlier)
-        new.append([{name: values[name][i] for name in layer} for i, layer in enumerate(earlier)])
+        new.append([{name: values[name][i] for name, i in layer.items()} for layer in places_of(stack.cached)])
         others.append({name: value for name, value in values.items() if name not in CACHED})
     return family.final_norm(cfg, params, x, inputs, ctx), new, jax.tree.map(lambda *a: jnp.concatenate(a), *others)
 
@@ -357,9 +382,32 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
     return [[one(i, *both) for both in zip(group, stacked, strict=True)] for i, group in enumerate(groups)]
 
 
+def places_of(layers: Sequence[Sequence[str]]) -> list[dict[str, int]]:
+    """Returns for each layer of a step the index of each array that it keeps among all that have the array's name."""
+    counts: Counter[str] = Counter()
+    found = []
+    for names in layers:
+        found.append({name: counts[name] for name in names})
+        counts.update(names)
+    return found
+
+
+def _group_cached(stack: Stack, new: Aux) -> list[PyTree]:
+    """Returns the arrays of a stack's layers, which follow each other [L, ...], by the layer of a step."""
+    layers = places_of(stack.cached)
+    sizes = Counter(name for names in stack.cached for name in names)
+    grouped = {name: a.reshape(-1, sizes[name], *a.shape[1:]) for name, a in new.items()}
+    return [{name: grouped[name][:, i] for name, i in places.items()} for places in layers]
+
+
 def map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:
-    """Returns `f(slot_axis, array, *other_arrays)` of each array of a cache."""
-    return jax.tree_util.tree_map_with_path(lambda path, *arrays: f(SLOT_AXIS[path[-1].key], *arrays), cache, *others)
+    """Returns `f(slot_axis, array, *other_arrays)` of each array of a cache that has slots; of others the newest."""
+
+    def one(path: tuple[Any, ...], *arrays: jax.Array) -> jax.Array:
+        axis = SLOT_AXIS.get(path[-1].key)
+        return arrays[-1] if axis is None else f(axis, *arrays)
+
+    return jax.tree_util.tree_map_with_path(one, cache, *others)
 
 
 def _allocate(T: int, axis: int, a: jax.Array) -> jax.Array:

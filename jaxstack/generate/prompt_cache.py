@@ -22,7 +22,8 @@ class PromptCache:
     """The KV caches of prompts, up to a limit of memory; those that were not used for longest go first.
 
     In a cache, token i of the prompt has slot i. With full attention, each beginning of a prompt can be used. A layer
-    with a sliding window has dropped the tokens before its window, so a longer prompt must be used as a whole.
+    with a sliding window has dropped the tokens before its window, so a longer prompt must be used as a whole. A
+    state is that of the whole prompt.
 
     Attributes:
       bytes: memory of the caches.
@@ -34,7 +35,7 @@ class PromptCache:
         Args:
           limit: largest number of bytes.
         """
-        windows = [window for window in cfg.windows if window]
+        windows = [1] if cfg.delta.every else [window for window in cfg.windows if window]
         self.bytes = 0
         self._limit = limit
         self._window = min(windows, default=None)

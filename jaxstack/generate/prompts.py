@@ -17,21 +17,29 @@ Rows = list[list[int]]
 """Token ids of each row."""
 
 
-def require_decoder(cfg: ModelConfig) -> None:
+def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
     """Checks that a model continues texts.
 
+    Args:
+      scores: whether it may be a reward model, which scores them.
+
     Raises:
-      ConfigError: it is of another family.
+      ConfigError: it is of another family, or a reward model.
     """
     if cfg.family != "decoder":
         raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")
+    if cfg.reward_head and not scores:
+        raise ConfigError(
+            "model.reward_head=true scores texts, and does not continue them. Use jaxstack eval with --preferences, or "
+            "another run."
+        )
 
 
 def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
     """Checks prompts to which `tokens` tokens are to be added.
 
     Raises:
-      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
+      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than positions.
     """
     require_decoder(cfg)
     check_rows(prompts, vocabulary)
@@ -40,6 +48,14 @@ def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int)
             raise ConfigError(
                 f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
                 f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
+            )
+        scaling = cfg.rope_scaling
+        short = scaling.kind == "longrope" and not scaling.long_context
+        if short and len(prompt) + tokens > scaling.original_max_position:
+            raise ConfigError(
+                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but "
+                f"model.rope_scaling.short_factors are for {scaling.original_max_position}. Use "
+                f"--model.rope_scaling.long_context=true."
             )
 
 

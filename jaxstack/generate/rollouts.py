@@ -8,8 +8,9 @@ Suffixes: B completions of a step, S positions, P prompts, G completions of a pr
 
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,11 @@ from jaxstack.runtime import distributed
 from jaxstack.training.features.preference import Refer
 from jaxstack.training.losses import EvalSums, Metrics
 from jaxstack.training.services.batches import Batches, Evaluate, Timer
+from jaxstack.training.services.init_from import read_frozen
 from jaxstack.training.setup import Setup
+
+RUN = "run:"
+"""What the name of a reward model in `rl.rewards` begins with; the folder of its run follows."""
 
 SAMPLES = 4
 """Number of completions of held-out prompts that an evaluation logs."""
@@ -156,6 +161,23 @@ def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     )
 
 
+class ModelReward(NamedTuple):
+    """A reward model that rewards completions, as `rl.rewards` names it: `run:PATH`.
+
+    Attributes:
+      name: as `rl.rewards` has it.
+      scorer: the model.
+      weight: factor of its scores.
+    """
+
+    name: str
+    scorer: Scorer
+    weight: float
+
+    def check(self, row: str, fields: Mapping[str, object]) -> None:
+        """Does nothing: a reward model reads no fields."""
+
+
 @dataclass(eq=False)
 class Rollouts(Batches):
     """Makes the batches of a run that learns from rewards. The loader says which prompts a step has.
@@ -174,7 +196,7 @@ class Rollouts(Batches):
     cfg: Config
     tokenizer: Tokenizer
     prompts: PromptTokens
-    rewards: list[Reward]
+    rewards: list[Reward | ModelReward]
     sampler: Sampler
     rows: jax.sharding.Sharding
     waiting: dict[int, tuple[Arrays, Figures]] = field(default_factory=dict)
@@ -201,7 +223,7 @@ class Rollouts(Batches):
         starts = np.append(train.starts, held_out.starts)[order]
         ends = np.append(train.ends, held_out.ends)[order]
         prompts = replace(train, starts=starts, ends=ends, numbers=np.arange(order.size))
-        functions = find_rewards(cfg.rl, str(cfg.data.path))
+        functions = find_rewards(cfg.rl, str(cfg.data.path), partial(open_reward_model, setup))
         longest = int((ends - starts).argmax())
         needed = int(ends[longest] - starts[longest]) + cfg.rl.tokens - 1
         if needed > cfg.data.seq_len:
@@ -278,14 +300,22 @@ class Rollouts(Batches):
         seed = int(np.random.SeedSequence((self.cfg.run.seed, *key)).generate_state(1)[0])
         completions = self.sampler.sample(params, [one for one in ids for _ in range(group)], seed)
         stop = self.sampler.exact.stop
+        whole = [[*ids[i // group], *one.tokens] for i, one in enumerate(completions)]
+        models = [one for one in self.rewards if isinstance(one, ModelReward)]
+        scores = {one.name: one.scorer.rewards(whole, self.cfg.microbatch_size) for one in models}
         judged = []
         for i, number in enumerate(numbers):
             row = self.prompts.rows[number]
             own = []
-            for completion in completions[i * group : (i + 1) * group]:
+            for k, completion in enumerate(completions[i * group : (i + 1) * group], i * group):
                 ended = completion.tokens[-1] in stop
                 text = self.tokenizer.decode(completion.tokens[: len(completion.tokens) - ended])
-                parts = [one(row.name, row.text, text, row.fields) for one in self.rewards]
+                parts = [
+                    float(scores[one.name][k])
+                    if isinstance(one, ModelReward)
+                    else one(row.name, row.text, text, row.fields)
+                    for one in self.rewards
+                ]
                 reward = sum(one.weight * value for one, value in zip(self.rewards, parts, strict=True))
                 if rl.overlong_buffer:
                     length = jnp.float32(len(completion.tokens))
@@ -423,20 +453,43 @@ class Rollouts(Batches):
         return ""
 
 
-def find_rewards(rl: RLConfig, path: str) -> list[Reward]:
-    """Returns the functions of `rl.rewards`, or the function of the task that `data.path` names.
+def find_rewards(rl: RLConfig, path: str, open_run: Callable[[str, str], Scorer]) -> list[Reward | ModelReward]:
+    """Returns the functions and reward models of `rl.rewards`, or the function of the task that `data.path` names.
+
+    Args:
+      open_run: returns the reward model of a run, from what names it and its folder.
 
     Raises:
       ConfigError: there is none.
     """
-    if rl.rewards:
-        return rewards.load(rl.rewards, rl.weights)
+    found: list[Reward | ModelReward] = []
+    for name, weight in zip(rl.rewards, rl.weights or [1.0] * len(rl.rewards), strict=True):
+        if name.startswith(RUN):
+            found.append(ModelReward(name, open_run(f"rl.rewards={RUN}", name.removeprefix(RUN)), weight))
+        else:
+            found += rewards.load([name], [weight])
+    if found:
+        return found
     if path.startswith(tasks.PREFIX):
         return [Reward.of(path, tasks.find(path)[0].reward)]
     raise ConfigError(
         f"rl.rewards is empty, but data.path={path} is not a task with a reward. Name functions, such as "
         f"--rl.rewards=[rewards.py:right]."
     )
+
+
+def open_reward_model(setup: Setup, key: str, folder: str) -> Scorer:
+    """Returns the reward model of a run, on the mesh of the run that learns.
+
+    Raises:
+      ConfigError: it cannot be read, is not a reward model, or has another tokenizer.
+    """
+    model, params, ctx = read_frozen(setup.cfg, key, folder, setup.dataset.tokenizer, setup.mesh)
+    if not model.reward_head:
+        raise ConfigError(
+            f"{key}{folder} is not a reward model (model.reward_head=false). Name a run of preference.loss=reward."
+        )
+    return Scorer.create(model, params, ctx)
 
 
 def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) -> Arrays:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.features import reward_head
 from jaxstack.generate.engine import dropless
 from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
@@ -117,6 +118,24 @@ class Scorer:
             for i, row in zip(indices, packed, strict=False):
                 chosen, values, ids = np.split(row[: len(texts[i]) - 1], (1, 1 + alternatives), axis=1)
                 yield i, Logprobs(chosen[:, 0], ids.astype(np.int32), values)
+
+    def rewards(self, texts: Rows, rows: int = 8) -> np.ndarray:
+        """Returns the scores that a reward model gives to texts, float32 [texts]: of the last token of each.
+
+        Args:
+          texts: ids of each text, one or more.
+          rows: see `scores`.
+
+        Raises:
+          ConfigError: see `scores`.
+        """
+        longer = [[*text, text[-1]] for text in texts]  # the last token of a text that is scored is not read
+        self.check(longer)
+        found = np.zeros(len(texts), np.float32)
+        for tokens, indices in self._calls(longer, rows):
+            for i, scores in zip(indices, jax.device_get(self._rewards(self.params, tokens[:, :-1])), strict=False):
+                found[i] = scores[len(texts[i]) - 1]
+        return found
 
     def _calls(self, texts: Rows, rows: int) -> Iterator[tuple[np.ndarray, list[int]]]:
         """Yields the tokens of each call with their padding [B, S + 1], and the indices of its texts."""
@@ -228,6 +247,13 @@ class Scorer:
             return jnp.float32(0), jnp.concatenate([-nll[..., None], log_probs, likeliest.astype(jnp.float32)], 2)
 
         return scan_chunks(ctx.ops.loss_chunk, one_chunk, jnp.float32(0), hidden, targets)[1]
+
+    @cached_property
+    def _rewards(self) -> Callable[..., PyTree]:
+        def work(values: Params, tokens: jax.Array) -> jax.Array:
+            return reward_head.scores(values, self.hidden_states(values, tokens), self.ctx)
+
+        return self._compiled(work, 1, self.ctx.layout.batch if self.ctx.layout.mesh else None)
 
     @cached_property
     def _logits(self) -> Callable[..., PyTree]:

@@ -102,10 +102,16 @@ class Speculation:
           at_once: whether all tokens come at once.
 
         Raises:
-          ConfigError: see `prompts.check_prompts`; or the text would exceed the draft's learned positions.
+          ConfigError: see `prompts.check_prompts`; a model has states; or the text would exceed the
+            draft's learned positions.
         """
         check(sample)
         for engine in (self.engine, self.draft):
+            if engine.cfg.delta.every:
+                raise ConfigError(
+                    f"model.delta.every={engine.cfg.delta.every} has states, which cannot drop the tokens of a draft. "
+                    f"Leave the draft away, or use models without it."
+                )
             check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
         if not sample.tokens:
             return

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.common import inputs
-from jaxstack.config import ConfigError, LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling, flat
+from jaxstack.config import (
+    ConfigError,
+    DeltaConfig,
+    LatentConfig,
+    LoraConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+    flat,
+)
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.sentences import SentencesConfig
 from jaxstack.hf.families import (
@@ -22,6 +31,7 @@ from jaxstack.hf.families import (
     FOREIGN,
     FULL,
     GENERATION,
+    LINEAR,
     SLIDING,
     TRAINING,
     UNRELATED,
@@ -111,6 +121,8 @@ def from_json(where: str, values: object) -> Description:
     ours |= _switches(keys, family, ours)
     if family.latent:
         ours |= _latent(keys, ours["num_heads"])
+    if family.delta:
+        ours["delta.every"] = _delta_every(keys, ours["num_layers"])
     if family.rope:
         ours |= _rope(keys, family, ours.get("max_positions"))
     if ours.get("moe.router") == "sigmoid" and ours["moe.top_k"] == 1 and ours["moe.normalize"]:
@@ -122,10 +134,12 @@ def from_json(where: str, values: object) -> Description:
     keys.require_empty()
     moe = _group(ours, "moe.")
     latent = _group(ours, "latent.")
+    delta = _group(ours, "delta.")
     scaling = ours.pop("rope_scaling", {})
     try:
         scaled = RopeScaling(**scaling)
-        model = ModelConfig(**ours, moe=MoEConfig(**moe), latent=LatentConfig(**latent), rope_scaling=scaled)
+        groups: JsonObject = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent), "delta": DeltaConfig(**delta)}
+        model = ModelConfig(**ours, **groups, rope_scaling=scaled)
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
     return Description(name, model, ignored, unknown, code)
@@ -214,6 +228,26 @@ def _latent(keys: Keys, heads: int) -> JsonObject:
     }
 
 
+def _delta_every(keys: Keys, layers: int) -> int:
+    """Returns after how many layers one has full attention; the others have the gated delta rule."""
+    every = keys.take("full_attention_interval", 4)
+    types = keys.take("layer_types", None)
+    if isinstance(types, list) and FULL in types:
+        every = types.index(FULL) + 1
+    if type(every) is not int or every < 2 or layers % every:
+        raise keys.error("full_attention_interval", every, f"Give a divisor of {layers} layers, 2 or more")
+    if types not in (None, _delta_types(every, layers)):
+        raise keys.error(
+            "layer_types", types, f"Give {FULL} to the last of every {every} layers, and {LINEAR} to the others"
+        )
+    return every
+
+
+def _delta_types(every: int, layers: int) -> list[str]:
+    """Returns `layer_types` of a model with the gated delta rule."""
+    return [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+
+
 def _latent_keys(model: ModelConfig) -> JsonObject:
     """Returns the keys of latent attention."""
     latent = model.latent
@@ -244,8 +278,8 @@ def _expert_groups(keys: Keys, key: str) -> JsonObject:
 def _drop_without_effect(keys: Keys, family: Family) -> None:
     """Removes the keys whose values change nothing."""
     for key, other in family.repeats.items():
-        same = family.sliding_window if other == "sliding_window" and other not in keys else keys.value_of(other)
-        keys.drop_usual(key, same)
+        default = family.sliding_window if other == "sliding_window" else family.defaults.get(other)
+        keys.drop_usual(key, keys.value_of(other) if other in keys else default)
     for key, usual in family.harmless.items():
         keys.drop_usual(key, *usual)
     keys.drop((UNRELATED | GENERATION | family.ignored) - family.required.keys(), FOREIGN)
@@ -307,11 +341,12 @@ def _is_name(value: object) -> bool:
 
 def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
     """Returns the value of a key after checking that it has the type of the field."""
-    group, name = (MoEConfig, path.removeprefix("moe.")) if path.startswith("moe.") else (ModelConfig, path)
+    prefix, _, name = path.rpartition(".")
+    group = {"": ModelConfig, "moe": MoEConfig, "delta": DeltaConfig}[prefix]
     kind = get_type_hints(group)[name]  # without the bounds
     kinds = get_args(kind) or (kind,)
-    if name in ("vocab_size", "max_positions"):  # the fields allow null, but a file must give a number
-        kinds = (int,)
+    if name in ("vocab_size", "max_positions", "swiglu_limit"):  # the fields allow null, but a file must give a number
+        kinds = kinds[:1]
     if float in kinds and type(value) is int:
         value = float(value)
     if type(value) not in kinds:
@@ -341,7 +376,7 @@ def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, An
     written = {key: value for key, value in both.items() if value is not None}
     if len(written) > 1:
         raise ConfigError(f"{keys.where} has both rope_parameters and rope_scaling. Remove one.")
-    name, values = next(iter(written.items()), ("rope_parameters", {}))
+    name, values = next(iter(written.items()), ("rope_parameters", family.default_rope))
     if family.full_scaling and isinstance(values, dict) and FULL in values:
         name, values = _of_full_layers(keys, name, values)
     rope = Keys(f"{keys.where}: {name}", values)
@@ -358,6 +393,10 @@ def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, An
         ours["rotary_fraction"] = _number(rope, "partial_rotary_factor", usual)
     else:
         rope.expect("partial_rotary_factor", 1.0)
+    original: object = max_positions
+    if family.original_context:
+        original = keys.take("original_max_position_embeddings", family.original_context)
+        rope.take("original_max_position_embeddings", None)
     scaling: dict[str, Any] = {}
     if kind == "llama3":
         scaling = {key: _number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
@@ -368,10 +407,12 @@ def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, An
             mscale = rope.value_of("mscale_all_dim") or 0.0
             ours["latent.mscale"] = _number_of(rope, "mscale_all_dim", mscale) if mscale else 0.0
         scaling = _yarn(rope)
+    elif kind == "longrope":
+        scaling = _longrope(rope, original, max_positions)
     elif kind != "default":
-        raise rope.error("rope_type", kind, "Use default, linear, llama3 or yarn")
+        raise rope.error("rope_type", kind, "Use default, linear, llama3, longrope or yarn")
     if kind in ("llama3", "yarn"):
-        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings", max_positions))
+        scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings", original))
     rope.require_empty()
     return ours | {"rope_scaling": scaling and scaling | {"kind": kind}}
 
@@ -394,6 +435,26 @@ def _yarn(rope: Keys) -> dict[str, Any]:
     if not isinstance(truncate, bool):
         raise rope.error("truncate", truncate, "Use true or false")
     return scaling | {"truncate": truncate}
+
+
+def _longrope(rope: Keys, original: object, max_positions: int | None) -> dict[str, Any]:
+    """Returns the fields of LongRoPE. A file without a factor has the ratio of both lengths of contexts."""
+    context = int(_number(rope, "original_max_position_embeddings", original))
+    ratio = (max_positions or context) / context
+    given = rope.take("factor", None)
+    factor = ratio if given is None else _number_of(rope, "factor", given)
+    if factor <= 1:
+        raise rope.error("factor", factor, "Use a context above original_max_position_embeddings")
+    scaling: dict[str, Any] = {"factor": factor, "original_max_position": context}
+    attention_factor = rope.take("attention_factor", None)
+    if attention_factor is not None:
+        scaling["attention_factor"] = _number_of(rope, "attention_factor", attention_factor)
+    for key in ("short_factor", "long_factor"):
+        factors = rope.take(key)
+        if not isinstance(factors, list):
+            raise rope.error(key, factors, "List a number for each frequency")
+        scaling[f"{key}s"] = tuple(_number_of(rope, key, one) for one in factors)
+    return scaling
 
 
 def _of_full_layers(keys: Keys, name: str, values: JsonObject) -> tuple[str, JsonObject]:
@@ -592,6 +653,9 @@ def _switch_keys(family: Family, model: ModelConfig) -> JsonObject:
         values[family.parallel[0]] = model.parallel != "no"
     if family.latent:
         values |= _latent_keys(model)
+    if family.delta:
+        every = model.delta.every or model.num_layers
+        values |= {"full_attention_interval": every, "layer_types": _delta_types(every, model.num_layers)}
     if family.interleaved_key:
         values[family.interleaved_key] = model.rotary_interleaved
     if family.group_key:
@@ -628,14 +692,23 @@ def _head_keys(family: Family, model: ModelConfig) -> JsonObject:
 
 def _rope_keys(family: Family, model: ModelConfig) -> JsonObject:
     """Returns the keys of rotary position embeddings."""
-    values: JsonObject = {family.theta_key: model.rope_theta, "rope_scaling": None}
+    unscaled = {"rope_type": "default"} if family.default_rope else None
+    values: JsonObject = {family.theta_key: model.rope_theta, "rope_scaling": unscaled}
     if family.rotary_key:
         values[family.rotary_key] = model.rotary_fraction
     scaling = model.rope_scaling
     if scaling.factor != 1:
-        names = {"llama3": ("low_freq_factor", "high_freq_factor"), "linear": (), "yarn": ("beta_fast", "beta_slow")}
+        names = {
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+            "linear": (),
+            "yarn": ("beta_fast", "beta_slow"),
+            "longrope": (),
+        }
         keys: JsonObject = {"factor": scaling.factor}
         keys |= {name: getattr(scaling, name) for name in names[scaling.kind]}
+        if scaling.kind == "longrope":
+            keys |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+            keys["attention_factor"] = scaling.attention_factor
         if scaling.kind != "linear":
             keys["original_max_position_embeddings"] = scaling.original_max_position
         if scaling.kind == "yarn":
@@ -645,6 +718,8 @@ def _rope_keys(family: Family, model: ModelConfig) -> JsonObject:
                 if scaling.attention_factor == 1:  # as in DeepSeek's files: both factors are equal
                     keys["mscale"] = model.latent.mscale
                     del keys["attention_factor"]
+        if family.original_context and "original_max_position_embeddings" in keys:
+            values["original_max_position_embeddings"] = keys.pop("original_max_position_embeddings")
         values["rope_scaling"] = {"rope_type": scaling.kind, **keys}
     if family.full_scaling:  # the form of transformers 5, which reads both bases only from it
         full = {"rope_type": "default"} | (values.pop("rope_scaling") or {}) | {"rope_theta": values.pop("rope_theta")}
@@ -716,7 +791,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         base_width=model.base_width if model.tied_embeddings and model.width_ratio != 1 else None,
         rope_theta_local=model.rope_theta_local if rope and max(model.windows) else None,
         rope_theta=model.rope_theta if rope else ModelConfig.rope_theta,
-        rope_scaling=model.rope_scaling if rope and model.rope_scaling.factor != 1 else RopeScaling(),
+        rope_scaling=_plain_scaling(model) if rope else RopeScaling(),
         max_positions=None if model.positions == "relative" else model.max_positions,
         encoder_layers=model.encoder_depth if model.family == "encoder_decoder" else None,
         branches=BranchesConfig(layers=model.branches.depth(model.num_layers) if model.family == "branches" else None),
@@ -727,6 +802,13 @@ def _plain(model: ModelConfig) -> ModelConfig:
         ),
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
+
+
+def _plain_scaling(model: ModelConfig) -> RopeScaling:
+    """Returns the scaling of RoPE without what no file says: whether texts are longer than the original context."""
+    if model.rope_scaling.factor == 1:
+        return RopeScaling()
+    return replace(model.rope_scaling, long_context=False)
 
 
 def _scales(model: ModelConfig) -> bool:

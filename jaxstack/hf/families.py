@@ -21,6 +21,7 @@ ACTIVATIONS = {
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 """The values of `layer_types`."""
 
 
@@ -76,7 +77,11 @@ class Family:
       latent: whether attention has the keys of DeepSeek's latent attention.
       interleaved_key: the key of `ModelConfig.rotary_interleaved`, if it has one; true by default.
       group_key: the key that says whether experts are chosen within groups, if it has one, as in DeepSeek-V2.
+      default_rope: RoPE of a file that has none. Empty means without scaling.
+      original_context: the default of the key `original_max_position_embeddings` beside the scaling of RoPE, which
+        counts before the one within. 0 means that there is no such key.
       sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
+      delta: whether layers have the gated delta rule or full attention, as `layer_types` says.
     """
 
     architecture: str
@@ -121,6 +126,9 @@ class Family:
     interleaved_key: str = ""
     group_key: str = ""
     sparse: bool = False
+    delta: bool = False
+    default_rope: dict[str, Any] = field(default_factory=dict)
+    original_context: int = 0
 
     def default_of(self, key: str) -> tuple[object, ...]:
         """Returns the default of a key as a tuple, which is empty for a mandatory key."""
@@ -247,6 +255,14 @@ _GLM: dict[str, Any] = {
 }
 
 
+_GRANITE = {key: path for key, path in _LLAMA.items() if key != "head_dim"} | {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_scale",
+}
+_GRANITE_DEFAULTS = _LLAMA_DEFAULTS | dict.fromkeys(
+    ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+)
 _ROUTED = {
     "n_routed_experts": "moe.num_experts",
     "num_experts_per_tok": "moe.top_k",
@@ -512,6 +528,40 @@ FAMILIES = {
         lists_layer_types=True,
         aliases={"num_local_experts": "num_experts"},
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _LLAMA
+        | {
+            "num_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.top_k",
+            "moe_intermediate_size": "moe.d_ff",
+            "norm_topk_prob": "moe.normalize",
+            "linear_num_key_heads": "delta.key_heads",
+            "linear_num_value_heads": "delta.value_heads",
+            "linear_key_head_dim": "delta.key_dim",
+            "linear_value_head_dim": "delta.value_dim",
+            "linear_conv_kernel_dim": "delta.taps",
+        },
+        delta=True,
+        rotary_key="partial_rotary_factor",
+        shared_width="shared_expert_intermediate_size",
+        fixed={"qk_norm": True, "norm_unit_offset": True, "attention_gate": True, "moe.shared_gate": True},
+        required={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        aliases={"num_local_experts": "num_experts"},
+    ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         _DEEPSEEK,
@@ -569,17 +619,54 @@ FAMILIES = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        {key: path for key, path in _LLAMA.items() if key != "head_dim"}
-        | {
-            "embedding_multiplier": "embedding_multiplier",
-            "residual_multiplier": "residual_multiplier",
-            "attention_multiplier": "attention_scale",
-        },
+        _GRANITE,
         bias_key="attention_bias",
         required={"mlp_bias": False},
         reciprocals={"logits_scaling": "head_scale"},
+        defaults=_GRANITE_DEFAULTS,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        _GRANITE | {"num_local_experts": "moe.num_experts", "num_experts_per_tok": "moe.top_k"},
+        bias_key="attention_bias",
+        reciprocals={"logits_scaling": "head_scale"},
+        defaults=_GRANITE_DEFAULTS | {"num_experts_per_tok": 2},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _LLAMA
+        | {
+            "num_local_experts": "moe.num_experts",
+            "num_experts_per_tok": "moe.top_k",
+            "swiglu_limit": "moe.swiglu_limit",
+        },
+        bias_key="attention_bias",
+        fixed={"attention_sinks": True, "moe.bias": True},
+        required={"swiglu_alpha": 1.702},
         defaults=_LLAMA_DEFAULTS
-        | dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "attention_bias": True,
+            "rope_theta": 150_000.0,
+        },
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        layer_types=(SLIDING, FULL),
+        sliding_window=128,
+        lists_layer_types=True,
+        aliases={"num_experts": "num_local_experts"},
+        repeats={"experts_per_token": "num_experts_per_tok"},
+        harmless={"initial_context_length": (4096,)},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -686,7 +773,7 @@ FAMILIES = {
         layer_types=(SLIDING,),
         dropout_keys=("resid_pdrop", "embd_pdrop"),
         zero_keys=("attention_dropout",),
-        ignored=frozenset({"original_max_position_embeddings"}),
+        original_context=4096,
         # What the files of Phi-4 name beside the keys of the class.
         harmless={
             "attention_bias": (False,),

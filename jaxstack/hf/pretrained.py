@@ -96,7 +96,8 @@ class PretrainedFolder:
 
     def _match_names(self) -> dict[str, str]:
         """Returns the name in the files of each expected tensor; the two differ at most in a prefix."""
-        read = {name for name, _ in weights.weight_map(self.family, self._spec).values()}
+        rows = weights.weight_map(self.family, self._spec)
+        read = {name for name, _ in rows.values()}
         in_file = {_new_name(name): name for name in self._tensors.infos}
         in_file = {new: own for new, own in in_file.items() if new in read or not re.fullmatch(weights.BUFFERS, own)}
         ahead = self.ignored_values.get("num_nextn_predict_layers") or 0
@@ -104,7 +105,8 @@ class PretrainedFolder:
         unread = tuple(f"model.layers.{i}." for i in range(self.model.num_layers, last))
         in_file = {new: own for new, own in in_file.items() if not new.startswith(unread)}
         held = {name: self._tensors.infos[own] for name, own in in_file.items()}
-        many = max(prod(p.shape[: p.batch_axes]) for p in flat_spec(self._spec).values())
+        declared = flat_spec(self._spec)
+        many = max(layout.tensors(declared[path]) for path, (_, layout) in rows.items())
         if many > len(held):  # checked before names are generated, since the number may be absurd
             raise ConfigError(
                 f"{self.folder} holds {len(held)} tensors, but its config.json requires {many} of one kind. Use the "

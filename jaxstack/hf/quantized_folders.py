@@ -1,4 +1,8 @@
-"""Reads and writes folders with quantised matrices: nf4 in the layout of bitsandbytes, others in compressed-tensors."""
+"""Reads and writes folders with quantised matrices.
+
+Matrices of nf4 are in the layout of bitsandbytes, and others in compressed-tensors. Experts of gpt-oss may be mxfp4,
+which can only be read.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,12 +12,12 @@ import numpy as np
 
 from jaxstack.common import files
 from jaxstack.config.scheme import Scheme
-from jaxstack.hf import bitsandbytes, compressed
+from jaxstack.hf import bitsandbytes, compressed, mxfp4
 from jaxstack.hf.compressed import KEY, Codes
 from jaxstack.hf.configs import JsonObject
 from jaxstack.hf.safetensors import TensorFiles
 
-QuantizedFiles: TypeAlias = compressed.QuantizedFiles | bitsandbytes.Nf4Files
+QuantizedFiles: TypeAlias = compressed.QuantizedFiles | bitsandbytes.Nf4Files | mxfp4.Mxfp4Files
 
 
 def open_tensors(folder: Path) -> TensorFiles | QuantizedFiles:
@@ -27,13 +31,21 @@ def open_tensors(folder: Path) -> TensorFiles | QuantizedFiles:
     values = config.get(KEY) if isinstance(config, dict) else None
     if values is None:
         return TensorFiles(folder)
-    nf4 = isinstance(values, dict) and values.get("quant_method") == bitsandbytes.METHOD
-    schemes = {} if nf4 else compressed.read_schemes(str(path), values)
-    if nf4:
+    method = values.get("quant_method") if isinstance(values, dict) else None
+    schemes: dict[Scheme, bool] = {}
+    if method == bitsandbytes.METHOD:
         bitsandbytes.check(str(path), values)
+    elif method == mxfp4.METHOD:
+        mxfp4.check(str(path), values)
+    else:
+        schemes = compressed.read_schemes(str(path), values)
     tensors = TensorFiles(folder)
     try:
-        return bitsandbytes.Nf4Files(tensors) if nf4 else compressed.QuantizedFiles(tensors, schemes)
+        if method == bitsandbytes.METHOD:
+            return bitsandbytes.Nf4Files(tensors)
+        if method == mxfp4.METHOD:
+            return mxfp4.Mxfp4Files(tensors)
+        return compressed.QuantizedFiles(tensors, schemes)
     except BaseException:
         tensors.__exit__()
         raise

@@ -19,6 +19,8 @@ Index = tuple[slice, ...]
 class TensorLayout:
     """The layout of a parameter, of one layer and one expert, in a Hugging Face tensor of one or two axes.
 
+    If the tensor has all experts, these are the axes of each of its parts.
+
     The tensor joins all input dimensions (such as H * K) in one axis, and all output dimensions in another. A vector
     has one axis.
 
@@ -27,11 +29,13 @@ class TensorLayout:
         and in GPT-2's `Conv1D`.
       joined: the length of the axis of outputs, if it holds several parameters. `None` means that it holds this one.
       blocks: the number of equal blocks of that axis, of which each holds a part of every parameter, in their order. In
-        GPT-NeoX there is one for each head.
+        GPT-NeoX there is one for each head, and in the experts of gpt-oss one for each element.
       start: within each block, the number of outputs before this parameter's part.
       first_layer: the first layer that has the tensor. Layers before it have ones, which the model does not read.
       layers: of units with several layers, how many a unit has, and which of them this one is. A parameter has a row
         for each unit.
+      depthwise: whether the tensor has an axis of size one behind the outputs, as in a depthwise `nn.Conv1d`.
+      stacked: whether the tensor has all experts of a layer, on an axis before the others.
     """
 
     transposed: bool = False
@@ -40,6 +44,8 @@ class TensorLayout:
     start: int = 0
     first_layer: int = 0
     layers: tuple[int, int] = (1, 0)
+    depthwise: bool = False
+    stacked: bool = False
 
     def name(self, pattern: str, at: tuple[int, ...]) -> str:
         """Returns the name of a tensor, from its pattern and the numbers of the unit of layers and of the expert."""
@@ -64,7 +70,13 @@ class TensorLayout:
         own = p.shape[p.batch_axes :]
         sizes = [prod(own[d] for d in axis) for axis in self._axes(p)]
         sizes[self.outputs_axis(p)] = self.joined or sizes[self.outputs_axis(p)]
-        return tuple(sizes)
+        if self.depthwise:
+            return (sizes[0], 1, *sizes[1:])
+        return (p.shape[p.batch_axes - 1], *sizes) if self.stacked else tuple(sizes)
+
+    def tensors(self, p: Param) -> int:
+        """Returns the number of tensors that have a part of the parameter."""
+        return prod(p.shape[: p.batch_axes - self.stacked])
 
     def outputs(self, p: Param) -> np.ndarray:
         """Returns where the axis of outputs holds each output of the parameter, in the shape of its outputs."""
@@ -115,7 +127,7 @@ class TensorLayout:
         if self.joined is not None:
             places = self.outputs(p).ravel()[where[at]]
             where[at] = slice(int(places[0]), int(places[-1]) + 1)
-            whole = fetch(tuple(where))
+            whole = fetch((where[0], slice(0, 1), *where[1:]) if self.depthwise else tuple(where))
             fetched = whole if whole.shape[at] == len(places) else whole.take(places - places[0], axis=at)
         else:
             fetched = fetch(tuple(where))
@@ -125,4 +137,5 @@ class TensorLayout:
         """Returns what the tensor holds of a parameter of one layer and one expert, in the order of its outputs."""
         axes = self._axes(p)
         sizes = [prod(values.shape[d] for d in axis) for axis in axes]
+        sizes = [sizes[0], 1, *sizes[1:]] if self.depthwise else sizes
         return values.transpose([d for axis in axes for d in axis]).reshape(sizes)

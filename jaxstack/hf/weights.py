@@ -23,6 +23,8 @@ WeightMap = dict[str, tuple[str, TensorLayout]]
 
 SAME = TensorLayout()
 TRANSPOSED = TensorLayout(transposed=True)
+STACKED = TensorLayout(stacked=True)
+STACKED_TRANSPOSED = TensorLayout(transposed=True, stacked=True)
 
 LLAMA: WeightMap = {
     "embedding/tokens": ("model.embed_tokens.weight", SAME),
@@ -96,6 +98,30 @@ _LATENT: WeightMap = LLAMA | {
     "layers/attention/kv_norm/scale": ("model.layers.{}.self_attn.kv_a_layernorm.weight", SAME),
     "layers/attention/w_k": ("model.layers.{}.self_attn.kv_b_proj.weight", TRANSPOSED),
     "layers/attention/w_v": ("model.layers.{}.self_attn.kv_b_proj.weight", TRANSPOSED),
+}
+
+
+_EXPERTS = "model.layers.{}.mlp.experts."
+_GPT_OSS: WeightMap = {
+    **{path: row for path, row in LLAMA.items() if not path.startswith("layers/mlp/")},
+    "layers/attention/sinks": ("model.layers.{}.self_attn.sinks", SAME),
+    "layers/moe/router": ("model.layers.{}.mlp.router.weight", TRANSPOSED),
+    "layers/moe/router_bias": ("model.layers.{}.mlp.router.bias", SAME),
+    "layers/moe/w_gate": (f"{_EXPERTS}gate_up_proj", STACKED),
+    "layers/moe/w_up": (f"{_EXPERTS}gate_up_proj", STACKED),
+    "layers/moe/w_down": (f"{_EXPERTS}down_proj", STACKED),
+    "layers/moe/b_gate": (f"{_EXPERTS}gate_up_proj_bias", STACKED),
+    "layers/moe/b_up": (f"{_EXPERTS}gate_up_proj_bias", STACKED),
+    "layers/moe/b_down": (f"{_EXPERTS}down_proj_bias", STACKED),
+}
+
+
+_GRANITE_MOE: WeightMap = {
+    **{path: row for path, row in LLAMA.items() if not path.startswith("layers/mlp/")},
+    "layers/moe/router": ("model.layers.{}.block_sparse_moe.router.layer.weight", TRANSPOSED),
+    "layers/moe/w_gate": ("model.layers.{}.block_sparse_moe.input_linear.weight", STACKED_TRANSPOSED),
+    "layers/moe/w_up": ("model.layers.{}.block_sparse_moe.input_linear.weight", STACKED_TRANSPOSED),
+    "layers/moe/w_down": ("model.layers.{}.block_sparse_moe.output_linear.weight", STACKED_TRANSPOSED),
 }
 
 
@@ -195,6 +221,22 @@ def _t5() -> WeightMap:
     return found
 
 
+_SHARED_EXPERT: WeightMap = {
+    "layers/moe/shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", TRANSPOSED),
+    "layers/moe/shared/w_gate": ("model.layers.{}.mlp.shared_expert.gate_proj.weight", TRANSPOSED),
+    "layers/moe/shared/w_up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", TRANSPOSED),
+    "layers/moe/shared/w_down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", TRANSPOSED),
+}
+_DELTA_RULE: WeightMap = {
+    **{f"w_{name}": ("in_proj_qkvz.weight", TRANSPOSED) for name in ("q", "k", "v", "z")},
+    **{f"w_{name}": ("in_proj_ba.weight", TRANSPOSED) for name in ("beta", "decay")},
+    **{f"taps_{name}": ("conv1d.weight", replace(TRANSPOSED, depthwise=True)) for name in ("q", "k", "v")},
+    "rate": ("A_log", SAME),
+    "b_decay": ("dt_bias", SAME),
+    "norm/scale": ("norm.weight", SAME),
+    "w_o": ("out_proj.weight", TRANSPOSED),
+}
+"""The weights of the delta rule within a layer. `in_proj_qkvz` and `in_proj_ba` join them key head by key head."""
 _ROBERTA = ("roberta", "xlm-roberta")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 """The families with DeepSeek's latent attention."""
@@ -233,15 +275,19 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "gemma3_text": QWEN3 | _POST_NORMS,
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
     "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
-    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj")
-    | {
-        "layers/moe/shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", TRANSPOSED),
-        "layers/moe/shared/w_gate": ("model.layers.{}.mlp.shared_expert.gate_proj.weight", TRANSPOSED),
-        "layers/moe/shared/w_up": ("model.layers.{}.mlp.shared_expert.up_proj.weight", TRANSPOSED),
-        "layers/moe/shared/w_down": ("model.layers.{}.mlp.shared_expert.down_proj.weight", TRANSPOSED),
-    },
+    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj") | _SHARED_EXPERT,
+    "qwen3_next": _experts(
+        QWEN3 | {"layers/attention/w_gate": ("model.layers.{}.self_attn.q_proj.weight", TRANSPOSED)},
+        "mlp",
+        w_gate="gate_proj",
+        w_up="up_proj",
+        w_down="down_proj",
+    )
+    | _SHARED_EXPERT,
     **dict.fromkeys(DEEPSEEK, _deepseek(_LATENT)),
     "dots1": _deepseek(QWEN3),
+    "gpt_oss": _GPT_OSS,
+    "granitemoe": _GRANITE_MOE,
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
     **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),
@@ -362,6 +408,25 @@ def _with_dense_layers(declared: dict[str, Param], rows: WeightMap) -> WeightMap
     return found
 
 
+def _with_delta_rule(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of a model whose units of layers have the delta rule in all but the last."""
+    size = len({path.split("/")[1] for path in declared if path.startswith("layers/layer_")})
+    found: WeightMap = {}
+    for path, (name, layout) in rows.items():
+        stack, _, rest = path.partition("/")
+        if stack != "layers" or not size:
+            found[path] = name, layout
+            continue
+        first = size - 1 if rest.startswith("attention/") else 0
+        for i in range(first, size):
+            found[f"layers/layer_{i}/{rest}"] = name, replace(layout, layers=(size, i))
+    for i in range(size - 1):
+        for own, (name, layout) in _DELTA_RULE.items():
+            path = f"layers/layer_{i}/attention/{own}"
+            found[path] = f"model.layers.{{}}.linear_attn.{name}", replace(layout, layers=(size, i))
+    return found
+
+
 def _with_pairs(rows: WeightMap) -> WeightMap:
     """Returns the weight map of a BERT with its pooler and its head for pairs of sentences."""
     linear = {"pooler/{}": "bert.pooler.dense", "sentences/next/{}": "cls.seq_relationship"}
@@ -404,6 +469,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows.pop("head/w", None)
     if family in (*DEEPSEEK, "dots1"):
         rows = _with_dense_layers(declared, rows)
+    if family == "qwen3_next":
+        rows = _with_delta_rule(declared, rows)
     if family in ("t5", "mt5"):
         rows = _with_gate(declared, rows)
     if family == "switch_transformers":
@@ -432,6 +499,16 @@ DeepSeek joins keys and values alone.
 """
 
 
+def _blocks(family: str, declared: dict[str, Param], first: str, size: int) -> int:
+    """Returns how many equal blocks a tensor has that joins the parameter `first`, of `size` outputs, and others."""
+    if family == "gpt_oss":  # the elements of gates and of the other projection alternate
+        return size
+    group = first.rpartition("/")[0]
+    if family == "qwen3_next" and declared[first].kind == "matrix":
+        return declared[f"{group}/w_q"].shape[-2]
+    return declared[f"{group}/w_k"].shape[-2] if family in BY_HEAD else 1
+
+
 def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     """Returns the weight map with the places of parameters that are joined in one tensor."""
     tensors: dict[tuple[str, tuple[int, int]], list[str]] = {}
@@ -440,7 +517,7 @@ def _join(family: str, declared: dict[str, Param], rows: WeightMap) -> WeightMap
     joined = dict(rows)
     for paths in (paths for paths in tensors.values() if len(paths) > 1):
         sizes = [rows[path][1].outputs(without_padding(declared[path])).size for path in paths]
-        blocks = declared["layers/attention/w_k"].shape[-2] if family in BY_HEAD else 1
+        blocks = _blocks(family, declared, paths[0], sizes[0])
         for path, start in zip(paths, itertools.accumulate([0, *sizes[:-1]]), strict=True):
             name, layout = rows[path]
             joined[path] = name, replace(layout, joined=sum(sizes), blocks=blocks, start=start // blocks)
@@ -519,7 +596,14 @@ def read_param(
             values[at] = numbers[0] >= 0  # a row without a layer, or a layer without the tensor
             continue
         tensor = layout.name(name, tuple(numbers))
-        for to, piece in layout.read_pieces(p, where[lead:], lambda part: fetch(tensor, part)):
+        expert = numbers[-1] if layout.stacked else 0
+
+        def read(part: Index, tensor: str = tensor, expert: int = expert) -> np.ndarray:
+            if not layout.stacked:
+                return fetch(tensor, part)
+            return fetch(tensor, (slice(expert, expert + 1), *part))[0]
+
+        for to, piece in layout.read_pieces(p, where[lead:], read):
             values[at][to] = piece
     return complete
 
@@ -540,8 +624,8 @@ def build_tensor(
     for path, layout, at in tensor.sources:
         p = without_padding(declared[path])
         part = layout.to_hf(p, np.asarray(values[path])[at][tuple(map(slice, p.shape[p.batch_axes :]))])
-        if layout.joined is None:
+        if layout.joined is None and not layout.stacked:
             return np.ascontiguousarray(part.astype(dtype, copy=False))
         places = (slice(None),) * layout.outputs_axis(p) + (layout.outputs(p).ravel(),)
-        complete[places] = part
+        (complete[at[-1]] if layout.stacked else complete)[places] = part
     return complete

@@ -19,6 +19,9 @@ from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
 from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding, token_log_probs
+from jaxstack.kernels.delta_rule import before as tokens_before
+from jaxstack.kernels.delta_rule import causal_convolution, context_delta_rule, gated_delta_rule, same_document
+from jaxstack.kernels.delta_rule import recurrent as recurrent_delta_rule
 from jaxstack.kernels.distillation import Mix, distillation_loss
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
@@ -54,12 +57,15 @@ __all__ = [
     "cached_attention",
     "cached_cross_attention",
     "cached_latent_attention",
+    "causal_convolution",
     "context_attention",
+    "context_delta_rule",
     "context_order",
     "cross_entropy",
     "distillation_loss",
     "embedding_lookup",
     "find_sites",
+    "gated_delta_rule",
     "gelu",
     "grouped_matmul",
     "largest_logit",
@@ -68,6 +74,9 @@ __all__ = [
     "mask_vocab_padding",
     "multiply_in_float32",
     "quantized_matmul",
+    "recurrent_delta_rule",
     "rms_norm",
+    "same_document",
     "token_log_probs",
+    "tokens_before",
 ]

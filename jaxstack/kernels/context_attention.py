@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.kernels.attention import CAUSAL, chunked, cudnn, mask_arrays, options, pallas_gpu, reference
+from jaxstack.kernels.attention import sinks as with_sinks
 from jaxstack.kernels.attention.reference import (
     AttentionMask,
     Mask,
@@ -68,6 +69,7 @@ def context_attention(
     kv_segment_ids: jax.Array | None = None,
     prefix_ids: jax.Array | None = None,
     bias: RelativeBias | None = None,
+    sinks: jax.Array | None = None,
     method: str = "ring",
     implementation: str = "xla",
 ) -> jax.Array:
@@ -92,6 +94,7 @@ def context_attention(
       scale, mask, softcap: see `attention`; windows count positions in the sequence. The ring needs a causal mask.
       segment_ids, kv_segment_ids, prefix_ids: see `attention`, for the tokens of this shard.
       bias: see `attention`; its positions belong to this shard's tokens. The ring does not support it.
+      sinks: see `attention`.
       method: "ring" or "all_gather".
       implementation: see `attention`. The ring without a window also runs "cudnn" and "pallas_gpu": each step calls the
         kernel for a block of keys, forward and backward, with the log-sum-exp of all keys in the backward pass.
@@ -101,7 +104,7 @@ def context_attention(
         support a bias, or `attention` rejects the arguments.
     """
     case = {"sequence_shards": lax.axis_size(axis), "segments": segment_ids is not None, "context_method": method}
-    case |= {"value_dim": v.shape[3]}
+    case |= {"value_dim": v.shape[3], "sinks": sinks is not None}
     o = options(q, k, scale, mask, softcap, implementation, bias, **case)
     arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
     if mask.kind == "cross":
@@ -112,16 +115,16 @@ def context_attention(
             f"of {2 * lax.axis_size(axis)} for mesh axis {axis!r} of size {lax.axis_size(axis)}"
         )
     table = None if bias is None else bias.table
-    q, k, v, tokens, table = _match_varying(axis, q, k, v, arrays.queries, table)
+    q, k, v, tokens, table, sinks = _match_varying(axis, q, k, v, arrays.queries, table, sinks)
     match method:
         case "ring" if not mask.causal:
             raise ValueError("the ring computes causal attention only; use method=all_gather")
         case "ring" if table is not None:
             raise ValueError("the ring does not add relative biases; use method=all_gather")
         case "ring":
-            return _ring(o, axis, q, k, v, tokens.segments)
+            return _ring(o, axis, q, k, v, tokens.segments, sinks)
         case "all_gather":
-            return _all_gather(o, axis, q, k, v, tokens, table)
+            return _all_gather(o, axis, q, k, v, tokens, table, sinks)
     raise ValueError(f"context_attention has no method {method!r}; use one of {', '.join(METHODS)}")
 
 
@@ -141,14 +144,16 @@ def _match_varying(axis, *arrays):
 def _cross(o: Options, axis, q, k, v, mask: Mask):
     q, k, v, mask = _match_varying(axis, q, k, v, mask)
     k, v, of_keys = jax.tree.map(lambda x: collectives.gather(x, (axis,), 1), (k, v, mask.keys))
-    return _attend(o)(o, q, k, v, Mask(mask.queries, of_keys))
+    return _attend(o, q, k, v, Mask(mask.queries, of_keys))
 
 
-def _attend(o: Options):
-    return chunked.attend if o.name == "chunked" else reference.attend
+def _attend(o: Options, q, k, v, mask: Mask, table=None, sinks=None):
+    if o.name != "chunked":
+        return reference.attend(o, q, k, v, mask, table, sinks)
+    return chunked.attend(o, q, k, v, mask, table) if sinks is None else with_sinks.attend(o, q, k, v, mask, sinks)
 
 
-def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table):
+def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table, sinks):
     shards = lax.axis_size(axis)
     me = lax.axis_index(axis)
     half = q.shape[1] // 2
@@ -157,7 +162,7 @@ def _all_gather(o: Options, axis, q, k, v, tokens: Tokens, table):
     for start, chunk, key_chunks in ((0, me, shards), (half, 2 * shards - 1 - me, 2 * shards)):
         keys = (key_chunks if o.causal else 2 * shards) * half  # enough for this half of the queries on every shard
         mask = Mask(slice_tree(tokens, start, half), slice_tree(of_keys, 0, keys), chunk * half)
-        outs.append(_attend(o)(o, q[:, start : start + half], k[:, :keys], v[:, :keys], mask, table))
+        outs.append(_attend(o, q[:, start : start + half], k[:, :keys], v[:, :keys], mask, table, sinks))
     return jnp.concatenate(outs, axis=1)
 
 
@@ -230,6 +235,11 @@ def _unpack(o: Options, x):
     return x if _token_dim(o) == 1 else heads_last(x)
 
 
+def _of_heads(o: Options, sinks, k):
+    """Returns sinks [H] such that they broadcast against the log-sum-exp of a block."""
+    return sinks if _token_dim(o) == 1 else sinks.reshape(k.shape[2], 1, -1)
+
+
 def _pack_keys(o: Options, x):
     """Returns keys, or values, [B, S, G, K] in the order of a block's arrays, or the reverse."""
     return x if _token_dim(o) == 1 else x.swapaxes(1, 2)
@@ -241,7 +251,7 @@ def _forward(o: Options, q, k, v, mask: Mask):
         case "cudnn":
             return cudnn.forward_block(o, q, k, v, mask)
         case "pallas_gpu":
-            return pallas_gpu.forward_block(o, q, k, v, mask)
+            return pallas_gpu.forward(o, q, k, v, mask, jnp.float32)
     return chunked.forward(o, q, k, v, mask, jnp.float32)
 
 
@@ -251,16 +261,16 @@ def _backward(o: Options, q, k, v, d_out, out, lse, delta, mask: Mask):
         case "cudnn":
             return cudnn.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
         case "pallas_gpu":
-            return pallas_gpu.backward_block(o, q, k, v, d_out, out, lse, delta, mask)
+            return pallas_gpu.backward(o, q, k, v, d_out, lse, delta, mask, jnp.float32)
     return chunked.backward(o, q, k, v, d_out, lse, delta, mask, jnp.float32)[:3]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(o: Options, axis, q, k, v, segment_ids):
-    return _ring_forward(o, axis, q, k, v, segment_ids)[0]
+def _ring(o: Options, axis, q, k, v, segment_ids, sinks):
+    return _ring_forward(o, axis, q, k, v, segment_ids, sinks)[0]
 
 
-def _ring_forward(o: Options, axis, q, k, v, segment_ids):
+def _ring_forward(o: Options, axis, q, k, v, segment_ids, sinks):
     shards = lax.axis_size(axis)
     me = lax.axis_index(axis)
     half = q.shape[1] // 2
@@ -293,19 +303,27 @@ def _ring_forward(o: Options, axis, q, k, v, segment_ids):
     result = _both_halves(lambda start: pair(o, block, start, start, None), half, dim)
     result = merge(result, block, *_high_to_low(axis, me, half))
     _, (out, lse) = lax.fori_loop(1, shards, step, (_next(axis, block), result))
+    if sinks is not None:
+        share, lse = with_sinks.add(lse, _of_heads(o, sinks, k))
+        out = out * share[..., None]
     out = checkpoint_name(_unpack(o, out).astype(q.dtype), "attention")
     lse = checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, segment_ids, out, lse)
+    return out, (q, k, v, segment_ids, sinks, out, lse)
 
 
 def _ring_backward(o: Options, axis, residuals, d_out):
-    q, k, v, segment_ids, out, lse = residuals
+    q, k, v, segment_ids, sinks, out, lse = residuals
     shards = lax.axis_size(axis)
     me = lax.axis_index(axis)
     half = q.shape[1] // 2
     dim = _token_dim(o)
     queries, d_outs, outs = (_pack(o, x, k.shape[2]) for x in (q, d_out, out))
-    of_queries = (queries, d_outs, outs, lse, row_dots(d_outs, outs))
+    delta = row_dots(d_outs, outs)
+    of_queries = (queries, d_outs, outs, lse, delta)
+    d_sinks = None
+    if sinks is not None:
+        total, deltas = (_unpack(o, x[..., None])[..., 0] for x in (lse, delta))
+        d_sinks = with_sinks.gradient(total, sinks, deltas)
     block = _pack_keys(o, k), _pack_keys(o, v), segment_ids
 
     def pair(o, block, query, key, offset):
@@ -331,7 +349,7 @@ def _ring_backward(o: Options, axis, residuals, d_out):
     _, (dq, *d_block) = lax.fori_loop(1, shards, step, (_next(axis, block), gradients))
     # The last hop returns the gradients to their own shard.
     dk, dv = (_pack_keys(o, x).astype(k.dtype) for x in _next(axis, d_block))
-    return _unpack(o, dq).astype(q.dtype), dk, dv, None
+    return _unpack(o, dq).astype(q.dtype), dk, dv, None, d_sinks
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -32,6 +32,11 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
             f"--placement={path} places experts, but the run has model.family={model.family} and model.moe.num_experts="
             f"{model.moe.num_experts}. Leave --placement away."
         )
+    if model.delta.every:
+        raise ConfigError(
+            f"--placement={path} stores the experts of single layers, but model.delta.every={model.delta.every} has "
+            f"units of layers. Leave --placement away."
+        )
     stored = placement.read(path, model.expert_layers, model.moe.num_experts)
     if mesh.expert > 0:
         placement.require_devices(path, stored, mesh.expert)

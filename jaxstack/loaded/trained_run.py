@@ -17,8 +17,10 @@ from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
 from jaxstack.config.training import PreferenceConfig, RLConfig
-from jaxstack.data import Tokenizer
+from jaxstack.data import Tokenizer, chat
+from jaxstack.data.conversations import Message
 from jaxstack.data.loader import DataLoader
+from jaxstack.data.preferences import scored_ids
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import encode_prompt
 from jaxstack.families.context import make_context
@@ -408,7 +410,7 @@ class TrainedRun:
           ConfigError: the data cannot be read, has changed since the checkpoint, or has another tokenizer.
         """
         cfg = self.config if source is None else self._with_data(source)
-        dataset = data.load_for(cfg.model, cfg.data)
+        dataset = data.load_for(cfg.model, cfg.data, cfg.aim)
         saved = run_dir.checkpoints(Path(cfg.run.dir))
         if source is None and (steps := manifest.complete_steps(saved)):
             metadata = store.metadata(saved, max(steps) if self.step is None else self.step)
@@ -463,8 +465,25 @@ class TrainedRun:
     def _eval_steps(self) -> dict[PreferenceConfig | None, Callable[[Params, Batch], EvalSums]]:
         return {}
 
+    def rewards(self, rows: Sequence[tuple[list[Message], str]], batch: int = 8) -> np.ndarray:
+        """Returns the scores that a reward model gives to completions, float32 [rows].
+
+        Args:
+          rows: each a prompt, as messages, and the text of a completion.
+          batch: number of completions in a call.
+
+        Raises:
+          ConfigError: the run is not a reward model.
+        """
+        if not self.model.reward_head:
+            raise ConfigError(
+                f"{self.config.run.dir} is not a reward model (model.reward_head=false). Name a run of "
+                f"preference.loss=reward."
+            )
+        return self.scorer.rewards(scored_ids(rows, chat.template_for(self.tokenizer), self.tokenizer), batch)
+
     @cached_property
     def scorer(self) -> Scorer:
         """The model ready to score texts."""
-        require_decoder(self.model)
+        require_decoder(self.model, scores=True)
         return Scorer.create(self.model, self.params, self.context, self._options(self.config.sample.domain)["gate"])

@@ -223,6 +223,8 @@ class Stack:
       prepare: changes gathered parameters before the layer reads them.
       plain: whether features of the model leave the layers as they are.
       rotates: whether each layer of a step rotates queries and keys; the tuple repeats.
+      keeps: the named values that a layer's attention keeps for a cache.
+      kinds: the stacks of the layers of a unit, see `alternate`. Empty if all layers are of one kind.
     """
 
     depth: int
@@ -241,6 +243,13 @@ class Stack:
     prepare: Callable[[Params], Params] = lambda params: params
     plain: bool = False
     rotates: tuple[bool, ...] = (True,)
+    keeps: tuple[str, ...] = ("keys", "values")
+    kinds: "tuple[Stack, ...]" = ()
+
+    @property
+    def cached(self) -> list[tuple[str, ...]]:
+        """The named values that each layer of one step keeps for a cache."""
+        return [kind.keeps for kind in self.kinds] or [self.keeps] * self.period
 
     @property
     def period(self) -> int:
@@ -310,7 +319,7 @@ def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
 
     assert depth % len(kinds) == 0, f"{depth} layers are not units of {len(kinds)}"
     first = kinds[0]
-    return Stack(depth // len(kinds), enter=first.enter, counts=first.counts, step=step)
+    return Stack(depth // len(kinds), enter=first.enter, counts=first.counts, step=step, kinds=tuple(kinds))
 
 
 def kinds_of(unit: Params) -> list[Params]:

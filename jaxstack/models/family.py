@@ -25,8 +25,8 @@ from jaxstack.models.params import Params, Spec, cast_matrices, unstack
 from jaxstack.models.values import Aux
 from jaxstack.pipeline import PipelineFns, StackFns
 
-CACHED = ("keys", "values")
-"""Named values that a KV cache is made of. They belong to rows, and are not summed over them."""
+CACHED = ("keys", "values", "state", "recent")
+"""Named values that a cache of earlier tokens is made of. They belong to rows, and are not summed over them."""
 
 
 class Comparison(Protocol):

@@ -173,14 +173,23 @@ def attention(
         assert mask.causal, "a cache has the tokens before these"
         bias = None if table is None else RelativeBias(table, None, cfg.relative_distance, bidirectional=False)
         earlier = cache["keys"], cache["values"], cache["distance"]
-        mixed = kernels.cached_attention(q, k, v, *earlier, window=mask.window, bias=bias, **options)
+        options |= {"bias": bias, "sinks": params.get("sinks")}
+        mixed = kernels.cached_attention(q, k, v, *earlier, window=mask.window, **options)
     else:
         options |= {"mask": mask, "max_distance": cfg.relative_distance}
-        mixed = attention_region(ctx, "attention", options, (q, k, v, inputs.segment_ids, None, table))
+        arrays = q, k, v, inputs.segment_ids, None, table, params.get("sinks")
+        mixed = attention_region(ctx, "attention", options, arrays)
     ctx.observe("attention/mixed", mixed, *HEADS)
-    y = project_out(cfg, params, mixed, ctx)
+    y = project_out(cfg, params, gated(cfg, params, mixed, x, ctx), ctx)
     ctx.observe("attention/out", y, *RESIDUAL)
     return y
+
+
+def gated(cfg: ModelConfig, params: Params, mixed: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
+    """Returns what heads have mixed [B, S, H, K], times a gate that reads the tokens, if attention has one."""
+    if "w_gate" not in params:
+        return mixed
+    return mixed * jax.nn.sigmoid(linear(cfg, params, "gate", x, ctx, "heads"))
 
 
 def score_options(cfg: ModelConfig) -> dict[str, Any]:
@@ -200,7 +209,7 @@ def attention_region(
 ) -> jax.Array:
     """Runs `_attend` on the arguments from `q` on; `group` begins the names of observed values."""
     rows = ("batch", "sequence")
-    where = (HEADS, HEADS, HEADS, rows, rows, (None, "heads"))
+    where = (HEADS, HEADS, HEADS, rows, rows, (None, "heads"), ("heads",))[: len(arguments)]
     mixed: jax.Array = ctx.region(partial(_attend, {**options, "group": group}), arguments, where, HEADS)
     return mixed
 
@@ -214,6 +223,7 @@ def _attend(
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
     table: jax.Array | None,
+    *sinks: jax.Array | None,
 ) -> jax.Array:
     """Computes attention over the heads of this device, for `Context.region`; `table` has relative biases."""
     masked: dict[str, Any] = {"segment_ids": segment_ids, **options}
@@ -226,7 +236,7 @@ def _attend(
     axes = ctx.layout.axes("sequence")
     largest = partial(kernels.largest_logit, q, k, axes=axes, **masked)
     ctx.observe(f"{group}/max_logit", largest, *HEADS)
-    masked["implementation"] = ctx.ops.attention
+    masked |= {"implementation": ctx.ops.attention, "sinks": sinks[0] if sinks else None}
     if axes:
         return kernels.context_attention(q, k, v, axis=axes[0], method=ctx.layout.context_method, **masked)
     return kernels.attention(q, k, v, max_documents=ctx.ops.max_documents, **masked)

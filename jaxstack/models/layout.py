@@ -50,6 +50,7 @@ class Layout:
       gather: when a pipeline gathers the parameters of a stage: `once`, or by `layer`, see `PipelineConfig.gather`.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
+      zero: what replicas shard beside the batch, see `MeshConfig.zero`.
     """
 
     mesh: Mesh | None = None
@@ -59,6 +60,7 @@ class Layout:
     gather: Literal["once", "layer"] = "once"
     context_method: Literal["ring", "all_gather"] = "ring"
     reduce_dtype: Any = jnp.float32
+    zero: Literal["none", "state", "gradients"] = "none"
 
     @property
     def trip_counts(self) -> dict[str, float]:
@@ -104,6 +106,48 @@ class Layout:
         rules = replace(self.rules, parameters={k: v for k, v in self.rules.parameters.items() if k in named})
         specs = [self.narrow(s) for s in rules.resolve(leaves, self.mesh).values()]
         return jax.tree.unflatten(jax.tree.structure(map_spec(lambda p: 0, spec)), specs)
+
+    def updates(self, spec: Spec) -> PyTree:
+        """Returns how the optimizer's state and the gradients that it reads are sharded, as PartitionSpecs.
+
+        That is like the parameters; with `zero`, the replicas also shard one dimension of each parameter.
+        """
+
+        def split(_: Param, where: PartitionSpec, dim: int) -> PartitionSpec:
+            if dim < 0:
+                return where
+            entries = [*where, *[None] * (dim + 1 - len(where))]
+            names = (*names_of(entries[dim]), *self.update_axes)
+            entries[dim] = names if len(names) > 1 else names[0]
+            return PartitionSpec(*entries)
+
+        return map_spec(split, spec, self.parameters(spec), self._update_dims(spec))
+
+    @property
+    def update_axes(self) -> Axes:
+        """Mesh axes that split the optimizer's state but not the parameters: those of replicas, with `zero`."""
+        is_split = self.zero != "none" and self.mesh is not None and self.mesh.shape["data"] > 1
+        return ("data",) if is_split else ()
+
+    def _update_dims(self, spec: Spec) -> PyTree:
+        """Returns for each parameter the dimension that `update_axes` split, or -1 if they divide none.
+
+        Layers and experts come first, because an optimizer of whole matrices then has whole ones. The largest of the
+        other dimensions follows.
+        """
+        if not self.update_axes:
+            return map_spec(lambda p: -1, spec)
+        assert self.mesh is not None
+        sizes = self.mesh.shape
+        replicas = math.prod(sizes[axis] for axis in self.update_axes)
+
+        def dim_of(p: Param, where: PartitionSpec) -> int:
+            entries = [*where, *[None] * len(p.shape)][: len(p.shape)]
+            held = [n // math.prod(sizes[a] for a in names_of(e)) for n, e in zip(p.shape, entries, strict=True)]
+            divided = [dim for dim, n in enumerate(held) if n % replicas == 0]
+            return max(divided, key=lambda dim: (dim < p.batch_axes, held[dim], -dim), default=-1)
+
+        return map_spec(dim_of, pad_to_slots(spec, self.stages), self.parameters(spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Returns the sharding of a spec on the mesh."""
@@ -237,14 +281,25 @@ class Layout:
 
         The axes `without` are left for another call, which sums over what still varies.
         """
+        return map_spec(partial(self._sync_grad, without=without), spec, grads)
 
-        def total(p: Param, value: jax.Array) -> jax.Array:
-            dtype = self.reduce_dtype if p.is_cast else value.dtype
-            varies = collectives.varies_along(value)
-            axes = tuple(a for a in self._grad_sync_axes(p) if a in varies and a not in without)
-            return collectives.all_reduce(value.astype(dtype), axes).astype(value.dtype)
+    def scatter_grads(self, spec: Spec, grads: Params) -> Params:
+        """Sums the gradients that `defer_grad_sync` left local, of which each replica keeps its part of `updates`."""
+        if not self.update_axes:
+            return self.sync_grads(spec, grads)
+        return map_spec(lambda p, value, dim: self._sync_grad(p, value, dim=dim), spec, grads, self._update_dims(spec))
 
-        return map_spec(total, spec, grads)
+    def _sync_grad(self, p: Param, value: jax.Array, without: Axes = (), dim: int = -1) -> jax.Array:
+        """Returns the sum of a gradient over devices; with a dimension, this replica's part along it."""
+        dtype = self.reduce_dtype if p.is_cast else value.dtype
+        varies = collectives.varies_along(value)
+        total = value.astype(dtype)
+        if dim >= 0:  # the sum over the other axes then moves only this device's shard
+            assert set(self.update_axes) <= set(varies), "the gradient is local, not yet a sum"
+            total = collectives.reduce_scatter(total, self.update_axes, dim)
+            without = (*without, *self.update_axes)
+        axes = tuple(a for a in self._grad_sync_axes(p) if a in varies and a not in without)
+        return collectives.all_reduce(total, axes).astype(value.dtype)
 
     def to_layer_order(self, tree: PyTree, stack: str = "") -> PyTree:
         """Gathers arrays over the slots of this device's stage [R/P, ...] to arrays over all layers, in order [L, ...].
@@ -253,8 +308,14 @@ class Layout:
         """
         if self.pipeline is None:
             return tree
-        slots = self.pipeline.stages.of(stack).slot_of_layer
-        return jax.tree.map(lambda a: collectives.all_gather_invariant(a, ("pipe",), 0)[slots], tree)
+        placed = self.pipeline.stages.of(stack)
+
+        def one(a: jax.Array) -> jax.Array:
+            gathered = collectives.all_gather_invariant(a, ("pipe",), 0)
+            slots = gathered.reshape(len(placed.layer_of_slot), -1, *gathered.shape[1:])  # a unit has several layers
+            return slots[placed.slot_of_layer].reshape(-1, *gathered.shape[1:])
+
+        return jax.tree.map(one, tree)
 
     def to_stage_order(self, values: jax.Array, stack: str = "") -> jax.Array:
         """Returns an array over all layers, in order [L, ...], as stages store it [R, ...]; empty slots are zeros."""

@@ -125,6 +125,7 @@ def op_cases(
             "context_method": layout.context_method,
             "mask": attention_mask(model),
             "bias": model.positions == "relative",
+            "sinks": model.attention_sinks,
         },
         "norm": {"d_model": model.d_model, "partitioner": layout.partitioner},
         "codes": {"scheme": scheme},

@@ -37,13 +37,14 @@ class MoEOptions:
 
     Attributes:
       num_experts: E, over all shards.
-      activation: elementwise; hidden = activation(gate) * up, or activation(up).
+      activation: elementwise; hidden = activation(gate) * of_up(up), or activation(up).
       expert_axis: mesh axis that the experts are spread over; the tokens are spread over it, too. `None` means that
         every device has all experts.
       capacity_factor: tokens that an expert takes, as a multiple of the even share. `None` means no limit.
       rows: number of sequences in the tokens; needed with a capacity.
       implementation: of the matmuls without a capacity: one of `kernels.grouped_matmul`, or "reference", which is the
         definition: every expert on every token, on one device only.
+      of_up: elementwise; what a gated MLP multiplies the activated gate by.
     """
 
     num_experts: int
@@ -52,6 +53,7 @@ class MoEOptions:
     capacity_factor: float | None = None
     rows: int | None = None
     implementation: str = "grouped"
+    of_up: Activation = lambda up: up
 
 
 def moe_mlp(
@@ -93,14 +95,14 @@ def moe_mlp(
     """
     _check(x, routing, weights, options)
     adapters = adapters or {}
-    mlp = partial(expert_mlp, weights=weights, adapters=adapters, activation=options.activation)
+    mlp = partial(expert_mlp, weights=weights, adapters=adapters, activation=options.activation, of_up=options.of_up)
     if options.capacity_factor is not None:
         return _with_capacity(x, routing, options, mlp, mask)
     experts = routing.experts.reshape(-1)  # [N]
     gates = routing.weights.reshape(-1)
     dropped = jnp.sum(jnp.zeros_like(experts))
     if options.expert_axis is not None:
-        exchange = Exchange(options.expert_axis, options.activation, options.implementation)
+        exchange = Exchange(options.expert_axis, options.activation, options.of_up, options.implementation)
         weights, adapters = taps.fused((weights, adapters))  # a round keeps no input for a later weight gradient
         y = moe_in_rounds(x, routing.weights, experts, weights, adapters, exchange)
     elif options.implementation == "reference":

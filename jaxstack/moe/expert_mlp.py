@@ -15,7 +15,8 @@ from jaxstack.kernels import grouped_matmul
 from jaxstack.moe.pairs import starts_of
 
 Weights: TypeAlias = dict[str, jax.Array]
-"""`w_up` [E, D, F], `w_down` [E, F, D] and, for a gated MLP, `w_gate` [E, D, F]."""
+"""`w_up` [E, D, F], `w_down` [E, F, D] and, for a gated MLP, `w_gate` [E, D, F]. `b_up` [E, F], `b_down` [E, D] and
+`b_gate` [E, F] are their biases, if they have any."""
 
 Adapters: TypeAlias = dict[str, tuple[jax.Array, jax.Array]]
 """By the name of a weight, the matrices a [E, I, r] and b [E, r, O] of its adapter: x w + (x a) b."""
@@ -31,6 +32,7 @@ def expert_mlp(
     activation: Activation,
     matmul: Matmul,
     scale: jax.Array | None = None,
+    of_up: Activation = lambda up: up,
 ) -> jax.Array:
     """Computes the experts' MLP.
 
@@ -38,26 +40,32 @@ def expert_mlp(
       x: rows, in the order that `matmul` takes them.
       weights: of the experts.
       adapters: of the weights; `{}` means none.
-      activation: elementwise; hidden = activation(gate) * up, or activation(up).
+      activation: elementwise; hidden = activation(gate) * of_up(up), or activation(up).
       matmul: product of rows and a weight.
-      scale: [..., 1], float32; multiplies the hidden layer. `None` means 1.
+      scale: [..., 1], float32; multiplies the hidden layer, and the last bias. `None` means 1.
+      of_up: elementwise.
     """
 
-    def product(x: jax.Array, name: str) -> jax.Array:
-        y = matmul(x, weights[name])
-        if name in adapters:
-            a, b = adapters[name]
+    def product(x: jax.Array, name: str, scale: jax.Array | None = None) -> jax.Array:
+        y = matmul(x, weights[f"w_{name}"])
+        if f"w_{name}" in adapters:
+            a, b = adapters[f"w_{name}"]
             y = y + matmul(matmul(x, a), b)
+        if f"b_{name}" in weights:
+            # A bias is the matrix of one more input, which is 1. So rows find the bias of their expert, and the
+            # gradient is summed over them, as `matmul` does it.
+            one = jnp.ones_like(x[..., :1]) if scale is None else scale.astype(x.dtype)
+            y = y + matmul(one, weights[f"b_{name}"][:, None].astype(x.dtype))
         return y
 
-    up = checkpoint_name(product(x, "w_up"), "mlp_up")
+    up = checkpoint_name(product(x, "up"), "mlp_up")
     if "w_gate" in weights:
-        hidden = activation(checkpoint_name(product(x, "w_gate"), "mlp_gate")) * up
+        hidden = activation(checkpoint_name(product(x, "gate"), "mlp_gate")) * of_up(up)
     else:
         hidden = activation(up)
     if scale is not None:
         hidden = (hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32)) * scale).astype(hidden.dtype)
-    return product(hidden, "w_down")
+    return product(hidden, "down", scale)
 
 
 def apply_by_expert(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxstack.common import files
 from jaxstack.config import ConfigError
 
-EXPERT_WEIGHTS = ("w_up", "w_gate", "w_down")
+EXPERT_WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 """The parameters of experts in the group `moe` of a layer, which replicas have copies of."""
 
 

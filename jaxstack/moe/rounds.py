@@ -75,11 +75,13 @@ class Exchange(NamedTuple):
     Attributes:
       axis: mesh axis of the shards.
       activation: of the MLP, elementwise.
+      of_up: see `expert_mlp`.
       implementation: of `kernels.grouped_matmul`.
     """
 
     axis: str
     activation: Activation
+    of_up: Activation
     implementation: str
 
 
@@ -155,6 +157,7 @@ def _one_round(
         weights=weights,
         adapters=adapters,
         activation=exchange.activation,
+        of_up=exchange.of_up,
         scale=move_rows(scale, order, back),
     )
     out = apply_by_expert(move_rows(received, order, back), numbers[order], local, mlp, exchange.implementation)

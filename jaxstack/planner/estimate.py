@@ -196,12 +196,14 @@ def _traced_parts(job: Job) -> dict[str, float]:
 def _gradient_bytes(train: TrainConfig, ctx: Context, weights: Weights) -> float:
     """Returns the bytes of gradients; accumulated ones are float32 sums beside the gradients of one microbatch.
 
-    A pipeline sums the gradients of the weights that its units read in float32.
+    A pipeline sums the gradients of the weights that its units read in float32. With `mesh.zero=gradients` the sums
+    over microbatches are shards.
     """
     accumulates = train.grad_accum > 1
+    sums = 4 * (weights.updated if ctx.layout.zero == "gradients" else weights.trained) if accumulates else 0
     if ctx.layout.pipeline is not None:
-        return 4 * weights.summed + (4 * weights.trained if accumulates else 0)
-    return (8 if accumulates else itemsize(train)) * weights.trained
+        return 4 * weights.summed + sums
+    return (4 if accumulates else itemsize(train)) * weights.trained + sums
 
 
 def _pipelines_collectives(ctx: Context) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxstack.config import Config, ConfigError
+from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.moe.placement import EXPERT_WEIGHTS, Placement
 from jaxstack.planner import shards
@@ -16,7 +16,7 @@ from jaxstack.sharding import find_devices
 
 
 def generation_need(job: Job, slots: int) -> tuple[float, float]:
-    """Returns the least bytes of generation on a device: of float32 parameters, and of keys and values of all layers.
+    """Returns the least bytes of generation on a device: of float32 parameters, and of the cache of all layers.
 
     Args:
       slots: tokens of the longest prompt with its continuation.
@@ -30,12 +30,36 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
         if job.ctx.placement is not None and group == "moe" and name in EXPERT_WEIGHTS:
             copies = job.ctx.placement.stored.shape[1] / job.ctx.placement.num_experts
         params += 4 * math.prod(shards.stored_shape(p, job.ctx)) * copies
-    kept = sum(min(window or slots, slots) for window in m.windows) * m.num_layers // len(m.windows)
+    kept = sum(cached_tokens(window, slots) for window in m.windows) * m.num_layers // len(m.windows)
     itemsize = jnp.dtype(job.train.dtype).itemsize
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
-    if m.latent.kv_rank:  # all devices of a tensor group keep the same
-        return params, itemsize * rows * kept * (m.latent.kv_rank + m.latent.rotary_dim)
-    return params, 2 * itemsize * rows * kept * m.kv_heads * m.head_width // sizes["tensor"]
+    _, elements = cached_vectors(m, sizes["tensor"])
+    cache = itemsize * rows * kept * elements
+    if m.delta.every:  # the states are in float32
+        delta = m.delta
+        states = 4 * delta.value_heads * delta.key_dim * delta.value_dim
+        channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+        layers = m.num_layers - m.num_layers // delta.every
+        cache = cache // delta.every
+        cache += layers * rows * (states + itemsize * (delta.taps - 1) * channels) // sizes["tensor"]
+    return params, cache
+
+
+def cached_tokens(window: int, slots: float) -> float:
+    """Returns how many of a sequence's tokens a layer with this window keeps; 0 means no window."""
+    return min(window or slots, slots)
+
+
+def cached_vectors(m: ModelConfig, tensor: int) -> tuple[int, int]:
+    """Returns how many vectors a device of a tensor group caches for a token and layer, and their elements.
+
+    With latent attention these are a latent and a rotated key, the same on all devices of the group. Otherwise they are
+    a key and a value for each of the device's heads of keys.
+    """
+    if m.latent.kv_rank:
+        return 2, m.latent.kv_rank + m.latent.rotary_dim
+    heads = m.kv_heads // tensor
+    return 2 * heads, 2 * heads * m.head_width
 
 
 @dataclass(frozen=True)

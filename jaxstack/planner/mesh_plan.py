@@ -1,6 +1,5 @@
 """Searches a mesh for a target or for the available devices, and puts the result into words and flags."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,6 @@ from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.planner import aot, figures, hlo, mesh_search
-from jaxstack.planner.estimate import divisors
 from jaxstack.planner.memory import GIB, Flags, Room, room_of
 from jaxstack.planner.mesh_search import PIPELINE_KEYS, Candidate, Clock, Found, Search, Space
 from jaxstack.planner.roofline import ChipLimits
@@ -98,31 +96,6 @@ def search(cfg: Config, devices: Devices, given: Collection[str] = (), count: in
     if not found.ranked:
         raise _too_large(space, devices, found)
     return found
-
-
-def padding_note(cfg: Config, devices: Devices, given: Collection[str], meshes: int) -> str:
-    """Returns a line with the meshes that a padded vocabulary would add, or "" if axes divide it as it is.
-
-    Args:
-      cfg: the resolved configuration.
-      devices: that were searched for.
-      given: keys whose values in `cfg` are kept.
-      meshes: number of meshes that are possible without padding.
-    """
-    vocabulary = cfg.model.padded_vocab
-    multiple = math.lcm(128, devices.count)
-    if any(vocabulary % n == 0 for n in divisors(devices.count)[1:]) or devices.count == 1:
-        return ""
-    size = -(-vocabulary // multiple) * multiple
-    padded = with_values(cfg, {"model.pad_vocab_to": size})
-    run = devices.search(Space(padded, devices.count, devices.platform, given))
-    more = sum(run.first(one) is not None for one in run.space.meshes()) - meshes
-    if more <= 0:
-        return ""
-    return (
-        f"mesh.tensor and mesh.pipe do not divide the vocabulary of {vocabulary}: --model.pad_vocab_to={size} opens "
-        f"{more} more meshes."
-    )
 
 
 def _kept(space: Space) -> str:

@@ -260,7 +260,9 @@ def _update(job: Job) -> list[Op]:
     sums = accum > 1 or job.ctx.layout.pipeline is not None
     stored = {path: math.prod(shards.stored_shape(p, job.ctx)) for path, p in spec.items()}
     trained = [path for path, p in spec.items() if not p.frozen]
-    count = float(sum(stored[path] for path in trained))
+    axes = shards.update_axes(job.model, job.ctx)
+    sizes = shards.mesh_sizes(job.ctx)
+    count = float(sum(math.prod(shards.shard_shape(spec[path], axes[path], sizes)) for path in trained))
     found = []
     if e != 4:
         cast = sum(stored[path] for path, p in spec.items() if p.is_cast)
@@ -271,6 +273,8 @@ def _update(job: Job) -> list[Op]:
     state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
     moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
+    if job.ctx.layout.update_axes:  # the gathered changes are added to all parameters that a device stores
+        moved += 12 * sum(stored[path] for path in trained)
     found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))
     matrices = shards.muon_matrices(job).items()
     return [*found, *(_orthogonalisation(spec[path], shared.matrices) for path, (shared, _) in matrices)]

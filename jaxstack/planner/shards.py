@@ -53,6 +53,21 @@ def param_axes(p: Param, layout: Layout) -> DimAxes:
     return [names_of(layout.rules.parameters[axis]) for axis in p.axes]
 
 
+def update_axes(model: ModelConfig, ctx: Context) -> dict[str, DimAxes]:
+    """Returns the mesh axes that shard each dimension of a parameter's optimizer state, by its path.
+
+    They are the axes of the parameter, and with `mesh.zero` those of replicas too.
+    """
+    if not ctx.layout.update_axes:
+        return {path: param_axes(p, ctx.layout) for path, p in flat_params(model, ctx).items()}
+    spec = families.spec(model)
+    specs = dict(zip(flat_spec(spec), jax.tree.leaves(ctx.layout.updates(spec)), strict=True))
+    return {
+        path: [*map(names_of, specs[path]), *[()] * (len(p.shape) - len(specs[path]))]
+        for path, p in flat_params(model, ctx).items()
+    }
+
+
 def shard_shape(p: Param, axes: DimAxes, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the shape of a device's shard of a parameter."""
     return tuple(size // math.prod(sizes[a] for a in names) for size, names in zip(p.shape, axes, strict=True))
@@ -120,9 +135,10 @@ def muon_matrices(job: Job) -> dict[str, tuple[whole_matrices.Sharing, tuple[int
         return {}
     sizes = mesh_sizes(job.ctx)
     found = {}
+    state_axes = update_axes(job.model, job.ctx)
     for path, p in flat_params(job.model, job.ctx).items():
         if p.is_hidden_matrix and not p.frozen:
-            axes = param_axes(p, job.ctx.layout)
+            axes = state_axes[path]
             shared = whole_matrices.sharing(p, p.shape, PartitionSpec(*(names or None for names in axes)), sizes)
             found[path] = shared, shard_shape(p, axes, sizes)[p.batch_axes :]
     return found

@@ -23,6 +23,7 @@ class Weights:
       table: of the token table as it is used; 0 if it is the output matrix.
       experts_layer: of the experts of one layer, as they are used.
       trained: of trained parameters as they are stored.
+      updated: of trained parameters whose changes the device computes; with `mesh.zero` a part of `trained`.
       summed: of the gradients that the units of a pipeline sum, which they have of the parameters that they read.
       rounded: matrices that `train.qat` rounds, as they are stored.
     """
@@ -33,6 +34,7 @@ class Weights:
     table: int
     experts_layer: int
     trained: int
+    updated: int
     summed: int
     rounded: int
 
@@ -98,6 +100,14 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.moe.dense_layers={model.moe.dense_layers}"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
+    if model.delta.every:
+        return f"model.delta.every={model.delta.every}"
+    if model.attention_gate:
+        return "model.attention_gate=true"
+    if model.attention_sinks:
+        return "model.attention_sinks=true"
+    if model.moe.bias:
+        return "model.moe.bias=true"
     return "model.moe.shared_gate=true" if model.moe.shared_gate else None
 
 
@@ -137,6 +147,13 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
             "layer slots of a stage", ctx.layout.pipeline.stages.chunks * ctx.layout.pipeline.stages.max_layers
         )
     trained = [path for path, p in spec.items() if not p.frozen]
+    updated = stored
+    if ctx.layout.update_axes:
+        sizes = shards.mesh_sizes(ctx)
+        shapes = (
+            (path, shards.shard_shape(spec[path], axes, sizes)) for path, axes in shards.update_axes(model, ctx).items()
+        )
+        updated = {path: counter.shaped(f"updated {path}", shape, spec[path].axes) for path, shape in shapes}
     return Weights(
         cast=named("parameters to cast", sum(read[path] for path, p in spec.items() if p.is_cast)),
         gathered_layer=named("gathered weights of a layer", sum(used[path] for path in gathered) // layers),
@@ -146,6 +163,7 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
             "experts of a layer", sum(used[path] for path, p in spec.items() if "experts" in p.axes) // layers
         ),
         trained=named("trained parameters", sum(stored[path] for path in trained)),
+        updated=named("trained parameters that a device updates", sum(updated[path] for path in trained)),
         summed=named("trained parameters as units read them", sum(read[path] for path in trained)),
         rounded=sum(stored[path] for path, p in spec.items() if p.stacked and is_compressed(p)),
     )

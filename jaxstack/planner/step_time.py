@@ -315,6 +315,11 @@ def _communication(
     of_weights: dict[str, float] = defaultdict(float)
     for c, kind, seconds in work.collectives:
         axes = "+".join(c.axes)
+        if kind in WEIGHTS and set(c.axes) & set(job.ctx.layout.update_axes):
+            # Gradients are scattered when all layers are done, and the update waits for them (`mesh.zero`).
+            alone[axes] += seconds
+            exposed[axes] += seconds
+            continue
         start = 0.0 if kind in WEIGHTS else 1e-6 * factors["hop"] * c.times * math.log2(c.devices)
         alone[axes] += seconds + start
         exposed[axes] += factors[kind] * seconds + start

@@ -124,11 +124,13 @@ def parameter_traffic(job: Job) -> list[Collective]:
     """Returns the collectives of `traffic` that send parameters, their gradients, and matrices of Muon."""
     t = _Traffic(job)
     if has_formulas(job.model):
+        state_axes = shards.update_axes(job.model, job.ctx)
         for path, p in shards.flat_params(job.model, job.ctx).items():
-            _parameter_traffic(t, path, p)
+            _parameter_traffic(t, path, p, state_axes[path])
     else:
         t.collectives = [t.compiled(c) for c in traced.traffic(job) if not _is_of_activations(c)]
     _muon_traffic(t)
+    _update_traffic(t)
     return t.collectives
 
 
@@ -243,11 +245,12 @@ def _expert_traffic(t: _Traffic) -> None:
         t.add("reduce-scatter", TENSOR, choices, runs, "gradient of routing weights", "f32")
 
 
-def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
+def _parameter_traffic(t: _Traffic, path: str, p: Param, state_axes: shards.DimAxes) -> None:
     """Adds the gathers of one parameter and the sums of its gradient.
 
     FSDP gathers weights in both passes and scatters gradients in one (Rajbhandari et al. 2020, arXiv:1910.02054,
     section 7). A pipeline gathers weights and sums gradients once a step, or in each unit (`pipeline.gather=layer`).
+    Replicas that shard the optimizer's state (`mesh.zero`) scatter gradients, too.
     """
     if p.kind == "vector" and p.axes[-1] == "router":
         return  # the load of experts updates this bias; it has no gradient
@@ -289,7 +292,15 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param) -> None:
     summed_over = tuple(a for a in ctx.layout.axes("batch", "sequence", "residual") if a not in sharded_over)
     if p.axes[-1] == "head_dim" and len(p.axes) == 1 + p.stacked and "tensor" not in summed_over:
         summed_over = (*summed_over, "tensor")  # norms of queries and keys see the heads of one device
-    if accum == 1 and ctx.layout.pipeline is None:
+    scattered_over = tuple({a for names in state_axes for a in names} - sharded_over)
+    if ctx.layout.update_axes:
+        whole = shards.stored_shape(p, ctx)
+        times = accum if ctx.layout.zero == "gradients" else 1
+        t.add("reduce-scatter", scattered_over, whole, times, f"gradient of {path}", reduce_dtype)
+        part = shards.shard_shape(p, state_axes, t.sizes)
+        left = tuple(a for a in summed_over if a not in scattered_over)
+        t.add("all-reduce", left, part, times, f"gradient of {path}", reduce_dtype)
+    elif accum == 1 and ctx.layout.pipeline is None:
         t.add("all-reduce", summed_over, stored, layers, f"gradient of {path}", rounded)
     else:
         summed = (L, *stored) if layers > 1 else stored
@@ -317,6 +328,18 @@ def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
     embeds = 0 if p.roles == ("head",) else 1
     gathers = heads + embeds * t.embeds if t.job.ctx.ops.platform != "cpu" else 1
     return gathers, heads + embeds * t.embed_grads
+
+
+def _update_traffic(t: _Traffic) -> None:
+    """Adds the gathers of the changes that replicas compute, each for its part of the parameters (`mesh.zero`)."""
+    job = t.job
+    for path, axes in shards.update_axes(job.model, job.ctx).items() if job.ctx.layout.update_axes else ():
+        p = shards.flat_params(job.model, job.ctx)[path]
+        split = {a for names in axes for a in names} - {
+            a for names in shards.param_axes(p, job.ctx.layout) for a in names
+        }
+        if not p.frozen:
+            t.add("all-gather", tuple(split), shards.stored_shape(p, job.ctx), 1, f"change of {path}", "f32")
 
 
 def _muon_traffic(t: _Traffic) -> None:

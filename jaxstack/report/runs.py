@@ -77,7 +77,7 @@ class LoggedRun:
     def objective(self) -> Objective:
         """What the run learns. Losses of different objectives cannot be compared."""
         if self.config.get("data.source") == "preferences":
-            return PreferenceConfig().objective
+            return PreferenceConfig("kto" if self.config.get("preference.loss") == "kto" else "dpo").objective
         if self.config.get("data.source") == "prompts":
             return RLConfig().objective
         labels = bool(self.config.get("model.labels"))

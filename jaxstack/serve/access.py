@@ -17,8 +17,8 @@ from jaxstack.serve.errors import ApiError, error_response
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names that only programs on the same machine can use."""
 KEY_VARIABLE = "JAXSTACK_API_KEY"
-OPEN_PATHS = ("/health",)
-"""Paths that need no key, since the probes of orchestrators have none."""
+OPEN_PATHS = ("/health", "/")
+"""Paths that need no key: the probes of orchestrators have none, and the chat page asks its reader for it."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/\[\]@]+)(:[0-9]{1,5})?")
 _NAME = re.compile(r"[^\s:/\[\]@*]+")

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from starlette.applications import Starlette
@@ -12,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -79,6 +80,7 @@ class Server:
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
             Route("/health", self._health),
+            Route("/", _chat_page),
         ]
         self.app = Starlette(
             routes=routes,
@@ -193,6 +195,18 @@ class _LogRequests:
                 self._log(one_line(f"{client} {scope['method']} {path} {status} {seconds}{': ' if note else ''}{note}"))
 
 
+def chat_page() -> str:
+    """Returns the page on which people chat with the model: one file without parts from elsewhere."""
+    return (Path(__file__).parent / "chat.html").read_text(encoding="utf-8")
+
+
+async def _chat_page(_: Request) -> Response:
+    """Sends the chat page. It may send requests to this server alone, and no page may contain it."""
+    allowed = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    policy = f"{allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return HTMLResponse(await run_in_threadpool(chat_page), headers={"Content-Security-Policy": policy})
+
+
 async def _send_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
@@ -200,7 +214,7 @@ async def _send_error(_: Request, error: Exception) -> Response:
 
 async def _send_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    routes = "/v1/completions, /v1/chat/completions, /v1/models and /health"
+    routes = "/v1/completions, /v1/chat/completions, /v1/models, /health and the chat page /"
     reason = f"{request.method} {request.url.path[:100]}: {error.detail}. This server has {routes}."
     return error_response(ApiError(reason, status=error.status_code))
 

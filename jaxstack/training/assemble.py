@@ -74,10 +74,13 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
         noise_scale.require_small_batches(ctx, train.grad_accum)
         share = noise_scale.measured(share, ctx, objective, spec)
     if in_parts(train, ctx):
-        share = accumulated(share, train.grad_accum)
-        if comparison.comparing(model):
-            share = comparison.with_all_rows(share, model, ctx, objective, train.grad_accum)
-        share = summed_once(share, ctx, spec)
+        if ctx.layout.zero == "gradients":
+            share = accumulated(summed_once(share, ctx, spec), train.grad_accum)
+        else:
+            share = accumulated(share, train.grad_accum)
+            if comparison.comparing(model):
+                share = comparison.with_all_rows(share, model, ctx, objective, train.grad_accum)
+            share = summed_once(share, ctx, spec)
     if train.noise_scale:
         share = noise_scale.totalled(share, ctx)
     gradients = over_devices(share, ctx, objective, spec)
@@ -87,8 +90,9 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
 
 
 def in_parts(train: TrainConfig, ctx: Context) -> bool:
-    """Returns whether gradients are sums over microbatches, or are read before they are summed over devices."""
-    return train.grad_accum > 1 or ctx.layout.pipeline is not None or train.noise_scale
+    """Returns whether gradients are sums over microbatches, or are read or scattered before devices sum them."""
+    is_scattered = bool(ctx.layout.update_axes)
+    return train.grad_accum > 1 or ctx.layout.pipeline is not None or train.noise_scale or is_scattered
 
 
 def make_train_step(

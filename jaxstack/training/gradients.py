@@ -93,12 +93,18 @@ def summed_once(share: Share, ctx: Context, spec: Spec) -> Share:
     Without it, a layer's gradients are summed in its part of the backward pass. On simulated devices of a CPU that is
     0.9 to 1.5 times as fast, most often 1.0 (`benchmarks/gradient_sums.py`). They nevertheless run the program of a GPU
     or TPU, which hides these sums behind the layers before.
+
+    With `Layout.zero`, each replica keeps its part of the sums only. The barrier leaves the sums in their microbatch:
+    XLA would move them out of a loop that adds them up, and the sums would then be as large as the parameters.
     """
     trained_spec, _ = parameters.partition(spec, spec)
 
     def summed(params: Params, batch: Batch, key: Key, totals: BatchTotals) -> Part:
         part = share(ctx.layout.defer_grad_sync(spec, params), batch, key, totals)
-        return part._replace(grads=ctx.layout.sync_grads(trained_spec, part.grads))
+        grads = ctx.layout.scatter_grads(trained_spec, part.grads)
+        if ctx.layout.zero == "gradients":
+            grads = jax.tree.map(jax.lax.optimization_barrier, grads)
+        return part._replace(grads=grads)
 
     return summed
 
@@ -126,7 +132,7 @@ def over_devices(share: Share, ctx: Context, objective: Objective, spec: Spec) -
     @shape_errors.explained()
     def on_mesh(params: Params, batch: Batch, key: Key = None) -> tuple[jax.Array, Params, Metrics]:
         where: PyTree = ctx.layout.parameters(spec)
-        trained, _ = parameters.partition(spec, where)
+        trained, _ = parameters.partition(spec, ctx.layout.updates(spec))
         replicated = PartitionSpec()
         inputs = (where, ctx.layout.batch, replicated)
         return ctx.layout.local(gradients, inputs, (replicated, trained, replicated))(params, batch, key)

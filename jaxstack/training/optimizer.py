@@ -362,6 +362,26 @@ def _keeping_zeros(inner: optax.GradientTransformation, spec: Spec) -> optax.Gra
     return optax.GradientTransformation(inner.init, update)
 
 
+def in_shards(inner: optax.GradientTransformation, shards: PyTree, whole: PyTree) -> optax.GradientTransformation:
+    """Builds an optimizer whose replicas each update a part of the parameters, and gather the changes.
+
+    That is the update of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1).
+
+    Args:
+      inner: the optimizer, whose state and gradients are sharded.
+      shards: how they are sharded, a tree of NamedSharding like the parameters.
+      whole: how the parameters are sharded.
+    """
+
+    def update(grads: Any, state: Any, values: Any = None) -> tuple[Any, Any]:
+        changes, state = inner.update(grads, state, jax.lax.with_sharding_constraint(values, shards))
+        # The first constraint keeps XLA from gathering gradients and state, and computing all changes everywhere.
+        changes = jax.lax.with_sharding_constraint(changes, shards)
+        return jax.lax.with_sharding_constraint(changes, whole), state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
 def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None) -> optax.GradientTransformation:
     """Builds the update rule: clipping, direction, decoupled weight decay on matrices and tables, learning rate.
 

@@ -89,10 +89,14 @@ def make_optimizer(recipe: Recipe, ctx: Context | None = None) -> optax.Gradient
     """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state."""
     spec = families.spec(recipe.model)
     trained, _ = parameters.partition(spec, spec)
-    shardings = None
-    if ctx is not None and ctx.layout.mesh is not None:
-        shardings, _ = parameters.partition(spec, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec)))
-    return optim.optimizer(recipe.optim, recipe.train.steps, trained, shardings)
+    if ctx is None or ctx.layout.mesh is None:
+        return optim.optimizer(recipe.optim, recipe.train.steps, trained)
+    shardings, _ = parameters.partition(spec, jax.tree.map(ctx.layout.sharding, ctx.layout.updates(spec)))
+    optimizer = optim.optimizer(recipe.optim, recipe.train.steps, trained, shardings)
+    if not ctx.layout.update_axes:
+        return optimizer
+    whole, _ = parameters.partition(spec, jax.tree.map(ctx.layout.sharding, ctx.layout.parameters(spec)))
+    return optim.in_shards(optimizer, shardings, whole)
 
 
 def init_state(recipe: Recipe, ctx: Context | None = None) -> TrainState:
@@ -166,20 +170,32 @@ def make_state(recipe: Recipe, ctx: Context, abstract: TrainState) -> TrainState
     on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
     # It runs once, and LLVM would optimize it for longer than it runs.
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    return jax.jit(lambda: init_state(recipe, ctx), out_shardings=shardings, compiler_options=options)()
+    if not ctx.layout.update_axes:
+        return jax.jit(lambda: init_state(recipe, ctx), out_shardings=shardings, compiler_options=options)()
+    # With `mesh.zero` an average has more shards than the parameters. XLA would draw the values in these shards too,
+    # and round some in another way. So the values are drawn first.
+    draw = jax.jit(lambda: init_state(recipe, ctx).params, out_shardings=shardings.params, compiler_options=options)
+    params = draw()
+
+    def of_drawn(params: Params) -> TrainState:
+        return _first_state(families.spec(recipe.model), params, make_optimizer(recipe), recipe.train)
+
+    return jax.jit(of_drawn, out_shardings=shardings, compiler_options=options, donate_argnums=0)(params)
 
 
 def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     """Returns shapes, dtypes and shardings of the state.
 
-    The optimizer's arrays for a parameter are sharded like it. Means over the inputs or outputs of its matrices are
-    sharded like it in the remaining dimensions.
+    The optimizer's arrays for a parameter are sharded like it, and with `mesh.zero` over replicas too. Means over the
+    inputs or outputs of its matrices are sharded like it in the remaining dimensions.
     """
     spec = parameters.pad_to_slots(families.spec(recipe.model), ctx.layout.stages)
     by_shape = {}
-    for (path, p), where in zip(
-        parameters.flat_spec(spec).items(), jax.tree.leaves(ctx.layout.parameters(spec)), strict=True
-    ):
+    whole = jax.tree.leaves(ctx.layout.parameters(spec))
+    split = jax.tree.leaves(ctx.layout.updates(spec))
+    of_params = {}
+    for (path, p), stored, where in zip(parameters.flat_spec(spec).items(), whole, split, strict=True):
+        of_params[path] = ctx.layout.sharding(stored)
         entries = (*where, *[None] * len(p.shape))[: len(p.shape)]
         outputs = p.batch_axes + p.in_axes
         parts = [  # if two shapes are equal, the last one counts
@@ -187,11 +203,13 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
             (p.shape[:outputs], entries[:outputs]),
             (p.shape, entries),
         ]
-        by_shape[path] = {shape: ctx.layout.sharding(PartitionSpec(*split)) for shape, split in parts}
+        by_shape[path] = {shape: ctx.layout.sharding(PartitionSpec(*entry)) for shape, entry in parts}
     replicated = ctx.layout.sharding(PartitionSpec())
 
     def with_sharding(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = path_of(keys)
+        if path.startswith("params/"):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_params[path.removeprefix("params/")])
         for suffix, shardings in by_shape.items():
             if path.endswith("/" + suffix) and leaf.shape in shardings:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])

@@ -92,6 +92,7 @@ ATTENTION = {  # B, S, H, G, K and options: Llama's, and Gemma 2's of 2e9 parame
     "llama": ((2, 4096, 16, 4, 128), {}),
     "gemma2": ((1, 4096, 8, 4, 256), {"mask": kernels.AttentionMask(2048), "softcap": 50.0}),
     "packed": ((2, 4096, 16, 4, 64), {"segments": True}),
+    "gpt_oss": ((2, 4096, 16, 4, 64), {"mask": kernels.AttentionMask(128), "sinks": True}),
 }
 
 
@@ -102,15 +103,17 @@ def attention(name: str, implementation: str, target: str) -> jax.stages.Compile
     shapes = [(b, s, n, width) for n in (h, g, g, h)]
     q, k, v, d_out = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where) for shape in shapes)
     ids = jax.ShapeDtypeStruct((b, s), jnp.int32, sharding=where)
+    sinks = jax.ShapeDtypeStruct((h,), jnp.float32, sharding=where)
 
     @jax.jit
-    def f(q, k, v, d_out, ids):
+    def f(q, k, v, d_out, ids, sinks):
         how: dict[str, Any] = {**options, "scale": width**-0.5, "implementation": implementation}
         how["segment_ids"] = ids if how.pop("segments", False) else None
-        out, vjp = jax.vjp(lambda *qkv: kernels.attention(*qkv, **how), q, k, v)
+        own = sinks if how.pop("sinks", False) else None
+        out, vjp = jax.vjp(lambda q, k, v, own: kernels.attention(q, k, v, sinks=own, **how), q, k, v, own)
         return out, *vjp(d_out)
 
-    return f.lower(q, k, v, d_out, ids).compile()
+    return f.lower(q, k, v, d_out, ids, sinks).compile()
 
 
 def attention_step(implementation: str, target: str, **mesh: int) -> tuple[aot.CompiledStep, int]:

@@ -215,7 +215,7 @@ def test_hosts_hold_whole_groups_of_the_inner_axes():
 @pytest.mark.parametrize(
     ("name", "implementation", "calls"),
     [(name, "pallas_gpu", "xla.gpu.triton") for name in ATTENTION]
-    + [("llama", "cudnn", "__cudnn$fmhaSoftmaxBackward")],
+    + [(name, "cudnn", "__cudnn$fmhaSoftmaxBackward") for name in ("llama", "gpt_oss")],
 )
 def test_attention_kernels(name, implementation, calls):
     """Besides its arrays, a kernel needs one or two numbers per query; all scores would be 1 GiB in bfloat16."""

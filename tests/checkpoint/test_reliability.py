@@ -394,7 +394,7 @@ def test_complete_files_are_hashed_while_others_are_written(tmp_path, monkeypatc
 
 
 def test_a_save_hashes_complete_files_until_it_ends(tmp_path, monkeypatch):
-    """As `store` uses it; a file of the temporary directory that the save removes is no fault."""
+    """As `store` uses it; a file of the temporary directory may be gone, for the save removes it."""
     monkeypatch.setattr(manifest, "_SETTLED_S", 0.01)
     saving = tmp_path / "7.orbax-checkpoint-tmp"
     saving.mkdir()

@@ -32,6 +32,7 @@ PRUNED: dict[str, tuple[ModelConfig, dict[str, int]]] = {
         replace(meshes.MODELS["sigmoid"], moe=_SHARED),
         {"layers": 1, "heads": 6, "d_ff": 20, "experts": 4, "d_model": 50},
     ),
+    "gpt_oss": (replace(meshes.MODELS["gpt_oss"], num_layers=4), {"layers": 2, "heads": 5, "d_ff": 20, "experts": 3}),
 }
 
 
@@ -49,7 +50,8 @@ def mask(size: int, kept: np.ndarray) -> np.ndarray:
 def without_outputs(cfg: ModelConfig, layers: Any, kept: Kept) -> None:
     """Sets the output weights of the layers, heads, units and experts that leave to zero, in place."""
     outputs = [("attention", "w_o"), ("attention", "b_o"), ("mlp", "w_down"), ("mlp", "b_down"), ("moe", "w_down")]
-    dense = [layers["moe"]["shared"]["w_down"]] if "moe" in layers else []
+    outputs += [("moe", "b_down")]
+    dense = [layers["moe"]["shared"]["w_down"]] if cfg.moe.shared_experts else []
     dense += [layers[group][name] for group, name in outputs if name in layers.get(group, {})]
     for layer in set(range(cfg.num_layers)) - set(kept.layers.tolist()):
         for leaf in dense:
@@ -64,7 +66,7 @@ def without_outputs(cfg: ModelConfig, layers: Any, kept: Kept) -> None:
             for i, expert in enumerate(kept.experts[row]):
                 w[layer, expert] *= mask(w.shape[2], units[row, i])[:, None]
             gone = np.setdiff1d(np.arange(cfg.moe.num_experts), kept.experts[row])
-            layers["moe"]["balance"][layer, gone] = -50  # never chosen
+            layers["moe"]["router_bias" if cfg.moe.bias else "balance"][layer, gone] = -50  # never chosen
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,8 @@ def test_parts_that_add_nothing_leave_without_a_trace(name: str, rng: np.random.
     cfg, given = PRUNED[name]
     sizes, values = prune.smaller_sizes(cfg, given), drawn(cfg, rng)
     L, E, F = cfg.num_layers, cfg.moe.num_experts, prune.sizes_of(cfg).d_ff
-    units = {"moe": rng.random((L, E, F)), "moe/shared": rng.random((L, F))} if E else {"mlp": rng.random((L, F))}
+    units = {"moe": rng.random((L, E, F))} if E else {"mlp": rng.random((L, F))}
+    units |= {"moe/shared": rng.random((L, F))} if cfg.moe.shared_experts else {}
     turns, heads = rng.random(L // len(cfg.windows)), rng.random((L, cfg.num_heads))
     kept = prune.choose(cfg, sizes, Importance(turns, heads, units, rng.random((L, E)), rng.random(cfg.d_model)))
     assert prune.sizes_of_kept(kept) == sizes

@@ -62,7 +62,12 @@ BROKEN = [
     ("{\n", "line 1 is not JSON"),
     ("3\n", "line 1: this is not a JSON object"),
     ({"prompt": "q", "chosen": "a"}, "line 1: the keys are chosen, prompt. Write prompt, chosen and rejected"),
-    ({"prompt": "q", "completion": "a", "label": True}, "the keys are completion, label, prompt"),
+    ({"prompt": "q", "completion": "a"}, "the keys are completion, prompt. Write prompt, chosen and rejected"),
+    ({"prompt": "q", "completion": "a", "label": 1}, "label is neither true nor false"),
+    ({"prompt": "q", "completion": 3, "label": True}, "completion is neither text nor a list of messages"),
+    ({"completion": "a", "label": True}, "there is no prompt, and completion is not a list of messages"),
+    ({"completion": [GOOD], "label": True}, "the prompt is empty"),
+    ({"prompt": "q", "completion": [USER], "label": True}, "completion has nothing after the prompt"),
     ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt is neither text nor a list of messages"),
     ({"prompt": "q", "chosen": {"a": 1}, "rejected": "b"}, "chosen is neither text nor a list of messages"),
     ({"prompt": "q", "chosen": "a", "rejected": None}, "rejected is neither text"),
@@ -129,6 +134,81 @@ def test_rows_have_both_conversations_of_each_pair(tmp_path, packing):
         expected[tuple(texts)] = tuple(f"{line[side]}\0" for side in ("chosen", "rejected"))
     assert seen == expected
     assert rows < 6 if packing else rows == 6
+
+
+LABELLED = [
+    {"prompt": "q", "completion": "yes", "label": True},
+    {"prompt": [USER], "completion": [USER, GOOD], "label": True, "score": 3},
+    {"completion": [USER, GOOD], "label": True},
+]
+
+
+@pytest.mark.parametrize("value", LABELLED, ids=["text", "repeated prompt", "no prompt"])
+def test_every_shape_is_read_as_the_same_completion_with_its_label(tmp_path, value):
+    (found,) = read_preferences(write(tmp_path / "a.jsonl", value))
+    assert (found.prompt, found.completion, found.wanted) == ([USER], "yes", True)
+
+
+def test_a_scored_conversation_ends_with_the_token_that_has_the_score(tmp_path):
+    """The token that ends the turn is an input, and nothing of the template behind it."""
+    lines = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
+    path = write(tmp_path / "a.jsonl", *lines)
+    found = data.load(DataConfig(source="preferences", path=path, seq_len=120, batch_size=2), reads="scores")
+    batch = batches(found.train, seq_len=120, batch_size=1, seed=0, packing=False)[0]
+    ends = np.flatnonzero(batch["loss_weights"][0])
+    for segment, (end, answer) in enumerate(zip(ends, ("yes", "no"), strict=True), start=1):
+        here = batch["segment_ids"][0] == segment
+        assert np.flatnonzero(here)[-1] == end
+        assert bytes(batch["tokens"][0][here].tolist()).decode().endswith(f"<|assistant|>\n{answer}\0")
+
+
+def load_labels(tmp_path, *lines, **keys):
+    path = write(tmp_path / "a.jsonl", *lines)
+    source = DataConfig(source="preferences", path=path, **{"seq_len": 120, "batch_size": 2} | keys)
+    return data.load(source, reads="labels")
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_completion_with_a_label_is_beside_one_of_another_prompt(tmp_path, packing):
+    """Also where two lines of a prompt are neighbours, as in a file that was made from pairs."""
+    lines = [{"prompt": f"{i // 2}", "completion": f"c{i}", "label": i % 3 == 0} for i in range(12)]
+    lines += [{"prompt": "pair", "chosen": "c12", "rejected": "c13"}]
+    found = load_labels(tmp_path, *lines, seq_len=240, eval_fraction=0.3)
+    assert re.search(r"\d+ completions with labels train, \d+ held out", found.sources[0].description)
+    labels = {f"c{i}": i % 3 == 0 for i in range(12)} | {"c12": True, "c13": False}
+    prompts = {f"c{i}": f"{i // 2}" for i in range(12)} | {"c12": "pair", "c13": "pair"}
+    seen = []
+    for tokens in (found.train, found.eval):
+        own = []
+        others = []
+        read = eval_batches(tokens, seq_len=240, batch_size=1, steps=99, packing=packing)
+        for batch in (read[i] for i in range(len(read))):
+            first = batch["pair_weights"] > 0
+            assert (batch["wanted_weights"] + batch["unwanted_weights"] == batch["pair_weights"]).all()
+            both = sides(batch)
+            for (text, yes, _), (other_text, other, _), wanted in zip(
+                both[::2], both[1::2], batch["wanted_weights"][first], strict=True
+            ):
+                (asked,), (other_asked,) = (re.findall(r"user..\n(\w+)\n", one) for one in (text, other_text))
+                assert asked == other_asked == prompts[yes[:-1]], "both are of the prompt"
+                assert prompts[other[:-1]] != asked, "the other completion is of another prompt"
+                assert labels[yes[:-1]] == wanted
+                own.append(yes[:-1])
+                others.append(other[:-1])
+        assert sorted(own) == sorted(others), "each completion is once beside another prompt"
+        seen += own
+    assert sorted(seen) == sorted(labels)
+
+
+def test_completions_with_labels_are_refused_where_they_do_not_suit(tmp_path):
+    line = {"prompt": "q", "completion": "a", "label": True}
+    with pytest.raises(ConfigError, match=r"line 1: a completion with a label is for preference\.loss=kto"):
+        load(tmp_path, line)
+    with pytest.raises(ConfigError, match=r"5 of . completions have the same prompt"):
+        load_labels(tmp_path, *[line] * 5, line | {"prompt": "p"}, *(line | {"prompt": f"{i}"} for i in range(3)))
+    others = [line | {"prompt": f"{i}"} for i in range(6)]
+    with pytest.raises(ConfigError, match=r"none of 6 pairs fits into data\.seq_len"):
+        load_labels(tmp_path, *others, seq_len=20, eval_fraction=0.4)
 
 
 def test_pairs_of_a_prompt_are_held_out_together(tmp_path):

@@ -51,6 +51,7 @@ def assert_same_texts(cfg: Any, values: Any, prompts: Any, sample: Any, rows: in
                 ("gpt2", "scan", jnp.float32),  # learned positions end at 64
                 ("mixtral", "unrolled", jnp.float32),
                 ("domain", "scan", jnp.float32),
+                ("qwen3_next", "scan", jnp.float32),
                 ("llama3", "scan", jnp.bfloat16),
             ]
         ),

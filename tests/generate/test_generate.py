@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import scipy
 import test_meshes
-from families import EXPERTS, FAMILIES, NEAR
+from families import DELTA, EXPERTS, FAMILIES, NEAR
 
 from jaxstack import families
 from jaxstack.checkpoint import run_dir as rundir
@@ -43,6 +43,7 @@ from jaxstack.generate import beam_search, decode, engine, sampling
 from jaxstack.generate.conversation import Conversation
 from jaxstack.generate.engine import Engine, Programs
 from jaxstack.generate.kv_cache import CachedDecoder
+from jaxstack.generate.speculative import Speculation
 from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.models import params
 from jaxstack.models.context import Context
@@ -52,7 +53,7 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training.services import init_from
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
-MODELS = FAMILIES | NEAR | EXPERTS
+MODELS = FAMILIES | NEAR | EXPERTS | DELTA
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
@@ -67,7 +68,7 @@ QUICK = [
 ]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
 SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
-SLOW += [("latent", "unrolled")]
+SLOW += [("latent", "unrolled"), ("qwen3_next", "unrolled"), ("delta_dense", "scan")]
 """One form for each model. The streams below have the other one."""
 
 
@@ -262,6 +263,9 @@ MESH_STREAMS = [
     ("latent", {"data": 2, "tensor": 2}),
     ("latent", {"pipe": 2, "tensor": 2}),
     ("dense_first", {"data": 2, "expert": 2, "tensor": 2}),
+    ("qwen3_next", {"data": 2, "expert": 2, "tensor": 2}),
+    ("gpt_oss", {"expert": 2, "tensor": 2}),
+    ("gpt_oss", {"fsdp": 2, "tensor": 2}),
 ]
 
 
@@ -281,6 +285,21 @@ def test_with_beams_for_every_beginning_the_text_is_the_best_of_all(tokens, pena
     sample = SampleConfig(tokens=tokens, temperature=0, beams=5 ** (tokens - 1), length_penalty=penalty)
     rows = decode.generate(cfg, values_of(cfg), prompts, sample, stop=stop, ctx=UNROLLED)
     assert rows == [best_of_all(cfg, prompt, tokens, penalty, stop) for prompt in prompts]
+
+
+@pytest.mark.slow
+def test_beams_take_their_states_along():
+    cfg = replace(DELTA["delta_dense"], vocab_size=4)
+    sample = SampleConfig(tokens=3, temperature=0, beams=16)
+    rows = decode.generate(cfg, values_of(cfg), [[1, 2, 3], [0]], sample, stop=(3,))
+    assert rows == [best_of_all(cfg, prompt, 3, 1.0, (3,)) for prompt in [[1, 2, 3], [0]]]
+
+
+def test_what_drops_tokens_again_refuses_states():
+    cfg = DELTA["delta_dense"]
+    ready = Engine.create(cfg, values_of(cfg))
+    with pytest.raises(ConfigError, match="every=3 has states, which cannot drop the tokens of a draft"):
+        next(Speculation(ready, ready).stream([1], GREEDY))
 
 
 def best_of_all(cfg: ModelConfig, prompt: list[int], tokens: int, penalty: float, stop: tuple[int, ...]) -> list[int]:

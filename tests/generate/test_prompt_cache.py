@@ -77,6 +77,14 @@ def test_texts_with_a_shared_beginning_are_those_of_one_batch(name, form, dtype,
 
 
 @pytest.mark.matrix
+def test_a_state_needs_a_prompt_as_a_whole(rng):
+    """Only the prompts that continue a whole one, here the fifth, are not read again from their beginning."""
+    cfg = MODELS["delta_dense"]
+    cached = assert_same_texts(cfg, values_of(cfg), shared_prompts(rng, cfg.vocab), SAMPLED)
+    assert cached == [0, 0, 0, 0, 130, 0, 0]
+
+
+@pytest.mark.matrix
 def test_a_window_needs_a_prompt_as_a_whole(rng):
     """Gemma 2's windows here have 6 tokens: of the first prompt they hold the end, which only its continuation has."""
     cfg = MODELS["gemma2"]

@@ -22,6 +22,7 @@ from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import (
     Config,
     DataConfig,
+    DeltaConfig,
     LatentConfig,
     ModelConfig,
     MoEConfig,
@@ -116,6 +117,9 @@ CHANGES: dict[str, dict] = {
     "linear": {"rope_scaling": RopeScaling("linear", factor=4.0)},
     "granite": _PLAIN
     | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_scale": 0.3, "head_scale": 1 / 6},
+    "granitemoe": _PLAIN
+    | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_scale": 0.3, "head_scale": 1 / 6}
+    | {"d_ff": 24, "moe": MoEConfig(5, top_k=3, aux_loss_weight=0)},
     "cohere": _PLAIN | _COHERE,
     "cohere2": _PLAIN | _COHERE | {"num_layers": 4, "windows": (6, 6, 6, 0), "rope_layers": (True, True, True, False)},
     "ernie4_5": _PLAIN | {"rotary_interleaved": True, "bias": True, "head_dim": 16},
@@ -123,6 +127,28 @@ CHANGES: dict[str, dict] = {
     "glm": _PLAIN | _GLM,
     "glm4": _PLAIN | _GLM | {"post_norm": True},
     "phi3": _PLAIN | {"rotary_fraction": 0.75, "windows": (6,)},
+    # Texts are longer than the original context, so `transformers` takes the long factors.
+    "phi3_long": {"rotary_fraction": 0.75, "rope_theta": 100.0, "max_positions": 128}
+    | {
+        "rope_scaling": RopeScaling(
+            "longrope",
+            4.0,
+            original_max_position=32,
+            short_factors=(1.0, 1.1, 1.3),
+            long_factors=(1.0, 2.5, 7.0),
+            long_context=True,
+        )
+    },
+    "phi3_short": {"rope_theta": 100.0, "max_positions": 256}
+    | {
+        "rope_scaling": RopeScaling(
+            "longrope",
+            2.0,
+            original_max_position=128,
+            short_factors=(1.0, 1.1, 1.3, 1.7),
+            long_factors=(1.0, 2.5, 7.0, 9.0),
+        )
+    },
     "stablelm": _PLAIN | {"norm": "layer", "norm_bias": True, "rotary_fraction": 0.25, "attention_bias": "qkv"},
     "stablelm_parallel": _PLAIN | {"norm": "layer", "norm_bias": True, "rotary_fraction": 0.5, "parallel": "one_norm"},
     "nemotron": _PLAIN
@@ -130,6 +156,10 @@ CHANGES: dict[str, dict] = {
     | {"gated": False, "activation": "relu2"},
     "gpt_neox": _PLAIN | _NEOX | {"parallel": "two_norms"},
     "redpajama": _PLAIN | _NEOX,
+    # Half of the gates and of the other projections are beyond the limit. Windows alternate with full attention.
+    "gpt_oss": {"num_layers": 4, "windows": (6, 0), "attention_bias": "all", "attention_sinks": True, "d_ff": 24}
+    | {"rope_theta": 100.0, "rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position=16, truncate=False)}
+    | {"moe": MoEConfig(5, top_k=3, bias=True, swiglu_limit=1.5, aux_loss_weight=0)},
     "gemma2": {"num_layers": 4},  # two periods of a window of 6 tokens and full attention
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
@@ -137,6 +167,12 @@ CHANGES: dict[str, dict] = {
     "qwen2_moe": _PLAIN
     | {"attention_bias": "qkv"}
     | {"moe": MoEConfig(5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
+    # Two units of two layers; 72 tokens are a chunk of 64 and a part.
+    "qwen3_next": _PLAIN
+    | {"num_layers": 4, "head_dim": 12, "qk_norm": True, "norm_unit_offset": True}
+    | {"attention_gate": True, "rotary_fraction": 0.5}
+    | {"delta": DeltaConfig(every=2, key_heads=2, value_heads=4, key_dim=10, value_dim=6, taps=3)}
+    | {"moe": MoEConfig(5, top_k=3, d_ff=24, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
     "olmoe": _PLAIN
     | {"qk_norm": True, "qk_norm_over": "all"}
     | {"moe": MoEConfig(5, top_k=3, d_ff=96, normalize=False, aux_loss_weight=0)},
@@ -157,6 +193,7 @@ CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for na
 THEIRS = {"llama3": "llama", "biased": "llama", "linear": "llama", "redpajama": "gpt_neox"}
 THEIRS |= {"deepseek_v2_lite": "deepseek_v2", "dots1_unnormalized": "dots1"}
 CLASSES = {"kimi_k2": "deepseek_v3"}  # in `transformers` by another name
+THEIRS |= {"phi3_long": "phi3", "phi3_short": "phi3"}
 THEIRS |= {"stablelm_parallel": "stablelm"}  # their `model_type`, if our name differs
 
 
@@ -174,9 +211,26 @@ def _scaled(cfg: ModelConfig) -> dict:
     return keys
 
 
+def _factors(cfg: ModelConfig) -> dict:
+    scaling = cfg.rope_scaling
+    keys = {"rope_type": "longrope", "rope_theta": cfg.rope_theta, "partial_rotary_factor": cfg.rotary_fraction}
+    return keys | {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+
+
+_LONGROPE = {
+    "rope_parameters": _factors,
+    "max_position_embeddings": lambda cfg: cfg.max_positions,
+    "original_max_position_embeddings": lambda cfg: cfg.rope_scaling.original_max_position,
+}
 _WINDOWS = {"layer_types": _kinds, "sliding_window": lambda cfg: cfg.windows[0]}
 _EXPERTS = {"num_experts": lambda cfg: cfg.moe.num_experts, "num_experts_per_tok": lambda cfg: cfg.moe.top_k}
 _EXPERTS |= {"norm_topk_prob": lambda cfg: cfg.moe.normalize}
+_GRANITE = {
+    "embedding_multiplier": lambda cfg: cfg.embedding_multiplier,
+    "residual_multiplier": lambda cfg: cfg.residual_multiplier,
+    "attention_multiplier": lambda cfg: cfg.attention_scale,
+    "logits_scaling": lambda cfg: 1 / cfg.head_scale,
+}
 _ROUTER = {
     "n_routed_experts": lambda cfg: cfg.moe.num_experts,
     "num_experts_per_tok": lambda cfg: cfg.moe.top_k,
@@ -210,29 +264,57 @@ HF_KEYS: dict[str, dict] = {
     "seed_oss": {"attention_dropout": lambda cfg: 0.0, "residual_dropout": lambda cfg: 0.0},
     "arcee": {"rope_parameters": _scaled},
     "linear": {"rope_parameters": _scaled},
-    "granite": {
-        "embedding_multiplier": lambda cfg: cfg.embedding_multiplier,
-        "residual_multiplier": lambda cfg: cfg.residual_multiplier,
-        "attention_multiplier": lambda cfg: cfg.attention_scale,
-        "logits_scaling": lambda cfg: 1 / cfg.head_scale,
-    },
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE
+    | {"num_local_experts": lambda cfg: cfg.moe.num_experts, "num_experts_per_tok": lambda cfg: cfg.moe.top_k},
     "cohere": {"logit_scale": lambda cfg: cfg.head_scale, "attention_bias": lambda cfg: True},
     "cohere2": _WINDOWS | {"logit_scale": lambda cfg: cfg.head_scale, "attention_bias": lambda cfg: True},
     "ernie4_5": {"use_bias": lambda cfg: True},
     "helium": {"attention_bias": lambda cfg: True},
     "phi3": {"sliding_window": lambda cfg: cfg.windows[0]},
+    **dict.fromkeys(("phi3_long", "phi3_short"), _LONGROPE),
     "stablelm": {"use_qkv_bias": lambda cfg: True},
     "stablelm_parallel": {"use_parallel_residual": lambda cfg: True},
     "redpajama": {"use_parallel_residual": lambda cfg: False},
+    "gpt_oss": _WINDOWS
+    | {
+        "num_local_experts": lambda cfg: cfg.moe.num_experts,
+        "num_experts_per_tok": lambda cfg: cfg.moe.top_k,
+        "swiglu_limit": lambda cfg: cfg.moe.swiglu_limit,
+        "rope_parameters": lambda cfg: _scaled(cfg) | {"truncate": False},
+    },
     "qwen2_moe": _EXPERTS
     | {
         "moe_intermediate_size": lambda cfg: cfg.expert_width,
         "shared_expert_intermediate_size": lambda cfg: cfg.moe.shared_experts * cfg.expert_width,
     },
+    "qwen3_next": _EXPERTS
+    | {
+        "moe_intermediate_size": lambda cfg: cfg.expert_width,
+        "shared_expert_intermediate_size": lambda cfg: cfg.moe.shared_experts * cfg.expert_width,
+        "full_attention_interval": lambda cfg: cfg.delta.every,
+        "linear_num_key_heads": lambda cfg: cfg.delta.key_heads,
+        "linear_num_value_heads": lambda cfg: cfg.delta.value_heads,
+        "linear_key_head_dim": lambda cfg: cfg.delta.key_dim,
+        "linear_value_head_dim": lambda cfg: cfg.delta.value_dim,
+        "linear_conv_kernel_dim": lambda cfg: cfg.delta.taps,
+    },
     "olmoe": _EXPERTS | {"intermediate_size": lambda cfg: cfg.expert_width},
 }
 """Their keys by family, beside the usual ones."""
-NO_HEAD_DIM = {"granite", "smollm3", "olmo2", "olmo3", "olmoe", "cohere", "phi3", "stablelm", "stablelm_parallel"}
+NO_HEAD_DIM = {
+    "granite",
+    "granitemoe",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "cohere",
+    "phi3",
+    "stablelm",
+    "stablelm_parallel",
+}
+NO_HEAD_DIM |= {"phi3_long", "phi3_short"}
 NO_HEAD_DIM |= {"gpt_neox", "redpajama", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2"}
 
 
@@ -350,6 +432,15 @@ def as_saved(family: str, named):
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if THEIRS.get(family, family) == "gpt_neox":
             name = name.replace("lm_head.", "embed_out.")
+        if family == "granitemoe":
+            names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+            names |= {"router.weight": "router.layer.weight"}
+            last = name.rpartition("block_sparse_moe.")[2]
+            yield name.removesuffix(last) + names.get(last, last), whole
+            continue
+        if family == "gpt_oss":  # their files have the experts of a layer in one tensor, too
+            yield name, whole
+            continue
         room, experts, last = name.partition(".experts.")
         for i, one in enumerate(whole if experts else ()):
             parts = np.split(one, 2) if last == "gate_up_proj" else [one]
@@ -455,9 +546,13 @@ def test_five_steps_of_adamw(family, rng):
     state = dataclasses.replace(init_state(Recipe.of(cfg)), params=start)
     train_step = jax.jit(assemble.make_train_step(cfg, CONTEXTS["cpu"]))
     weights = list(theirs.parameters())
-    groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": optim.weight_decay},  # including embeddings
-        {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
+    decayed = [w.ndim > 1 and not name.endswith("_bias") for name, w in theirs.named_parameters()]
+    groups = [  # embeddings are decayed; biases of experts are not, although they are stacked
+        {
+            "params": [w for w, is_matrix in zip(weights, decayed, strict=True) if is_matrix is kind],
+            "weight_decay": optim.weight_decay * kind,
+        }
+        for kind in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.b1, optim.b2), eps=optim.eps)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import EXPERTS, FAMILIES, NEAR, SMALL
+from families import DELTA, EXPERTS, FAMILIES, NEAR, SMALL
 
 from jaxstack import families
 from jaxstack.config import LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling
@@ -21,7 +21,7 @@ from jaxstack.training import losses
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
-MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | NEAR | EXPERTS).items()} | {
+MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in (FAMILIES | NEAR | EXPERTS | DELTA).items()} | {
     "gated_bias": ModelConfig(
         **SMALL, **ODD, norm="layer", positions="none", activation="gelu", bias=True, head_dim=12, num_kv_heads=1,
         attention_scale=0.41, post_norm=True, embedding_scale=True, qk_norm=True, windows=(3,),
@@ -119,7 +119,7 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
         cfg.head_dim or cfg.d_model // cfg.num_heads,
     )
     q, k, v = (np.einsum("sd,dhk->shk", x, p[f"w_{name}"]) for name in "qkv")
-    if cfg.bias:
+    if "b_q" in p:
         q, k, v = q + p["b_q"], k + p["b_k"], v + p["b_v"]
     if cfg.qk_norm:
         q, k = head_norm(cfg, p["q_norm"], q), head_norm(cfg, p["k_norm"], k)
@@ -128,7 +128,7 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
             np.array([[rotated(cfg, h, t) for h in row] for row, t in zip(a, positions, strict=True)]) for a in (q, k)
         )
     scale = cfg.attention_scale or 1 / math.sqrt(width)
-    y = np.zeros_like(x) + (p["b_o"] if cfg.bias else 0)
+    y = np.zeros_like(x) + p.get("b_o", 0)
     for h in range(heads):
         g = h // (heads // groups)
         for t in range(len(x)):
@@ -136,7 +136,42 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
             scores = k[seen, g] @ q[t, h] * scale
             if cfg.attention_softcap:
                 scores = cfg.attention_softcap * np.tanh(scores / cfg.attention_softcap)
-            y[t] += softmax(scores) @ v[seen, g] @ p["w_o"][h]
+            if cfg.attention_sinks:  # one more score, without a value
+                scores = np.append(scores, p["sinks"][h])
+            mixed = softmax(scores)[: len(seen)] @ v[seen, g]
+            if cfg.attention_gate:
+                mixed = mixed * sigmoid(x[t] @ p["w_gate"][:, h])
+            y[t] += mixed @ p["w_o"][h]
+    return y
+
+
+def delta_rule(cfg, p, x, window, segments, positions, rotates=True):
+    """Computes a layer of the gated delta rule of one sequence [S, D], with a state for each head."""
+    sizes = cfg.delta
+
+    def convolved(name, head):
+        """Returns what the convolution makes of the projection of one head, reading tokens of the same document."""
+        read, made = x @ p[f"w_{name}"][:, head], []
+        for t in range(len(x)):
+            last = [j for j in range(t + 1) if t - j < sizes.taps and segments[j] == segments[t]]
+            made.append(sum(p[f"taps_{name}"][sizes.taps - 1 - (t - j), head] * read[j] for j in last))
+        return activate("silu", np.array(made))
+
+    y = np.zeros_like(x)
+    for h in range(sizes.value_heads):
+        g = h // (sizes.value_heads // sizes.key_heads)
+        q, k, v = convolved("q", g), convolved("k", g), convolved("v", h)
+        q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+        for t in range(len(x)):
+            if t == 0 or segments[t] != segments[t - 1]:
+                state = np.zeros((sizes.key_dim, sizes.value_dim))
+            state = state * np.exp(
+                -np.exp(p["rate"][h]) * np.log1p(np.exp(x[t] @ p["w_decay"][:, h] + p["b_decay"][h]))
+            )
+            state = state + np.outer(k[t], sigmoid(x[t] @ p["w_beta"][:, h]) * (v[t] - k[t] @ state))
+            read = q[t] @ state / math.sqrt(sizes.key_dim)
+            read = read / np.sqrt((read**2).mean() + cfg.norm_eps) * p["norm"]["scale"]
+            y[t] += (read * activate("silu", x[t] @ p["w_z"][:, h])) @ p["w_o"][h]
     return y
 
 
@@ -164,9 +199,12 @@ def latent_attention(cfg, p, x, window, segments, positions, rotates=True):
     return y
 
 
-def mlp(cfg, p, x):
+def mlp(cfg, p, x, limit=None):
     up = x @ p["w_up"] + p.get("b_up", 0)
     gate = x @ p["w_gate"] + p.get("b_gate", 0) if cfg.gated else None
+    if limit:
+        gate, up = np.minimum(gate, limit), np.maximum(np.minimum(up, limit), -limit)
+        return (up + 1) * gate * sigmoid(1.702 * gate) @ p["w_down"] + p["b_down"]
     hidden = activate(cfg.activation, up) if gate is None else activate(cfg.activation, gate) * up
     return hidden @ p["w_down"] + p.get("b_down", 0)
 
@@ -178,7 +216,7 @@ def choose(moe, p, x, gate):
         return [gate], [1.0], None, None
     if moe.router == "timestep":
         return [gate * E // moe.max_timestep], [1.0], None, None
-    logits = x @ p["router"]
+    logits = x @ p["router"] + p.get("router_bias", 0)
     if moe.router == "softmax":
         scores = softmax(logits)
         chosen = list(np.argsort(-scores)[: moe.top_k])
@@ -213,8 +251,10 @@ def experts(cfg, p, x, gates, counts, sums):
         sums["z"] += sum(np.log(np.exp(routed[t][3]).sum()) ** 2 for t in np.flatnonzero(counts))
     y = mlp(cfg, p["shared"], x) if moe.shared_experts else np.zeros_like(x)
     y = y * sigmoid(x @ p["shared_gate"]) if moe.shared_gate else y
+    matrices = [f"{kind}_{name}" for kind in "wb" for name in ("up", "gate", "down")]
     for t, e, w in kept:
-        y[t] += w * mlp(cfg, {name: p[name][e] for name in ("w_up", "w_gate", "w_down") if name in p}, x[t : t + 1])[0]
+        own = {name: p[name][e] for name in matrices if name in p}
+        y[t] += w * mlp(cfg, own, x[t : t + 1], moe.swiglu_limit)[0]
     return y
 
 
@@ -231,11 +271,14 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
         for layer in range(cfg.num_layers):
             first = cfg.moe.dense_layers
             group, at = ("dense_layers", layer) if layer < first else ("layers", layer - first)
-            p = jax.tree.map(lambda a, i=at: a[i], values[group])
+            stacked, attend = values[group], latent_attention if cfg.latent.kv_rank else attention
+            if cfg.delta.every:
+                at, kind = divmod(at, cfg.delta.every)
+                stacked, attend = stacked[f"layer_{kind}"], attend if kind == cfg.delta.every - 1 else delta_rule
+            p = jax.tree.map(lambda a, i=at: a[i], stacked)
             window = cfg.windows[layer % len(cfg.windows)]
             rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
             start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
-            attend = latent_attention if cfg.latent.kv_rank else attention
             y = attend(cfg, p["attention"], read, window, segment, position, rotates)
             x = x + cfg.residual_multiplier * (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
             if cfg.parallel != "one_norm":
@@ -276,8 +319,11 @@ def shapes_of(cfg):
     biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
     norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * biased)}  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
-    block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if cfg.bias else {}
+    all_biased = cfg.bias or cfg.attention_bias == "all"
+    block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if all_biased else {}
+    block |= {"sinks": (H,)} if cfg.attention_sinks else {}
     each = cfg.qk_norm_over == "head"
+    block |= {"w_gate": (D, H, K)} if cfg.attention_gate else {}
     block |= {"q_norm/scale": (K,) if each else (H, K), "k_norm/scale": (K,) if each else (G, K)} if cfg.qk_norm else {}
     if cfg.latent.kv_rank:
         kv, q, rotary, values = cfg.latent.kv_rank, cfg.latent.q_rank, cfg.latent.rotary_dim, cfg.latent.value_dim
@@ -292,7 +338,8 @@ def shapes_of(cfg):
     def weights(path, F, *lead):
         names = {"up": ((D, F), (F,)), "down": ((F, D), (D,))} | ({"gate": ((D, F), (F,))} if cfg.gated else {})
         found = {f"{path}/w_{name}": (*lead, *w) for name, (w, _) in names.items()}
-        return found | ({f"{path}/b_{name}": b for name, (_, b) in names.items()} if cfg.bias else {})
+        biased = cfg.bias or (cfg.moe.bias and path == "moe")
+        return found | ({f"{path}/b_{name}": (*lead, *b) for name, (_, b) in names.items()} if biased else {})
 
     moe, E = cfg.moe, cfg.moe.num_experts
     first = {f"dense_layers/{path}": (moe.dense_layers, *shape) for path, shape in (block | weights("mlp", F)).items()}
@@ -303,11 +350,23 @@ def shapes_of(cfg):
         block |= weights("moe/shared", width * moe.shared_experts) if moe.shared_experts else {}
         block |= {"moe/router": (D, E)} if moe.router in ("softmax", "sigmoid") else {}
         block |= {"moe/balance": (E,)} if moe.router == "sigmoid" else {}
+        block |= {"moe/router_bias": (E,)} if moe.bias else {}
         block |= {"moe/shared_gate": (D, 1)} if moe.shared_gate else {}
     else:
         block |= weights("mlp", F)
+    layers = {f"layers/{path}": (L, *shape) for path, shape in block.items()}
+    if cfg.delta.every:
+        n, s = cfg.delta.every, cfg.delta
+        kinds = [{path: shape for path, shape in block.items() if not path.startswith("attention/")} for _ in range(n)]
+        heads = {"q": (s.key_heads, s.key_dim), "k": (s.key_heads, s.key_dim), "v": (s.value_heads, s.value_dim)}
+        rule = {f"w_{name}": (D, *wide) for name, wide in heads.items()} | {"w_z": (D, *heads["v"])}
+        rule |= {f"taps_{name}": (s.taps, *wide) for name, wide in heads.items()}
+        rule |= {"rate": heads["v"][:1], "b_decay": heads["v"][:1], "norm/scale": heads["v"][1:]}
+        rule |= {"w_beta": (D, s.value_heads), "w_decay": (D, s.value_heads), "w_o": (*heads["v"], D)}
+        kinds = [kind | {f"attention/{name}": shape for name, shape in rule.items()} for kind in kinds[:-1]] + [block]
+        layers = {f"layers/layer_{i}/{path}": (L // n, *w) for i, one in enumerate(kinds) for path, w in one.items()}
     return (
-        {f"layers/{path}": (L, *shape) for path, shape in block.items()}
+        layers
         | {"embedding/tokens": (V, D)}
         | (first if moe.dense_layers else {})
         | ({"embedding/positions": (cfg.max_positions, D)} if cfg.positions == "learned" else {})

@@ -55,7 +55,7 @@ mistakes(
 
 mistakes(
     "hf", "hf/configs.py", HF + " -k 'published or refused or both or rope or out_and_in'",
-    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\", max_positions))",
+    ("scaling[\"original_max_position\"] = int(_number(rope, \"original_max_position_embeddings\", original))",
      "scaling[\"original_max_position\"] = 8192", HF),
     ("if n % p == 0 and windows == windows[:p] * (n // p))", "if windows == windows[:p] * (n // p))", HF,
      {"equivalent": "where p does not divide n the two tuples differ in length, and so are never equal"}),
@@ -86,3 +86,24 @@ mistakes(
     ("and classes and all(name in known", "and classes and any(name in known"),
     ('known = [family.architecture, f"{stem}Model"', "known = [family.architecture"),
 )  # fmt: skip
+
+MXFP4 = "hf/test_mxfp4.py -k 'bits or published'"
+
+mistakes(
+    "hf",
+    "hf/mxfp4.py",
+    MXFP4,
+    ("np.stack([held & 15, held >> 4], axis=-1)", "np.stack([held >> 4, held & 15], axis=-1)"),
+    ("(experts, outputs, groups)).astype(np.int32) - 127", "(experts, outputs, groups)).astype(np.int32) - 128"),
+)
+
+mistakes(
+    "hf",
+    "hf/weights.py",
+    HF + " -k 'lies and (gpt_oss or granitemoe)'",
+    ("        return size\n", "        return 1\n"),
+    (
+        "(complete[at[-1]] if layout.stacked else complete)[places]",
+        "(complete[at[0]] if layout.stacked else complete)[places]",
+    ),
+)

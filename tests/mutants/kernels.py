@@ -242,3 +242,38 @@ mistakes(
     ("where(fit, out.shape[1], 0)", "where(fit, 0, out.shape[1])"),
     ('(True, True): "PADDING_CAUSAL"', '(True, True): "PADDING"'),
 )
+
+mistakes(
+    "kernels", "kernels/delta_rule.py", "kernels/test_delta_rule.py",
+    ("sides = jnp.concatenate([beta * v, beta * before * k], -1)", "sides = jnp.concatenate([beta * v, beta * k], -1)"),
+    ("seen = (document[..., :, None] == document[..., None, :]) & (", "seen = ("),
+    ("k=since[..., -1, :, None] * k,", "k=k,"),
+    ("lax.rsqrt(jnp.square(a).sum(-1, keepdims=True) + EPS)", "lax.rsqrt(jnp.square(a).mean(-1, keepdims=True) + EPS)"),
+    ("jnp.where(seen[:, :, None, None], gap, -jnp.inf)", "jnp.where(seen[:, :, None, None], gap, 0)"),
+    ("return part[..., :width] @ x + part[..., width:], x", "return x + part[..., width:], x"),
+    ("jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])", "jnp.concatenate([gathered[:, 0], gathered[:, 1]])"),
+    ("joined[:, t : t + length] == segment_ids", "joined[:, :length] == segment_ids"),
+)  # fmt: skip
+SINKS = "kernels/test_sinks.py"
+
+mistakes(
+    "kernels",
+    "kernels/attention/sinks.py",
+    SINKS,
+    ("return -(jnp.exp(sinks - total) * delta).sum((0, 1))", "return (jnp.exp(sinks - total) * delta).sum((0, 1))"),
+    ("return jnp.exp(lse - total), total", "return jnp.exp(lse - total), lse"),
+)
+
+mistakes(
+    "kernels",
+    "kernels/attention/reference.py",
+    SINKS,
+    ("weights = weights[..., :-1]", "weights = weights[..., 1:]"),
+)
+
+mistakes(
+    "kernels",
+    "kernels/context_attention.py",
+    SINKS + " -k split",
+    ("d_sinks = with_sinks.gradient(total, sinks, deltas)", "d_sinks = with_sinks.gradient(total, sinks, total)"),
+)

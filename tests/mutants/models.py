@@ -211,3 +211,15 @@ mistakes(
     ARITHMETIC + " -k 'step and (t5 or dit)'",
     ("wide = jax.tree.map(lambda a: a.astype(jnp.float32), inputs.side)", "wide = layer_inputs.side"),
 )
+
+mistakes(
+    "layers", "features/linear_attention.py", BY_HAND + " -k 'next or delta'",
+    ('+ params["b_decay"])', ")"),
+    ("starts = None if same is None else ~same[..., -2]", "starts = None"),
+    ("eps=cfg.norm_eps, implementation=ctx.ops.norm)\n    mixed", "eps=1e-6, implementation=ctx.ops.norm)\n    mixed"),
+    ("jax.nn.silu(z.astype(jnp.float32))", "jax.nn.sigmoid(z.astype(jnp.float32))"),
+    ("(positions[:, 0] == 0)[:, None, None, None]", "(positions[:, 0] < 0)[:, None, None, None]",
+     "generate/test_generate.py -m '' -k 'streams and delta_dense'"),
+    ("dynamic_slice_in_dim(row, start, len(w) - 1))(rows, count)", "dynamic_slice_in_dim(row, start + 1, len(w) - 1))(rows, count)",
+     "generate/test_generate.py -m '' -k 'greedy and delta_dense'"),
+)  # fmt: skip

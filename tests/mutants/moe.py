@@ -104,3 +104,20 @@ mistakes(
     ("len(replicas))[pairs] + device", "len(replicas))[pairs]"),
     ("turn = back - starts_of(pairs[order], len(replicas))[pairs]", "turn = back"),
 )  # fmt: skip
+
+OSS = BY_HAND + " -k gpt_oss"
+
+mistakes(
+    "moe", "features/experts.py", OSS,
+    ("gate = jnp.minimum(gate, limit)", "gate = jnp.clip(gate, -limit, limit)"),
+    ("return gate * jax.nn.sigmoid(1.702 * gate)", "return gate * jax.nn.sigmoid(gate)"),
+    ('logits = logits + params["router_bias"]', "logits = logits"),
+    ('matrices["b_down"] / collectives.count(ctx.layout.axes("mlp"))', 'matrices["b_down"]', "test_meshes.py -k 'gpt_oss and tensor=4'"),
+)  # fmt: skip
+
+mistakes(
+    "moe",
+    "moe/expert_mlp.py",
+    OSS,
+    ("if scale is None else scale.astype(x.dtype)", "if True else scale.astype(x.dtype)"),
+)

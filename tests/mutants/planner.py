@@ -25,7 +25,7 @@ mistakes(
     "planner/estimate.py",
     "planner/test_aot.py",
     (
-        "return (8 if accumulates else itemsize(train)) * weights.trained",
+        "return (4 if accumulates else itemsize(train)) * weights.trained + sums",
         "return itemsize(train) * weights.trained",
     ),
     ('remat {t.remat}": layers * saved', 'remat {t.remat}": saved'),
@@ -116,3 +116,17 @@ mistakes(
     ('("pipe", "expert", "context", "tensor")', '("pipe", "expert", "context")'),
     ("(too_long or layout.gathers_params) and not", "too_long and not"),
 )
+
+mistakes(
+    "plan",
+    "planner/serving.py",
+    "planner/test_serving.py",
+    ("share = 1 - (1 - moe.choices / moe.num_experts) ** of_copy", "share = min(1.0, of_copy * moe.choices / moe.num_experts)"),
+    ("return size + 4.0 * outputs", "return float(size)"),
+    ("rows if \"head\" in p.roles else tokens", "tokens"),
+    ("sent = 2 * (self.tensor - 1) / self.tensor * 2 * tokens", "sent = (self.tensor - 1) / self.tensor * 2 * tokens"),
+    ("return self.first_token + (self.tokens - 1) * self.each_token", "return self.first_token + self.tokens * self.each_token"),
+    ("m.num_heads * (2 * m.latent.kv_rank + m.latent.rotary_dim)", "m.num_heads * (m.latent.kv_rank + m.latent.rotary_dim)"),
+    ("rows = -(-batch // self.expert)", "rows = batch"),
+    ("ctx.layout.parameters(families.spec(self.job.model))", "pass"),
+)  # fmt: skip

@@ -53,6 +53,26 @@ mistakes(
     ),
     ("margin = rewards[0] - rewards[1]", "margin = rewards[1] - rewards[0]"),
     (
+        'batch["loss_weights"] * (batch["segment_ids"] % 2 == 0)',
+        'batch["loss_weights"] * (batch["segment_ids"] % 2 == 1)',
+        "training/test_preference.py -k kto_is",
+    ),
+    (
+        "label_sums(preference, sides[0] - frozen[0][0], weights, *others[1:])",
+        "label_sums(preference, sides[1] - frozen[0][1], weights, *others[1:])",
+        "training/test_preference.py -k kto_is",
+    ),
+    (
+        "above = rewards > preference.beta * divergence",
+        "above = rewards > divergence",
+        "training/test_preference.py -k kto_is",
+    ),
+    (
+        "losses.reward_pair(*log_probs, preference.margin, center=preference.center)",
+        "losses.reward_pair(*log_probs, preference.margin)",
+        "training/test_preference.py -k reward_model_is",
+    ),
+    (
         "rewards = beta * (chosen - reference[0]), beta * (rejected - reference[1])",
         "rewards = chosen - reference[0], rejected - reference[1]",
     ),
@@ -69,15 +89,21 @@ mistakes(
     "data/preferences.py",
     "data/test_preferences.py",
     ("mask[first + 1 : last]", "mask[first : last - 1]"),
+    ("np.roll(order, -most)", "np.roll(order, -1)"),
+    ('batch["wanted_weights" if wanted[pair] else', 'batch["wanted_weights" if not wanted[pair] else'),
+    ("ids = ids[: np.flatnonzero(answers)[-1] + 1]", "ids = ids[: np.flatnonzero(answers)[-1] + 2]"),
     ('batch["segment_ids"][where] = 2 * number + side', 'batch["segment_ids"][where] = number + side'),
     (
         'batch["positions"][where] = np.arange(last - first - 1)',
         'batch["positions"][where] = np.arange(at, at + last - first - 1)',
     ),
     ("positions = chosen[0].size + rejected[0].size - 2", "positions = chosen[0].size + rejected[0].size"),
-    ("both = [one for one in found if one.chosen != one.rejected]", "both = found"),
+    (
+        "both = [one for one in preferences if one.chosen != one.rejected or one.wanted is not None]",
+        "both = [*preferences]",
+    ),
     ("earlier = frozenset(range(", "earlier = frozenset(range(0 * "),
-    ("return replace(found, middles=self.middles[which])", "return found"),
+    ("return replace(found, middles=self.middles[which], wanted=", "return replace(found, wanted="),
     ("if messages[: len(before)] == before:", "if False:"),
 )
 

@@ -155,6 +155,13 @@ NEAR: list[Case] = [
     case("dense_first", ALL, 2, 4, layers=4, fsdp=2, packing=True, remat="selective", gather=LAYER),
     case("latent", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
     case("latent", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
+    case("qwen3_next", ONE, 2, 4, layers=6, fsdp=2, expert=2, packing=True),
+    case("qwen3_next", TWO, 2, 4, 2, layers=8, tensor=2, accum=2, gather=LAYER),
+    case("delta_dense", ZERO, 2, 4, layers=9, tensor=2, remat="selective"),
+    case("delta_dense", ALL, 2, 2, layers=6, fsdp=2, context=2, packing=True),
+    case("gpt_oss", ONE, 2, 4, layers=6, expert=2, tensor=2, packing=True),
+    case("gpt_oss", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
+    case("gpt_oss", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
 ]
 """Pipelines of decoders with other norms, rotations and sums, in docs/huggingface.md."""
 ENCODERS: list[Case] = [

@@ -167,6 +167,8 @@ def test_the_sentences_have_the_figures_of_the_result():
         f"of {floor['rows']} steps, a perfect model would be off by {percent(floor['median'])} (median)",
         f"and {percent(floor['90%'])} (90th percentile)",
         f"lists {len(RESULT['disagreements'])} such pairs",
+        f"has a median error of {percent(RESULT['two_thirds']['all']['median'])}",
+        f"percentile of {percent(RESULT['two_thirds']['all']['90%'])}. Each third",
     ):
         assert text in " ".join(PLANNING.split()), text
 
@@ -178,3 +180,11 @@ def test_a_perfect_model_has_no_error():
     assert off["median"] == 0.25
     assert off["largest"] == 0.5
     assert math.isclose(off["within_25%"], 2 / 3)
+
+
+def test_each_project_is_in_one_third():
+    thirds = [name.removeprefix("tested on ").split(", ") for name in RESULT["two_thirds"] if name != "all"]
+    tested = [project for third in thirds for project in third]
+    assert sorted(tested) == sorted(RESULT["left_one_project_out"]["by_project"])
+    assert RESULT["two_thirds"]["all"]["rows"] == len(CASES)
+    assert {len(third) for third in thirds} == {3}

@@ -126,6 +126,18 @@ def test_kto_is_its_definition(rng):
     np.testing.assert_array_equal(jax.grad(total)(other_policy + 3 - other_reference), 0)
 
 
+def test_kto_has_the_values_that_trl_has():
+    p = {key: np.array(TRL["inputs"][key]) for key in PAIR}
+    expected = TRL["kto"]
+    beta, wanted_weight, unwanted_weight = expected["constants"].values()
+    found = losses.kto(
+        np.append(p["chosen"], p["rejected"]), np.append(p["ref_chosen"], p["ref_rejected"]), np.arange(12) < 6,
+        losses.kto_divergence(np.full(12, expected["divergence"])), beta=beta, wanted_weight=wanted_weight,
+        unwanted_weight=unwanted_weight,
+    )  # fmt: skip
+    np.testing.assert_allclose(found, expected["values"], rtol=3e-5, atol=3e-6)  # as above
+
+
 def test_pairs_of_scores_are_their_definition(rng):
     chosen, rejected, margin = rng.normal(size=(3, 20))
     expected = -log_sigmoid(chosen - rejected - margin) + 0.01 * (chosen + rejected) ** 2

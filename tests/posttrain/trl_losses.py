@@ -17,7 +17,7 @@ import torch
 import trl
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
-from trl.trainer import dpo_trainer
+from trl.trainer import dpo_trainer, kto_trainer
 
 PAIR = ("chosen", "rejected", "ref_chosen", "ref_rejected", "chosen_tokens", "rejected_tokens")
 
@@ -42,6 +42,25 @@ def dpo_trainer_loss(arrays: dict[str, torch.Tensor], kind: str, **constants: fl
     return scope["per_sequence_loss"].tolist()
 
 
+def kto_trainer_loss(arrays: dict[str, torch.Tensor], **constants: float) -> list[float]:
+    """Returns the losses of the chosen completions as wanted ones, and then of the rejected ones as unwanted."""
+    source = inspect.getsource(kto_trainer)
+    begin = source.index("        if self.calculate_KL:\n            kl = ")
+    body = textwrap.dedent(source[begin : source.index("        losses = torch.cat(")])
+    accelerator = SimpleNamespace(gather_for_metrics=lambda x: x, device="cpu")
+    trainer = SimpleNamespace(calculate_KL=True, loss_type="kto", accelerator=accelerator, **constants)
+    # The completions of the other prompts are the same ones, by other probabilities.
+    both = torch.cat([arrays["chosen"], arrays["rejected"]])
+    names = {f"{side}_logps": arrays[side] for side in PAIR[:4]} | {"KL_logps": both, "ref_KL_logps": both - 2.5}
+    scope = kto_trainer.__dict__ | names | {"self": trainer}
+    exec(compile(body, "kto_trainer", "exec"), scope)
+    weighted = (
+        trainer.desirable_weight * scope["chosen_losses"],
+        trainer.undesirable_weight * scope["rejected_losses"],
+    )
+    return torch.cat(weighted).tolist()
+
+
 def main() -> None:
     inputs = draw()
     arrays = {name: torch.tensor(values, dtype=torch.float32) for name, values in inputs.items()}
@@ -57,10 +76,13 @@ def main() -> None:
         "simpo": (CPOTrainer.cpo_loss(simpo, *means)[0].tolist(), {"beta": 0.1, "gamma": 0.5}),
         "orpo": ((-ORPOTrainer.odds_ratio_loss(common, *means)[0]).tolist(), {"beta": 0.1}),
     }
+    weights = {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    kto = {"values": kto_trainer_loss(arrays, **weights), "constants": weights, "divergence": 2.5}
     result = {
         "source": f"TRL {trl.__version__}, torch {torch.__version__.partition('+')[0]}, float32",
         "inputs": inputs,
         "losses": {name: {"values": values, "constants": constants} for name, (values, constants) in found.items()},
+        "kto": kto,
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 

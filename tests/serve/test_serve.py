@@ -1,9 +1,13 @@
 """Tests the server over real sockets of the loopback address, with a tiny model of random weights."""
 
 import asyncio
+import html
 import http.client
 import json
+import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +31,7 @@ from jaxstack.generate.score import Scorer
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops
-from jaxstack.serve.app import Limits, Server
+from jaxstack.serve.app import Limits, Server, chat_page
 from jaxstack.serve.worker import Worker
 
 pytest.importorskip("uvicorn")
@@ -336,6 +340,56 @@ def test_models_and_health(running):
     assert json.loads(running.send(f"/v1/models/{MODEL.name}", None, method="GET").read())["id"] == MODEL.name
     assert running.send("/v1/models/other", None, method="GET").status == 404
     assert json.loads(running.send("/health", None, method="GET").read()) == {"status": "ok", "texts": 0}
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SAYS = """<script>
+$("temperature").value = "0";
+$("tokens").value = "9";
+$("text").value = "a<b>";
+$("form").requestSubmit();
+</script></body>"""
+
+
+def test_the_chat_page_is_one_file_that_reaches_this_server_alone(running):
+    response = running.send("/", None, method="GET")
+    page = response.read().decode()
+    assert response.status == 200
+    assert response.headers["Content-Type"].startswith("text/html")
+    assert "connect-src 'self'" in response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in response.headers["Content-Security-Policy"]
+    assert "://" not in page
+    assert "innerHTML" not in page
+    assert page == chat_page()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.timeout(300)
+def test_the_chat_page_answers_in_a_browser(running, monkeypatch, tmp_path):
+    """The page shows the message as text, the answer that the API gives, and the name of the model."""
+    monkeypatch.setattr("jaxstack.serve.app.chat_page", lambda: chat_page().replace("</body>", SAYS))
+    messages = [{"role": "user", "content": "a<b>"}]
+    _, expected = running.ask("/v1/chat/completions", messages=messages, temperature=0, max_tokens=9)
+    text = expected["choices"][0]["message"]["content"]
+    assert text
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=20000",
+    ]
+    url = f"http://127.0.0.1:{running.port}/"
+    ran = subprocess.run([str(BROWSER), *flags, "--dump-dom", url], capture_output=True, timeout=250, check=True)
+    dom = ran.stdout.decode()
+    assert f'<h1 id="title">{MODEL.name}</h1>' in dom
+    assert '<li class="user">a&lt;b&gt;</li>' in dom
+    (shown,) = re.findall(r'<li class="assistant">(.*?)</li>', dom, re.DOTALL)
+    visible = [re.sub(r"[^ -~]", "", one) for one in (html.unescape(shown), text)]  # of the bytes of a random model
+    assert visible[0] == visible[1]
+    assert 'class="error"' not in dom
 
 
 def test_a_line_for_each_request_has_no_text(running):

@@ -1,5 +1,6 @@
 """Compares what a step learns from pairs with the definition on single conversations, packed and on meshes."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -10,16 +11,19 @@ import pytest
 import test_meshes
 from orbax.checkpoint import v1 as ocp
 
+import jaxstack
 from jaxstack import families
+from jaxstack.__main__ import main as run_command
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, RunConfig
 from jaxstack.config.reading.parse import parse_config
-from jaxstack.config.training import REWARDS, PreferenceConfig
-from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
+from jaxstack.config.training import LABEL_REWARDS, REWARDS, PreferenceConfig
+from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows, scored
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.train import main
 from jaxstack.training.assemble import make_eval_step, make_gradients, objective_of
+from jaxstack.training.features.preference import with_divergence
 
 SEQ, ROWS = test_meshes.SEQ, test_meshes.BATCH
 LOSSES = {
@@ -66,13 +70,18 @@ def batch_of(pairs, packing, rows=None):
     return batch | {"reference_log_probs": -1 - (ids % 13).astype(np.float32) / 4}
 
 
+def alone(pairs):
+    """Returns the ids of each conversation in a row of its own, the mask of its targets, and its length."""
+    spans = np.stack([pairs.starts, pairs.middles, pairs.middles, pairs.ends], 1).reshape(-1, 2)
+    lengths = spans[:, 1] - spans[:, 0]
+    at = np.minimum(spans[:, :1] + np.arange(int(lengths.max())), len(pairs.ids) - 1)
+    inside = np.arange(1, at.shape[1]) < lengths[:, None]
+    return pairs.ids[at], (pairs.loss_mask[at][:, 1:] & inside).astype(np.float32), lengths
+
+
 def by_definition(cfg, values, pairs, preference):
     """Returns the loss and what is logged, from each conversation in a row of its own."""
-    spans = np.stack([pairs.starts, pairs.middles, pairs.middles, pairs.ends], 1).reshape(-1, 2)
-    length = int((spans[:, 1] - spans[:, 0]).max())
-    at = np.minimum(spans[:, :1] + np.arange(length), len(pairs.ids) - 1)
-    inside = np.arange(1, length) < (spans[:, 1] - spans[:, 0])[:, None]
-    ids, mask = pairs.ids[at], (pairs.loss_mask[at][:, 1:] & inside).astype(np.float32)
+    ids, mask, _ = alone(pairs)
     logits, _ = families.forward(cfg, values, jnp.asarray(ids[:, :-1], jnp.int32))
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], 2)[..., 0]
     frozen = -1 - (ids[:, :-1].astype(np.int64) * 31 + ids[:, 1:] * 17) % 13 / 4
@@ -128,6 +137,102 @@ def test_loss_gradients_and_rewards_are_the_definition_packed_or_not(rng, name):
         sums = jax.jit(make_eval_step(cfg.model, Context(), 1, objective_of(cfg.model, LOSSES[name])))(values, batch)
         for key, value in (*logged.items(), ("preference", part)):
             np.testing.assert_allclose(sums.losses[key] / sums.weights[key], value, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.random
+def test_kto_is_its_definition_packed_accumulated_or_not(rng):
+    """The divergence is the mean over the whole batch, also where microbatches follow each other."""
+    how = PreferenceConfig("kto", beta=0.3, wanted_weight=1.5, unwanted_weight=0.5)
+    cfg = config("llama3", {}, how)
+    values = parameters.init(jax.random.key(0), families.spec(cfg.model))
+    values = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), values)
+    pairs = draw(rng, cfg.model.vocab, 12)
+    wanted = rng.random(12) < 0.4
+    refer = with_divergence(lambda params, batch: batch, cfg.model, Context())
+
+    def definition(values, towards):
+        ids, mask, _ = alone(pairs)
+        logits, _ = families.forward(cfg.model, values, jnp.asarray(ids[:, :-1], jnp.int32))
+        scores = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], 2)[..., 0]
+        frozen = -1 - (ids[:, :-1].astype(np.int64) * 31 + ids[:, 1:] * 17) % 13 / 4 - towards
+        own, others = ((scores - frozen) * mask).sum(1).reshape(-1, 2).T
+        z = jax.lax.stop_gradient(jnp.maximum(others.mean(), 0.0))
+        each = jnp.where(wanted, 1.5 * jax.nn.sigmoid(-0.3 * (own - z)), 0.5 * jax.nn.sigmoid(-0.3 * (z - own)))
+        return each.mean(), (own, z)
+
+    divergences = []
+    expected = jax.jit(jax.value_and_grad(definition, has_aux=True))
+    for towards, packing, accum in ((0.0, True, 1), (5.0, True, 2), (5.0, False, 1)):
+        (loss, (own, z)), grads = expected(values, towards)  # z is above 0 if the reference finds everything unlikely
+        divergences.append(float(z))
+        batch = batch_of(replace(pairs, wanted=wanted), packing)
+        batch = {name: np.pad(a, ((0, len(a) % accum), (0, 0))) for name, a in batch.items()}
+        batch["reference_log_probs"] = batch["reference_log_probs"] - np.float32(towards)
+        run = replace(
+            cfg, train=replace(cfg.train, grad_accum=accum), data=replace(cfg.data, batch_size=len(batch["tokens"]))
+        )
+        found = jax.jit(make_gradients(run, Context()))(values, refer(values, batch))
+        np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+        for path, grad in flatten(grads).items():
+            apart = np.linalg.norm(flatten(found[1])[path] - grad)
+            assert apart <= 2e-5 * np.linalg.norm(grad) + 1e-7, path
+        rewards = 0.3 * np.asarray(own)
+        right = (rewards > 0.3 * z) == wanted
+        logged = (rewards[wanted].mean(), rewards[~wanted].mean(), right.mean(), z)
+        for key, value in zip(LABEL_REWARDS, logged, strict=True):
+            np.testing.assert_allclose(found[2][key], value, rtol=2e-5, atol=1e-6)
+    assert divergences[0] == 0 < divergences[1] == divergences[2]
+
+
+def of_scores(cfg, head=True):
+    """Returns the configuration of a reward model."""
+    how = PreferenceConfig("reward", margin=0.4, center=0.05)
+    return replace(cfg, preference=how, model=replace(cfg.model, reward_head=head), run=RunConfig())
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", ["llama3", pytest.param("gemma2", marks=pytest.mark.matrix)])
+def test_a_reward_model_is_its_definition_packed_or_not(rng, name):
+    cfg = of_scores(config(name, {}))
+    values = parameters.init(jax.random.key(0), families.spec(cfg.model))
+    assert np.abs(values["reward"]["w"]).max() == 0
+    values = jax.tree.map(lambda a: a + rng.normal(0, 0.1, a.shape).astype(np.float32), values)
+    pairs = draw(rng, cfg.model.vocab)
+    sides = [
+        (pairs.ids[first:last], pairs.loss_mask[first:last])
+        for bounds in zip(pairs.starts, pairs.middles, pairs.ends, strict=True)
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+    def definition(values):
+        ids, _, lengths = alone(pairs)  # every text ends with its completion
+        batch = {"tokens": jnp.asarray(ids, jnp.int32)}
+        hidden, _ = families.of(cfg.model).hidden_states(cfg.model, values, batch)
+        last = hidden[np.arange(lengths.size), lengths - 1]
+        chosen, rejected = jnp.dot(last, values["reward"]["w"], precision="highest").reshape(-1, 2).T
+        each = jnp.logaddexp(0, -(chosen - rejected - 0.4)) + 0.05 * (chosen + rejected) ** 2
+        margin = chosen - rejected
+        return each.mean(), [one.mean() for one in (chosen, rejected, margin, margin > 0)]
+
+    (loss, logged), grads = jax.jit(jax.value_and_grad(definition, has_aux=True))(values)
+    ended = [scored(*one) for one in sides]
+    sizes = np.append(0, np.cumsum([ids.size for ids, _ in ended]))
+    tokens = PreferenceTokens(
+        np.concatenate([ids for ids, _ in ended]), sizes[:-1:2], sizes[2::2], cfg.model.vocab,
+        loss_mask=np.concatenate([mask for _, mask in ended]), middles=sizes[1::2],
+    )  # fmt: skip
+    for packing in (False, True):
+        windows = PreferenceWindows.of(tokens, SEQ, packing)
+        batch = windows.make_batch(np.arange(windows.first_W.size), SEQ, packing, cfg.model.vocab)
+        found = jax.jit(make_gradients(cfg, Context()))(values, batch)
+        np.testing.assert_allclose(found[0], loss, rtol=1e-5)
+        expected = flatten(grads)
+        assert "head/w" not in flatten(found[1]), "the head of the vocabulary is not trained"
+        for path, grad in flatten(found[1]).items():
+            apart = np.linalg.norm(expected[path] - grad)
+            assert apart <= 2e-5 * np.linalg.norm(grad) + 1e-7, path
+        for key, value in zip(REWARDS, logged, strict=True):
+            np.testing.assert_allclose(found[2][key], value, rtol=2e-5, atol=1e-6)
 
 
 MESHES = [
@@ -223,6 +328,111 @@ def test_adapters_switched_off_are_the_reference(folder, mesh):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     np.testing.assert_allclose(losses[0][0], np.log(2), atol=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+def scores_of(folder, name, rows):
+    """Returns the scores that a saved reward model gives to prompts with completions."""
+    return jaxstack.load(folder / name).rewards([([{"role": "user", "content": q}], a) for q, a in rows])
+
+
+@pytest.mark.matrix
+def test_a_reward_model_learns_is_saved_and_scores_on_every_mesh(folder):
+    reward = ["--preference.loss=reward", "--model.reward_head=true", "--optim.lr=1e-2"]
+    log = train(folder, "reward", 6, *reward)
+    steps = [record for record in log if "loss" in record]
+    np.testing.assert_allclose(steps[0]["loss"], np.log(2), atol=1e-6)  # all scores are 0 at first
+    assert steps[-1]["loss"] < 0.6
+    splits = (
+        ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"],
+        ["--mesh.context=2", "--mesh.tensor=2", "--mesh.data=2", "--train.grad_accum=2"],
+    )
+    for k, mesh in enumerate(splits):
+        other = train(folder, f"reward{k}", 6, *reward, *mesh)
+        values = [[record["loss"] for record in each if "loss" in record] for each in (log, other)]
+        np.testing.assert_allclose(*values, rtol=2e-4)
+    adapted = train(folder, "rewardlora", 6, *reward, "--model.lora.rank=2")
+    assert [record["loss"] for record in adapted if "loss" in record][-1] < 0.65
+    rows = [(f"{i} + {i}?", f"{2 * i + wrong}") for i in range(40) for wrong in (0, 1)]
+    found = scores_of(folder, "reward", rows).reshape(-1, 2)
+    assert (found[:, 0] > found[:, 1]).mean() > 0.8
+    adapted = scores_of(folder, "rewardlora", rows[:2])
+    assert adapted[0] != adapted[1]
+    alone = scores_of(folder, "reward", rows[10:11])
+    np.testing.assert_allclose(alone[0], found.ravel()[10], rtol=1e-4, atol=1e-5)  # calls of other shapes
+    with pytest.raises(ConfigError, match=r"chat is not a reward model \(model\.reward_head=false\)"):
+        scores_of(folder, "chat", rows[:1])
+    with pytest.raises(ConfigError, match=r"model\.reward_head=true scores texts, and does not continue them"):
+        jaxstack.load(folder / "reward").generate("1 + 1?")
+    evaluated(folder, found)
+    rewarded(folder)
+
+
+def evaluated(folder, scores):
+    """`jaxstack eval` prints and keeps the share of pairs that the model ranks right, and writes each score."""
+    argv = ["eval", f"{folder}/reward", f"--preferences={folder}/pairs.jsonl", f"--scores={folder}/scores.jsonl"]
+    run_command(words=[*argv, "--rows=4"])
+    lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    assert lines[3]["row"].endswith("pairs.jsonl, line 4")
+    written = [[line["score_chosen"], line["score_rejected"]] for line in lines]
+    np.testing.assert_allclose(written, scores, rtol=1e-4, atol=1e-5)
+    (record,) = (json.loads(path.read_text()) for path in (folder / "reward" / "evaluations").glob("*.json"))
+    results = {one["metric"]: one["value"] for one in record["results"]}
+    np.testing.assert_allclose(results["accuracy"], (scores[:, 0] > scores[:, 1]).mean())
+    np.testing.assert_allclose(results["margin"], (scores[:, 0] - scores[:, 1]).mean(), rtol=1e-4)
+    with pytest.raises(SystemExit) as stopped:
+        run_command(words=["eval", f"{folder}/chat", f"--preferences={folder}/pairs.jsonl"])
+    assert stopped.value.code == 2
+
+
+def rewarded(folder):
+    """Completions that are sampled get the scores of the reward model, with their weight."""
+    flags = [
+        "--data.source=prompts", f"--data.path={folder}/pairs.jsonl", f"--run.init_from={folder}/chat",
+        f"--run.dir={folder}/policy", "--train.steps=1", f"--rl.rewards=[run:{folder}/reward]", "--rl.weights=[0.5]",
+        "--rl.group=4", "--rl.tokens=6", "--train.eval_steps=1", "--data.packing=false",
+    ]  # fmt: skip
+    main(parse_config([*FLAGS, *flags]))
+    records = [json.loads(line) for line in (folder / "policy" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = (record for record in records if "reward" in record and "grad_norm" in record)
+    assert np.isfinite(step["reward"])
+    assert step["reward_std"] > 0
+    (samples,) = (record["samples"] for record in records if record.get("samples"))
+    shown = [(one["prompt"], one["completion"]) for one in samples if one["completion"].strip()]
+    found = 0.5 * scores_of(folder, "reward", shown)
+    ended = {one["completion"]: one["reward"] for one in samples}
+    close = [abs(ended[text] - value) < 1e-3 for (_, text), value in zip(shown, found, strict=True)]
+    assert not shown or any(close) or all(len(text) == 6 for _, text in shown), "a text that was cut ends elsewhere"
+    with pytest.raises(ConfigError, match=r"rl\.rewards=run:.*chat is not a reward model"):
+        main(parse_config([*FLAGS, *flags, f"--rl.rewards=[run:{folder}/chat]", f"--run.dir={folder}/none"]))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("same", "split"),
+    [
+        pytest.param([], ["--train.grad_accum=4", "--mesh.data=2", "--mesh.tensor=4"], id="accumulation"),
+        pytest.param([], ["--mesh.pipe=2", "--mesh.fsdp=2", "--mesh.data=2"], id="pipe"),
+        pytest.param(["--model.lora.rank=2"], ["--mesh.context=2", "--mesh.tensor=2"], id="context and adapters"),
+        pytest.param(
+            ["--data.packing=false"], ["--train.grad_accum=4", "--mesh.data=2", "--mesh.tensor=4"], id="unpacked"
+        ),
+    ],
+)
+def test_runs_of_kto_are_equal_whatever_splits_the_batch(folder, same, split, request):
+    """Files of pairs are read as two completions each."""
+    name = request.node.callspec.id.replace(" ", "")
+    keys = ["--preference.loss=kto", "--optim.lr=1e-2", *same]
+    one = train(folder, f"kto_{name}_one", 3, *keys)
+    other = train(folder, f"kto_{name}_other", 3, *keys, *split)
+    for key in ("loss", *LABEL_REWARDS, "grad_norm"):
+        if key == "rewards/accuracies":
+            continue  # in the first step all log-ratios are 0, but for rounding
+        values = [[record[key] for record in log if "loss" in record] for log in (one, other)]
+        np.testing.assert_allclose(*values, rtol=2e-4, atol=1e-5, err_msg=key)
+    steps = [record for record in one if "loss" in record]
+    assert steps[0]["kl"] < 1e-4
+    np.testing.assert_allclose(steps[0]["loss"], 0.5, atol=1e-4)
+    assert any("eval_kl" in record for record in one)
 
 
 @pytest.mark.matrix

@@ -48,6 +48,7 @@ ONLY = (
     Only("model.token_types", ("encoder",), "encoders", 0),
     Only("model.first_position", ("encoder",), "encoders", 0),
     Only("model.labels", ("encoder",), "encoders", ()),
+    Only("model.reward_head", ("decoder",), "decoders", False),
     Only("data.mask_id", _MASKED, "encoders and branches", None),
     Only("data.mask_words", _MASKED, "encoders and branches", False),
     Only("model.encoder_layers", ("encoder_decoder", "contrastive"), "encoder-decoders", None),
@@ -60,6 +61,9 @@ ONLY = (
     Only("model.moe.dense_layers", ("decoder",), "decoders", 0),
     Only("model.moe.every", ("encoder_decoder",), "encoder-decoders", 1),
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
+    Only("model.attention_gate", ("decoder",), "decoders", False),
+    Only("model.delta.every", ("decoder",), "decoders", 0),
+    Only("model.attention_sinks", ("decoder",), "decoders", False),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
     *_group("branches", "models with two branches", "branches"),
@@ -117,6 +121,7 @@ REFUSED = (
     _without_texts("data.tokenizer", "bytes"),
     Refused(_NO_DECODER, "train.ngram_baseline", False),
     Refused(("contrastive",), "train.noise_scale", False),
+    Refused(("contrastive",), "mesh.zero", "none", same=("state",)),
     Refused((*_MASKED, "encoder_decoder", "contrastive"), "sample.prompts", None, same=((),)),
     Refused(("branches", "diffusion", "contrastive"), "sample.beams", 1),
 )  # fmt: skip
@@ -134,6 +139,7 @@ def check_family(cfg: Groups) -> None:
     if cfg.model.family in _NO_DECODER:
         _check_ring(cfg)
     _check_experts(cfg)
+    _check_rope(cfg)
     _check_towers(cfg)
     _check_branches(cfg)
     _check_sentences(cfg)
@@ -224,6 +230,16 @@ def _check_ring(cfg: Groups) -> None:
     )
 
 
+def _check_rope(cfg: Groups) -> None:
+    scaling = cfg.model.rope_scaling
+    require(
+        scaling.kind != "longrope" or scaling.long_context or cfg.data.seq_len <= scaling.original_max_position,
+        f"data.seq_len={cfg.data.seq_len} is more than model.rope_scaling.original_max_position="
+        f"{scaling.original_max_position}, up to which short_factors are for. Use "
+        f"--model.rope_scaling.long_context=true, or a shorter seq_len.",
+    )
+
+
 def _check_experts(cfg: Groups) -> None:
     model = cfg.model
     moe = cfg.model.moe
@@ -246,6 +262,18 @@ def _check_experts(cfg: Groups) -> None:
         not dense or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
         f"model.moe.dense_layers={dense} gives a model two stacks of layers, from which mesh.pipe={cfg.mesh.pipe} does "
         f"not generate samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
+    )
+    every = model.delta.every
+    require(
+        not every or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
+        f"model.delta.every={every} has states, with which mesh.pipe={cfg.mesh.pipe} does not generate samples. Use "
+        f"--sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
+    )
+    shortest = cfg.data.seq_len // (2 * max(cfg.mesh.context, 1))
+    require(
+        not every or shortest >= model.delta.taps - 1 or cfg.mesh.context == 1,
+        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.delta.taps={model.delta.taps} "
+        f"reads {model.delta.taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
     )
     by_time = moe.router == "timestep"
     require(

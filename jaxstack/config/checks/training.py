@@ -131,6 +131,17 @@ def _check_preference(cfg: Groups) -> None:
     """
     pair = cfg.learned_preference
     data = cfg.data
+    learns_scores = pair is not None and pair.loss == "reward"
+    require(
+        learns_scores or not cfg.model.reward_head,
+        f"model.reward_head=true is learned with preference.loss=reward, but data.source={data.source} and "
+        f"preference.loss={cfg.preference.loss}. Use that loss with data.source=preferences, or reward_head=false.",
+    )
+    require(
+        cfg.model.reward_head or not learns_scores,
+        "preference.loss=reward needs a head that scores texts, but model.reward_head=false. Use "
+        "--model.reward_head=true.",
+    )
     if pair is None:
         for key, value in vars(cfg.preference).items():
             require(

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, reference
+from jaxstack.kernels.attention import sinks as attention_sinks
 from jaxstack.kernels.attention.reference import (
     MASKED,
     AttentionMask,
@@ -31,6 +32,7 @@ from jaxstack.kernels.attention.reference import (
     heads_first,
     heads_last,
     masked_scores,
+    with_sinks,
 )
 from jaxstack.kernels.attention.relative_bias import RelativeBias
 from jaxstack.kernels.implementation import (
@@ -64,6 +66,8 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
         return "does not support prefixes"
     if case.get("bias"):
         return "does not support relative biases"
+    if name == "cudnn" and case.get("sinks") and case.get("segments"):
+        return "does not support sinks with segments"
     if case.get("sequence_shards", 1) > 1:
         if name == "pallas_tpu":
             return "takes whole sequences, and this one is split over mesh axis context"
@@ -128,6 +132,7 @@ def attention(
     kv_segment_ids: jax.Array | None = None,
     prefix_ids: jax.Array | None = None,
     bias: RelativeBias | None = None,
+    sinks: jax.Array | None = None,
     max_documents: int | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
@@ -156,6 +161,8 @@ def attention(
       prefix_ids: integers [B, S], with kind="prefix". Tokens of a segment with the same id see each other; 0 is not a
         prefix.
       bias: is added to the scores before the cap; its table has a column for each query head. `None` means no bias.
+      sinks: a score of each query head [H], float32, for nothing: it takes part in the softmax and has no value, so
+        that the weights of the keys sum to less than 1 (gpt-oss). `None` means none.
       max_documents: most segments of a row; `None` means that it is not known. Only "cudnn" needs it, and segments of
         contiguous tokens. With other rows its first output of each row is NaN.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
@@ -165,10 +172,13 @@ def attention(
         is unknown or does not support the arguments.
     """
     case = {"segments": segment_ids is not None, "value_dim": v.shape[3], "max_documents": max_documents}
+    case |= {"sinks": sinks is not None}
     o = options(q, k, scale, mask, softcap, implementation, bias, **case)._replace(max_documents=max_documents or 0)
     arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
-    q, k, v, table = collectives.match_varying(q, k, v, None if bias is None else bias.table)
-    return _attend(o, q, k, v, arrays, table)
+    q, k, v, table, sinks = collectives.match_varying(q, k, v, None if bias is None else bias.table, sinks)
+    if sinks is not None and o.name != "xla":
+        return attention_sinks.attend(o, q, k, v, arrays, sinks)
+    return _attend(o, q, k, v, arrays, table, sinks)
 
 
 @jax.named_scope("attention")
@@ -184,6 +194,7 @@ def cached_attention(
     window: int = 0,
     softcap: float | None = None,
     bias: RelativeBias | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the result of `attention` for the newest S tokens of each sequence, with a KV cache: [B, S, H, K].
 
@@ -199,6 +210,7 @@ def cached_attention(
       distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
       bias: see `attention`; its positions are ignored, because `distance` gives the positions of the cached tokens.
+      sinks: see `attention`.
     """
     g = keys.shape[1]
     slots = keys.shape[3]
@@ -221,7 +233,9 @@ def cached_attention(
     new_mask = AttentionMask(window, "causal" if new.size > 1 else "full")
     new_scores = masked_scores(o._replace(mask=new_mask), q_BGSRK, k.swapaxes(1, 2), new, new, Mask(), table)
     scores = jnp.concatenate([cached_scores, new_scores], axis=-1)  # [B, G, S, R, T + S]
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(with_sinks(scores, sinks), axis=-1).astype(v.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     mixed = jnp.einsum("bgcrt,bgtk->bgcrk", weights[..., :slots], values, preferred_element_type=jnp.float32)
     if new.size == 1:  # a product is faster than a matmul over one token
         mixed += weights[..., slots:] * v_BGSK[:, :, :, None]
@@ -273,6 +287,8 @@ def options(q, k, scale, mask: AttentionMask, softcap, implementation, bias=None
         raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys are not the same tokens; use kind='cross'")
     if bias is not None and mask.kind == "cross":
         raise ValueError("a relative bias needs queries and keys of one sequence; leave it out with kind='cross'")
+    if case.get("sinks") and (bias is not None or mask.kind not in ("causal", "full")):
+        raise ValueError(f"sinks are not for relative biases or a mask of kind={mask.kind!r}; leave them out")
     if bias is not None and bias.table.shape[1] != q.shape[2]:
         raise ValueError(f"a bias of {bias.table.shape[1]} heads does not fit {q.shape[2]} query heads; use as many")
     case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "mask": mask, "bias": bias is not None}
@@ -299,7 +315,7 @@ def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bi
     return Mask(of_queries, of_queries._replace(segments=kv_segment_ids) if cross else of_queries)
 
 
-def _attend(o: Options, q, k, v, mask: Mask, table):
+def _attend(o: Options, q, k, v, mask: Mask, table, sinks):
     match o.name:
         case "cudnn" if mask.queries.segments is None and q.shape[3] <= cudnn.PUBLIC_HEAD_DIM:
             return cudnn.attend(o, q, k, v)
@@ -311,4 +327,4 @@ def _attend(o: Options, q, k, v, mask: Mask, table):
             return pallas_tpu.attend(o, q, k, v, mask.queries.segments)
         case "chunked":
             return chunked.attend(o, q, k, v, mask, table)
-    return reference.attend(o, q, k, v, mask, table)
+    return reference.attend(o, q, k, v, mask, table, sinks)

@@ -209,6 +209,17 @@ def config(o: Options, b: int, s: int, h: int, dtype, max_documents: int, backwa
     return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention | dimensions})
 
 
+def forward(o: Options, q, k, v):
+    """Returns the output [B, S, H, K] in q's dtype, and the log-sum-exp [B, S, H], of rows of one document."""
+    out, lse_BHS = _forward_call(o, q, k, v, ())
+    return out, lse_BHS.swapaxes(1, 2)
+
+
+def backward(o: Options, q, k, v, d_out, out, lse_BSH):
+    """Returns the gradients of q, k and v, given an output and a log-sum-exp that may be of more than these keys."""
+    return _backward_call(o, q, k, v, (), out, lse_BSH.swapaxes(1, 2), d_out)
+
+
 def forward_block(o: Options, q, k, v, mask: Mask):
     """Returns the output [B, S, H, K] and the log-sum-exp [B, S, H] for a part of the keys, both in float32.
 

@@ -79,17 +79,17 @@ def _backward(o: Options, residuals, d_out):
     return *_backward_call(o, q, k, v, d_out, lse_BHS, delta_BHS, Mask(*(Tokens(segment_ids),) * 2), q.dtype), None
 
 
-def forward_block(o: Options, q, k, v, mask: Mask):
-    """Returns the output [B, S, H, K] and the log-sum-exp [B, S, H] for a part of the keys, both in float32."""
-    out, lse_BHS = _forward_call(o, q, k, v, mask, jnp.float32)
+def forward(o: Options, q, k, v, mask: Mask, dtype):
+    """Returns the output [B, S, H, K] in `dtype` and the log-sum-exp [B, S, H] for these keys, which may be a part."""
+    out, lse_BHS = _forward_call(o, q, k, v, mask, dtype)
     return out, lse_BHS.swapaxes(1, 2) / _LOG2E
 
 
-def backward_block(o: Options, q, k, v, d_out, out, lse_BSH, delta_BSH, mask: Mask):
-    """Returns the parts of the gradients, in float32, that are due to these keys; `lse` and `delta` are of all keys."""
+def backward(o: Options, q, k, v, d_out, lse_BSH, delta_BSH, mask: Mask, dtype):
+    """Returns the parts of the gradients, in `dtype`, that are due to these keys; `lse` and `delta` are of all keys."""
     lse = lse_BSH.swapaxes(1, 2) * _LOG2E
     delta = delta_BSH.swapaxes(1, 2)
-    return _backward_call(o, q, k, v, d_out, lse, delta, mask, jnp.float32)
+    return _backward_call(o, q, k, v, d_out, lse, delta, mask, dtype)
 
 
 def _forward_call(o: Options, q, k, v, mask: Mask, dtype):

@@ -114,6 +114,36 @@ def attend(o: Options, q, k, v, segment_ids):
 
 
 def _forward(o: Options, q, k, v, segment_ids):
+    out, lse_BHS = _forward_call(o, q, k, v, segment_ids)
+    out = checkpoint_name(out, "attention")
+    lse_BHS = checkpoint_name(lse_BHS, "attention_lse")
+    return out, (q, k, v, segment_ids, out, lse_BHS)
+
+
+def _backward(o: Options, residuals, d_out):
+    q, k, v, segment_ids, out, lse_BHS = residuals
+    return *_backward_call(o, q, k, v, segment_ids, out, lse_BHS, d_out), None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def forward(o: Options, q, k, v, segment_ids):
+    """Returns the output [B, S, H, K] in q's dtype, and the log-sum-exp [B, S, H]."""
+    out, lse_BHS = _forward_call(o, q, k, v, segment_ids)
+    return out, lse_BHS[..., : q.shape[1]].swapaxes(1, 2) / _LOG2E
+
+
+def backward(o: Options, q, k, v, d_out, out, lse_BSH, segment_ids):
+    """Returns the gradients of q, k and v, given an output and a log-sum-exp that may be of more than these keys."""
+    lse_BHS = lse_BSH.swapaxes(1, 2) * _LOG2E
+    beyond = ((0, 0), (0, 0), (0, -q.shape[1] % _block_of(q)))
+    lse_BHS = jnp.pad(lse_BHS, beyond, constant_values=-MASKED)  # the padding has no weights
+    return _backward_call(o, q, k, v, segment_ids, out, lse_BHS, d_out)
+
+
+def _forward_call(o: Options, q, k, v, segment_ids):
+    """Returns the output [B, S, H, K], and the log-sum-exp [B, H, S] times log2(e) of the padded sequence."""
     b, s, h, width = q.shape
     block = _block_of(q)
     static, visits, segments = _visits(o, "queries", s, block, segment_ids)
@@ -128,13 +158,11 @@ def _forward(o: Options, q, k, v, segment_ids):
         (pl.BlockSpec((None, None, width, block), _swapped(query.index_map)), query_vector),
         [(width, block), (1, block), (1, block)],
     )  # fmt: skip
-    out = checkpoint_name(_tokens_first(out_BHKS, s), "attention")
-    lse_BHS = checkpoint_name(lse_BH1S[:, :, 0], "attention_lse")
-    return out, (q, k, v, segment_ids, out, lse_BHS)
+    return _tokens_first(out_BHKS, s), lse_BH1S[:, :, 0]
 
 
-def _backward(o: Options, residuals, d_out):
-    q, k, v, segment_ids, out, lse_BHS = residuals
+def _backward_call(o: Options, q, k, v, segment_ids, out, lse_BHS, d_out):
+    """Returns the gradients of q, k and v."""
     b, s, h, width = q.shape
     g = k.shape[2]
     block = _block_of(q)
@@ -161,10 +189,7 @@ def _backward(o: Options, residuals, d_out):
         [(block, width), (block, width)],
     )  # fmt: skip
     dk, dv = (x[:, :, :s].swapaxes(1, 2) for x in (dk_BGSK, dv_BGSK))
-    return _tokens_first(dq_BHKS, s), dk, dv, None
-
-
-attend.defvjp(_forward, _backward)
+    return _tokens_first(dq_BHKS, s), dk, dv
 
 
 def _tokens_first(x_BHKS, s: int):

@@ -106,23 +106,33 @@ class Mask(NamedTuple):
     offset: jax.Array | None = None
 
 
-def attend(o: Options, q, k, v, mask: Mask, table=None):
+def attend(o: Options, q, k, v, mask: Mask, table=None, sinks=None):
     """Returns the output [B, S, H, K] for queries q [B, S, H, K], keys k and values v [B, T, G, K].
 
-    `table` has the biases [N, H] of the buckets in the options.
+    `table` has the biases [N, H] of the buckets in the options. `sinks` are of the query heads [H].
     """
     q_BGSRK = heads_first(q, k.shape[2])
     k_BGTK = k.swapaxes(1, 2)
     v_BGTK = v.swapaxes(1, 2)
     q_index = add_offset(jnp.arange(q.shape[1]), mask.offset)
     k_index = jnp.arange(k.shape[1])
-    scores = masked_scores(o, q_BGSRK, k_BGTK, q_index, k_index, mask, table)
-    weights = jax.nn.softmax(scores, axis=-1)  # [B, G, S, R, T]
+    scores = with_sinks(masked_scores(o, q_BGSRK, k_BGTK, q_index, k_index, mask, table), sinks)
+    weights = jax.nn.softmax(scores, axis=-1)  # [B, G, S, R, T], or T + 1 with sinks
     if has_empty_rows(o, mask):
         weights = jnp.where(scores.max(-1, keepdims=True) > MASKED, weights, 0)
     weights = weights.astype(v.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     mixed = jnp.einsum("bgsrt,bgtk->bsgrk", weights, v_BGTK)
     return checkpoint_name(mixed.reshape(*q.shape[:3], v.shape[3]), "attention")
+
+
+def with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Returns scores [B, G, S, R, T], and with sinks [H] a last column for them, as for a key without a value."""
+    if sinks is None:
+        return scores
+    column = jnp.broadcast_to(sinks.reshape(scores.shape[1], 1, -1, 1), (*scores.shape[:-1], 1))
+    return jnp.concatenate([scores, column], axis=-1)
 
 
 def has_empty_rows(o: Options, mask: Mask) -> bool:

@@ -2,9 +2,14 @@
 
 Both completions of a pair are in one row, each with its prompt, and a row may have several pairs. So a loss of pairs is
 a sum over rows like every other, whatever splits the batch.
+
+KTO reads completions with labels. Beside each is the completion of another prompt, see `data.preferences.mismatch`. The
+divergence of KTO is a mean over these of the whole batch, which is computed before the step, as the reference is: so it
+is the same number in all microbatches and on all devices.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +17,8 @@ import jax.numpy as jnp
 from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
-from jaxstack.config.training import REWARDS, PreferenceConfig
+from jaxstack.config.training import LABEL_REWARDS, REWARDS, PreferenceConfig
+from jaxstack.features import reward_head
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params, cast_matrices
@@ -21,7 +27,8 @@ from jaxstack.sharding import collectives
 from jaxstack.training.losses import Loss, Objective, Sums
 
 Refer = Callable[[Params, Batch], Batch]
-"""Adds `reference_log_probs` [B, S] to a global batch. It also takes the parameters of the run."""
+"""Adds `reference_log_probs` [B, S] to a global batch, and for KTO `divergence` [B, S]. It also takes the parameters of
+the run."""
 
 
 def preference_objective(model: ModelConfig, preference: PreferenceConfig) -> Objective:
@@ -37,6 +44,8 @@ def pair_loss(preference: PreferenceConfig) -> Loss:
     names = ["targets", "loss_weights", "segment_ids", "pair_weights"]
     if preference.has_reference:
         names.append("reference_log_probs")
+    if preference.loss == "kto":
+        names += ["wanted_weights", "unwanted_weights", "divergence"]
 
     def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:
         def work(
@@ -47,19 +56,25 @@ def pair_loss(preference: PreferenceConfig) -> Loss:
             mask: jax.Array,
             segment_ids: jax.Array,
             weights: jax.Array,
-            *reference: jax.Array,
+            *others: jax.Array,
         ) -> Sums:
-            log_probs, _ = decoder.log_probs(cfg, params, hidden, targets, ctx)  # [B, S/n]
+            if preference.loss == "reward":
+                log_probs = reward_head.scores(params, hidden, ctx)  # of the last token of each conversation
+            else:
+                log_probs, _ = decoder.log_probs(cfg, params, hidden, targets, ctx)  # [B, S/n]
             present = weights > 0
             sides = of_pairs(log_probs * mask, segment_ids, present, ctx)
             tokens = of_pairs(mask, segment_ids, present, ctx)
-            frozen = [of_pairs(each * mask, segment_ids, present, ctx) for each in reference]
+            frozen = [of_pairs(each * mask, segment_ids, present, ctx) for each in others[:1]]
+            if preference.loss == "kto":
+                return label_sums(preference, sides[0] - frozen[0][0], weights, *others[1:])
             measures = measure(preference, sides, tokens, frozen[0] if frozen else None)
             return {name: (weights * value).sum() for name, value in measures.items()}
 
-        arguments = decoder.head_part(cfg, params), hidden, *(batch[name] for name in names)
+        part = partial(decoder.head_part, cfg) if preference.loss != "reward" else reward_head.head_part
+        arguments = part(params), hidden, *(batch[name] for name in names)
         rows = [("batch", "sequence")] * (len(arguments) - 1)
-        sums: Sums = ctx.sum_region(work, arguments, (decoder.head_part(cfg, families.spec(cfg)), *rows))
+        sums: Sums = ctx.sum_region(work, arguments, (part(families.spec(cfg)), *rows))
         return sums
 
     return loss
@@ -90,11 +105,19 @@ def of_pairs(values: jax.Array, segment_ids: jax.Array, present: jax.Array, ctx:
 def measure(
     preference: PreferenceConfig, log_probs: Sides, tokens: Sides, reference: Sides | None
 ) -> dict[str, jax.Array]:
-    """Returns the loss of each pair, and what is logged of it, by the names of the objective's terms."""
+    """Returns the loss of each pair, and what is logged of it, by the names of the objective's terms.
+
+    Args:
+      log_probs: of the completions; of a reward model, their scores.
+      tokens: number of tokens of the completions.
+      reference: log-probabilities under the reference. `None` means that the loss has none.
+    """
     beta = preference.beta
     chosen, rejected = log_probs
     means = chosen / tokens[0], rejected / tokens[1]
-    if reference is None:
+    if preference.loss == "reward":
+        rewards = log_probs
+    elif reference is None:
         rewards = beta * means[0], beta * means[1]
     else:
         rewards = beta * (chosen - reference[0]), beta * (rejected - reference[1])
@@ -109,6 +132,8 @@ def _losses(preference: PreferenceConfig, log_probs: Sides, tokens: Sides, refer
     """Returns the loss of each pair."""
     beta = preference.beta
     smoothing = preference.label_smoothing
+    if preference.loss == "reward":
+        return losses.reward_pair(*log_probs, preference.margin, center=preference.center)
     if reference is None:
         if preference.loss == "orpo":
             return losses.orpo(*log_probs, *tokens, beta=beta)
@@ -125,6 +150,40 @@ def _losses(preference: PreferenceConfig, log_probs: Sides, tokens: Sides, refer
             return losses.dpo(*both, beta=beta, label_smoothing=smoothing)
 
 
+def label_sums(
+    preference: PreferenceConfig,
+    log_ratio: jax.Array,
+    weights: jax.Array,
+    wanted: jax.Array,
+    unwanted: jax.Array,
+    divergence: jax.Array,
+) -> Sums:
+    """Returns the sum of each term of KTO's objective, for completions with labels.
+
+    Args:
+      log_ratio: log-probability of each completion under the model minus under the reference [B, S/n], at the first
+        position of its conversation.
+      weights: 1 at these positions, else 0.
+      wanted, unwanted: the same for completions with this label.
+      divergence: equal everywhere [B, S/n].
+    """
+    is_wanted = wanted > 0
+    each = losses.kto(
+        log_ratio, jnp.zeros_like(log_ratio), is_wanted, divergence, beta=preference.beta,
+        wanted_weight=preference.wanted_weight, unwanted_weight=preference.unwanted_weight,
+    )  # fmt: skip
+    rewards = preference.beta * jax.lax.stop_gradient(log_ratio)
+    above = rewards > preference.beta * divergence
+    measured = {
+        "rewards/chosen": (rewards, wanted),
+        "rewards/rejected": (rewards, unwanted),
+        "rewards/accuracies": ((above == is_wanted).astype(jnp.float32), weights),
+        "kl": (divergence, weights),
+    }
+    assert measured.keys() == LABEL_REWARDS.keys()
+    return {"preference": (weights * each).sum(), **{name: (a * w).sum() for name, (a, w) in measured.items()}}
+
+
 def make_refer(model: ModelConfig, ctx: Context, frozen: Params | None = None) -> Refer:
     """Returns what adds the reference's log-probabilities of all targets to batches.
 
@@ -133,6 +192,45 @@ def make_refer(model: ModelConfig, ctx: Context, frozen: Params | None = None) -
       ctx: its execution context, for whole sequences.
       frozen: its parameters. `None` means the frozen parameters of the run: it trains adapters of this model.
     """
+    spec = families.spec(model)
+    program = _log_probs(model, ctx)
+    if frozen is not None:
+        frozen = jax.jit(lambda params: cast_matrices(spec, params, ctx.dtype))(frozen)
+
+    def refer(params: Params, batch: Batch) -> Batch:
+        base = without_adapters(spec, params) if frozen is None else frozen
+        return {**batch, "reference_log_probs": program(base, batch)}
+
+    return refer
+
+
+def with_divergence(refer: Refer, model: ModelConfig, ctx: Context) -> Refer:
+    """Returns what also adds KTO's divergence to batches, of the model that learns, with its parameters of now.
+
+    Args:
+      refer: adds the log-probabilities of the reference.
+      model: the model that learns.
+      ctx: its execution context, for whole sequences.
+    """
+    program = _log_probs(model, ctx)
+    where = None if ctx.layout.mesh is None else ctx.layout.sharding(ctx.layout.batch)
+
+    @partial(jax.jit, out_shardings=where)
+    def divergence(log_probs: jax.Array, batch: Batch) -> jax.Array:
+        of_others = batch["loss_weights"] * (batch["segment_ids"] % 2 == 0)
+        log_ratios = ((log_probs - batch["reference_log_probs"]) * of_others).sum()
+        mean = losses.kto_divergence(log_ratios / jnp.maximum(batch["pair_weights"].sum(), 1))
+        return jnp.broadcast_to(mean, log_probs.shape)
+
+    def added(params: Params, batch: Batch) -> Batch:
+        batch = refer(params, batch)
+        return {**batch, "divergence": divergence(program(params, batch), batch)}
+
+    return added
+
+
+def _log_probs(model: ModelConfig, ctx: Context) -> Callable[[Params, Batch], jax.Array]:
+    """Returns a program for the log-probability of each target of a global batch [B, S], without dropout."""
     spec = families.spec(model)
 
     def work(params: Params, batch: Batch) -> jax.Array:
@@ -143,15 +241,12 @@ def make_refer(model: ModelConfig, ctx: Context, frozen: Params | None = None) -
     if ctx.layout.mesh is not None:
         local = ctx.layout.local(work, (ctx.layout.parameters(spec), ctx.layout.batch), ctx.layout.batch)
     program = jax.jit(local)
-    if frozen is not None:
-        frozen = jax.jit(lambda params: cast_matrices(spec, params, ctx.dtype))(frozen)
 
-    def refer(params: Params, batch: Batch) -> Batch:
-        read = {name: batch[name] for name in ("tokens", "targets", "positions", "segment_ids") if name in batch}
-        base = without_adapters(spec, params) if frozen is None else frozen
-        return {**batch, "reference_log_probs": program(base, read)}
+    def log_probs(params: Params, batch: Batch) -> jax.Array:
+        read = ("tokens", "targets", "positions", "segment_ids")
+        return program(params, {name: batch[name] for name in read if name in batch})
 
-    return refer
+    return log_probs
 
 
 def without_adapters(spec: PyTree, params: Params) -> Params:

@@ -12,17 +12,18 @@ from jaxstack.common import files
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig
 from jaxstack.config.reading import parse
+from jaxstack.config.training import PreferenceConfig
 from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
-from jaxstack.features import adapters
+from jaxstack.features import adapters, reward_head
 from jaxstack.hf import configs, peft
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
-from jaxstack.training.features.preference import Refer, make_refer
+from jaxstack.training.features.preference import Refer, make_refer, with_divergence
 from jaxstack.training.features.qat import evaluated_params
 from jaxstack.training.features.teacher import Teach, make_teach
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
@@ -160,6 +161,9 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
     there = source.model.base
     here = cfg.model.base
+    scores = here.reward_head and not there.reward_head  # the model gets this head now
+    if scores:
+        here = replace(here, reward_head=False)
     if there.family == here.family == "encoder":  # the head may be another one
         there = replace(there, labels=here.labels, label_each=here.label_each, label_pooling=here.label_pooling)
         there = replace(there, sentences=here.sentences)
@@ -196,6 +200,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     state = make_state(Recipe.of(cfg), ctx, abstract)
     if there != source.model.base:
         params = encoder.with_other_head(source.model, params, cfg.model, state.params)
+    if scores:
+        params = {**params, reward_head.GROUP: state.params[reward_head.GROUP]}
     adapters: Params = {}
     if cfg.model.lora.rank:
         adapters, _ = parameters.partition(families.spec(cfg.model), state.params)
@@ -263,6 +269,8 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
 def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, ctx: Context) -> Refer:
     """Returns what adds the log-probabilities of the frozen reference to batches that are compared with one.
 
+    For `preference.loss=kto` it also adds the divergence from the reference.
+
     The reference is `preference.reference` or `rl.reference`, or the model of `run.init_from`. A run that trains
     adapters of that model has its parameters already, and leaves the adapters out.
 
@@ -279,12 +287,16 @@ def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, c
     if aim is None or not aim.has_reference:
         return lambda params, batch: batch
     if aim.reference is None and cfg.model.lora.rank and cfg.run.init_adapter is None:
-        return make_refer(replace(cfg.model.base, dropout=0.0), ctx.whole_sequences())
-    group = "rl" if cfg.learned_rewards else "preference"
-    key = "run.init_from" if aim.reference is None else f"{group}.reference"
-    name = aim.reference or str(cfg.run.init_from)
-    model, params, ctx = read_frozen(cfg, key, name, tokenizer, mesh)
-    return make_refer(model, ctx.whole_sequences(), params)
+        refer = make_refer(replace(cfg.model.base, dropout=0.0), ctx.whole_sequences())
+    else:
+        group = "rl" if cfg.learned_rewards else "preference"
+        key = "run.init_from" if aim.reference is None else f"{group}.reference"
+        name = aim.reference or str(cfg.run.init_from)
+        model, params, there = read_frozen(cfg, key, name, tokenizer, mesh)
+        refer = make_refer(model, there.whole_sequences(), params)
+    if isinstance(aim, PreferenceConfig) and aim.loss == "kto":
+        return with_divergence(refer, replace(cfg.model, dropout=0.0), ctx.whole_sequences())
+    return refer
 
 
 def read_frozen(
@@ -324,13 +336,18 @@ def read_frozen(
             f"{name} has learned positions up to {model.max_positions}, but data.seq_len={cfg.data.seq_len}. Shorten "
             f"data.seq_len, or name another model."
         )
-    run = replace(cfg, model=replace(model, dropout=0.0), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
+    # The head of a reward model is small and whole on each device: the rest determines the context.
+    shape = replace(model, dropout=0.0, reward_head=False)
+    run = replace(cfg, model=shape, optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
     ctx = make_context(run, mesh)
     if isinstance(source, PretrainedFolder):
         with source:
             params = source.read_params(ctx, cfg.model.pad_vocab_to)
     else:
         train = replace(run.train, qat=source.train.qat, qat_group=source.train.qat_group)
-        there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
+        if model.reward_head:
+            there = replace(source, mesh=run.mesh, pipeline=run.pipeline, model=model)
+        else:
+            there = replace(run, run=replace(run.run, dir=source.run.dir), optim=source.optim, train=train, model=model)
         params = restore_params(there, ctx)
-    return run.model.base, params, ctx
+    return replace(model.base, dropout=0.0), params, ctx

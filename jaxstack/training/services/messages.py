@@ -51,6 +51,8 @@ def _model_lines(setup: Setup) -> Iterator[str]:
     yield f"device   {len(devices)} x {devices[0].device_kind}{processes}"
     spec = families.spec(cfg.model)
     yield f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layer{'s' * (cfg.model.num_layers != 1)}"
+    if cfg.model.padded_vocab > cfg.model.vocab:
+        yield f"padding  {cfg.model.vocab:,} rows of the vocabulary, padded with zeros to {cfg.model.padded_vocab:,}"
     if cfg.model.lora.rank:
         trained = params.count(params.partition(spec, spec)[0])
         yield f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen"
