@@ -23,7 +23,7 @@ from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError, MeshConfig, ModelConfig
 from jaxstack.models import params
-from jaxstack.runtime import distributed, shared_cache
+from jaxstack.runtime import distributed
 from jaxstack.runtime.watchdog import ending_of
 from jaxstack.sharding import mesh as meshes
 
@@ -66,8 +66,6 @@ class Machine:
 def check(model: ModelConfig, mesh: MeshConfig, directory: str, timeout_s: float, preflight: bool = False) -> None:
     """Checks the machines of all processes, and prints a line with what was measured. All processes call this.
 
-    Before anything is compiled, the processes get a cache of compiled programs, see `shared_cache.share`.
-
     Slow links and wrong clocks are warnings, with which a run is slow but right. In a preflight they are errors.
 
     Args:
@@ -85,7 +83,6 @@ def check(model: ModelConfig, mesh: MeshConfig, directory: str, timeout_s: float
     if jax.process_count() == 1 and not preflight:
         return
     try:
-        shared_cache.share(Path(directory), timeout_s)
         _check(model, mesh, directory, timeout_s, preflight)
     except jax.errors.JaxRuntimeError as error:
         time.sleep(_ANNOUNCED_S)
