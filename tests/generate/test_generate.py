@@ -65,6 +65,7 @@ QUICK = [
     ("capacity", "unrolled"),
     ("latent", "scan"),
     ("dense_first", "scan"),
+    ("gpt_oss", "unrolled"),
 ]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
 SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
