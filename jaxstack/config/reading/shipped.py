@@ -10,11 +10,13 @@ from jaxstack.common.errors import ConfigError
 def shipped() -> dict[str, Path]:
     """Returns the files of the configurations that come with jaxstack, by name: runnable jobs, then published models.
 
-    An installed package contains them; in a checkout they are beside the package.
+    The steps of the speedrun follow, as `speedrun/sft`. An installed package contains all files; in a checkout they are
+    beside the package.
     """
     inside, beside = (folder / "configs" for folder in Path(__file__).parents[2:4])
     folder = inside if inside.is_dir() else beside
-    return {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
+    found = {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
+    return found | {f"speedrun/{path.stem}": path for path in sorted(folder.glob("speedrun/*.yaml"))}
 
 
 def config_file(name: str) -> Path:
