@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxstack import families
 from jaxstack.common.errors import ConfigError
+from jaxstack.compress.prune import smaller_sizes
 from jaxstack.compress.quantize import linear_tensors
 from jaxstack.config import Config, DataConfig, DenoiserConfig, MeshConfig, ModelConfig, SampleConfig, resolve
 from jaxstack.families.context import make_context
@@ -80,7 +81,7 @@ def row(kind: str, name: str, model: ModelConfig) -> list[str]:
     is_decoder = model.family == "decoder"
     quantised = whether(lambda: linear_tensors(model)) if is_decoder else "no"
     writes = "no" if model.family == "encoder" else "yes"
-    prunes = "yes" if is_decoder else "no"
+    prunes = whether(lambda: smaller_sizes(model, {})) if is_decoder else "no"
     return [f"`{kind}`", name, shown, writes, quantised, prunes, *(split_over(model, axis) for axis in AXES)]
 
 
