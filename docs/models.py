@@ -6,7 +6,6 @@ python docs/models.py
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from jaxstack import families
@@ -45,18 +44,16 @@ def split_over(model: ModelConfig, axis: str) -> str:
     """Returns whether two devices of a mesh axis can share a model: `yes`, `no`, or the setting that it needs."""
     if axis == "expert" and not model.moe.num_experts:
         return ""
-    padded = replace(model, pad_vocab_to=2 * (model.vocab_size // 2 + 1) if model.vocab_size else None)
     ways = [
-        ("yes", model, MeshConfig(**{axis: 2})),
-        ("pad", padded, MeshConfig(**{axis: 2})),
-        ("all_gather", model, MeshConfig(context_method="all_gather", **{axis: 2})),
+        ("yes", MeshConfig(**{axis: 2})),
+        ("all_gather", MeshConfig(context_method="all_gather", **{axis: 2})),
     ]
     learned = (DenoiserConfig(),) if model.family == "encoder_decoder" else ()
-    for cell, one, mesh in ways:
+    for cell, mesh in ways:
         data = DataConfig(seq_len=256, batch_size=8, denoisers=learned)
         sample = SampleConfig(prompts=())  # some models train with `mesh.pipe`, and generate without it
         try:
-            cfg = resolve(Config(model=one, mesh=mesh, data=data, sample=sample), None)
+            cfg = resolve(Config(model=model, mesh=mesh, data=data, sample=sample), None)
             layout = make_context(cfg, abstract_mesh(cfg.mesh, 8, 2)).layout
             layout.parameters(families.spec(cfg.model))
         except ConfigError:
