@@ -67,6 +67,9 @@ def main(args: Namespace) -> None:
     if min(args.batch, default=1) < 1:
         raise ConfigError(f"--batch={args.batch} has a batch without sequences. Use numbers from 1.")
     written = files.writable("--json", args.json, (".json",)) if args.json and args.json != "-" else None
+    family = args.cfg.model.family
+    if family != "decoder":
+        raise ConfigError(f"model.family={family} is not served with a cache of keys and values. Plan a decoder.")
     cfg = with_vocabulary(args.cfg)
 
     from jaxstack.planner import serving

@@ -221,9 +221,9 @@ class ModelConfig:
     vocab_size: PositiveInt | None = None
     """Rows of the embedding. Null means the size of the tokenizer's vocabulary, or the number of classes."""
     pad_vocab_to: PositiveInt | None = None
-    """Least rows of the embedding with padding. There are as many more as `mesh.tensor` times `mesh.pipe` needs for an
-    even split. The rows from `vocab_size` on are zeros and change no result. Checkpoints and exports do not contain
-    them. Null means no padding beyond that."""
+    """Least rows of the embedding with padding. There are more if devices split the rows and these do not divide them.
+    The rows from `vocab_size` on are zeros and change no result. Checkpoints and exports do not contain them. Null
+    means no padding beyond that."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalization: RMSNorm or LayerNorm."""
     norm_eps: NonNegativeFloat = 1e-6

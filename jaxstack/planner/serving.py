@@ -135,10 +135,6 @@ class Server:
     cache: CacheFormat = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.model.family != "decoder":
-            raise ConfigError(
-                f"model.family={self.model.family} is not served with a cache of keys and values. Plan a decoder."
-            )
         if self.weights == "fp8" and "float8" not in self.limits.chip.flops:
             raise ConfigError(
                 f"--weights=fp8 multiplies in float8, which {self.limits.chip.kinds[0]} does not. Use --weights=int8."

@@ -388,7 +388,7 @@ def test_mistakes_are_named(rng):
     for router in ("domain", "timestep"):
         with pytest.raises(ConfigError, match=rf"capacity_factor=1.25 .* model.moe.router={router} .*=null"):
             MoEConfig(num_experts=8, router=router, capacity_factor=1.25)
-    with pytest.raises(ConfigError, match="experts have no biases"):
+    with pytest.raises(ConfigError, match=r"model\.bias=true is for dense layers"):
         dataclasses.replace(FAMILIES["gpt2"], moe=MoEConfig(num_experts=4))
     with pytest.raises(ConfigError, match=r"data.domains=\[\] has 0 patterns, .* has 3 experts"):
         Config(model=EXPERTS["domain"])
