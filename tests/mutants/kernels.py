@@ -254,7 +254,7 @@ mistakes(
     ("jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])", "jnp.concatenate([gathered[:, 0], gathered[:, 1]])"),
     ("joined[:, t : t + length] == segment_ids", "joined[:, :length] == segment_ids"),
 )  # fmt: skip
-SINKS = "kernels/test_sinks.py"
+SINKS = "kernels/test_attention_sinks.py"
 
 mistakes(
     "kernels",
