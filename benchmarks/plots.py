@@ -117,7 +117,7 @@ def train_gpu_aot(result: dict[str, Any]) -> None:
         ax.set_yticks(range(len(cases)), names, fontsize=8)
         ax.invert_yaxis()
         ax.set_xlabel("GiB on one device by the ahead-of-time compiler; nothing ran")
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+        ax.figure.legend(loc="outside upper center", ncols=4)
 
 
 def quant(result: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
     """Yields a figure to draw on, and writes it at the end of the block.
 
     Args:
-      path: of the picture. Its suffix is the format: png, pdf or svg.
+      path: of the picture. Its suffix is the format, see `files.PICTURES`.
       width: inches.
       height: inches.
     """
@@ -54,7 +54,7 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
     from matplotlib.figure import Figure
     from matplotlib.rcsetup import cycler
 
-    form = path.suffix.removeprefix(".") or "png"
+    form = path.suffix.removeprefix(".")
     # Without the version of matplotlib in it, the same picture has the same bytes.
     metadata = {"png": {"Software": None}, "svg": {"Date": None}}.get(form)
     with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLORS)}):
