@@ -2,8 +2,8 @@
 
 Needs the extra `[cuda13]` and no GPU; a case takes half a minute to two minutes of two cores. The models are Llama 3 8B
 with two sequences of 8,192 tokens on each of eight, 64 or 512 devices, and the job `dense_2048` of train_gpu.py with
-1.37e9 parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans with: a
-run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
+1.37e9 parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans
+with: a run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
 
 Results go to `results/fsdp_layers.json` case by case; cases that are not named stay there. Times are arithmetic, by the
 rates of the data sheet (`collective_windows.py`): no device is involved. What eight devices send goes over the links of
