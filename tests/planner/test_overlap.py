@@ -108,7 +108,7 @@ def test_a_gather_for_the_next_turn(result):
     [(4, {"data": 8, "fsdp": 4}, 1.0), (2, {"data": 1, "fsdp": 4}, 4.0), (4, {"fsdp": 4, "tensor": 2}, 4.0)],
 )
 def test_a_group_of_several_hosts_sends_over_their_network_cards(linked, mesh, seconds):
-    """The last axes of a mesh fill a host first. With `tensor=2` behind it, a group of four devices along `fsdp` spans eight."""
+    """The last axes of a mesh fill a host first: four devices along `fsdp`, with two of `tensor` each, need eight."""
     chip = replace(CHIP, linked_devices=linked, network_bandwidth=12.0)
     found = collective_windows._Timeline({}, {}, mesh, chip, {})
     assert found._seconds([Collective("all-gather", ("fsdp",), 4, "bf16", (8, 4), 64, 1)]) == seconds
