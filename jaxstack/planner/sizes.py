@@ -100,8 +100,8 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.moe.dense_layers={model.moe.dense_layers}"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
-    if model.delta.every:
-        return f"model.delta.every={model.delta.every}"
+    if model.states_key:
+        return model.states_key
     if model.attention_gate:
         return "model.attention_gate=true"
     if model.attention_sinks:
