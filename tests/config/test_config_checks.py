@@ -600,7 +600,8 @@ def test_every_check_refuses_what_is_past_its_edge_and_nothing_before_it():
 
 FAMILIES = {"encoder": ENCODER, "branches": TWO, "encoder_decoder": PAIRS, "diffusion": DIT, "contrastive": TOWERS}
 OTHER_VALUES = {
-    "model.windows": (1,), "model.ssm.layers": (True, False), "model.clip_qkv": 8.0, "model.logit_softcap": 1.0, "model.pad_vocab_to": 512, "model.lora.rank": 1,
+    "model.ssm.layers": (True, False), "model.clip_qkv": 8.0,
+    "model.windows": (1,), "model.logit_softcap": 1.0, "model.pad_vocab_to": 512, "model.lora.rank": 1,
     "model.base_width": 64, "data.domains": ("a",), "data.languages": ("en",), "data.target_len": 16,
     "data.tokenizer": "chars", "data.mask_id": 4, "sample.prompts": ("a",), "sample.beams": 4,
     "model.labels": ("a", "b"), "model.encoder_layers": 2, "model.diffusion.image": (8, 8, 1),
