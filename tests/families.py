@@ -49,6 +49,17 @@ FAMILIES = {
 }
 
 NEAR = {
+    "olmo": ModelConfig(**SMALL, d_ff=96, norm="layer", norm_weights=False, clip_qkv=0.9, rope_theta=100.0),
+    "apertus": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        d_ff=96,
+        qk_norm=True,
+        gated=False,
+        activation="xielu",
+        rope_theta=100.0,
+        rope_scaling=RopeScaling("dynamic", factor=3.0, original_max_position=40, long_context=True),
+    ),
     "olmo2": ModelConfig(
         **SMALL,
         num_kv_heads=2,

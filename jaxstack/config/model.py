@@ -54,8 +54,8 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     """With `kind=longrope`: what each frequency is divided by, for longer texts."""
     long_context: bool = False
-    """With `kind=longrope`: divide by `long_factors`, also for short texts. With `kind=dynamic`: take the base of a text
-    of `factor * original_max_position` tokens. In `transformers` the longest text of a batch decides, so a token's
+    """With `kind=longrope`: divide by `long_factors`, also for short texts. With `kind=dynamic`: take the base of a
+    text of `factor * original_max_position` tokens. In `transformers` the longest text of a batch decides, so a token's
     rotation depends on other texts. Here this key alone decides."""
 
     def __post_init__(self) -> None:

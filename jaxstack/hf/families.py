@@ -225,6 +225,12 @@ _LLAMA_DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
+_QWEN_EXPERTS = {
+    "num_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.d_ff",
+    "norm_topk_prob": "moe.normalize",
+}
 _MIXTRAL_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN3_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}
 _BERT_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
@@ -508,13 +514,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        _LLAMA
-        | {
-            "num_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.top_k",
-            "moe_intermediate_size": "moe.d_ff",
-            "norm_topk_prob": "moe.normalize",
-        },
+        _LLAMA | _QWEN_EXPERTS,
         bias_key="attention_bias",
         fixed={"qk_norm": True},
         required={"decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -525,13 +525,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        _LLAMA
-        | {
-            "num_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.top_k",
-            "moe_intermediate_size": "moe.d_ff",
-            "norm_topk_prob": "moe.normalize",
-        },
+        _LLAMA | _QWEN_EXPERTS,
         bias_key="qkv_bias",
         biased="qkv",
         shared_width="shared_expert_intermediate_size",
@@ -547,11 +541,8 @@ FAMILIES = {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         _LLAMA
+        | _QWEN_EXPERTS
         | {
-            "num_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.top_k",
-            "moe_intermediate_size": "moe.d_ff",
-            "norm_topk_prob": "moe.normalize",
             "linear_num_key_heads": "delta.key_heads",
             "linear_num_value_heads": "delta.value_heads",
             "linear_key_head_dim": "delta.key_dim",

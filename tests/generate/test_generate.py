@@ -71,6 +71,7 @@ QUICK = [
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
 SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
 SLOW += [("latent", "unrolled"), ("qwen3_next", "unrolled"), ("delta_dense", "scan")]
+SLOW += [("olmo", "scan"), ("apertus", "unrolled")]
 SLOW += [("hybrid", "unrolled"), ("hybrid_moe", "scan")]
 """One form for each model. The streams below have the other one."""
 

@@ -600,6 +600,44 @@ def test_loss_and_every_gradient(family, context, rng):
     assert_near(grads, to_ours(family, ((name, weight.grad) for name, weight in theirs.named_parameters())), 1e-4)
 
 
+PACKED = ("gpt2", "llama3", "gemma3_text", "exaone4", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2")
+PACKED += ("granitemoehybrid", "olmo", "falcon_new", "apertus")
+"""One family of each kind of switch: learned, rotated and no positions, windows, latent attention, sinks, states."""
+DOCUMENTS = (29, 1, 42)
+"""Lengths of the documents of a row: a window, a chunk and a convolution end within them."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", PACKED)
+def test_a_packed_row_is_its_documents_one_by_one(family, rng):
+    """Logits, loss and gradients of a row of documents are those of `transformers` for each document alone."""
+    cfg, theirs = CONFIGS[family], build(family, rng)
+    values, batch = to_ours(family, theirs.named_parameters()), random_batch(cfg, rng)
+    batch["segment_ids"] = np.tile(np.repeat([1, 2, 3], DOCUMENTS), (BATCH, 1))
+    batch["positions"] = np.tile(np.concatenate([np.arange(n) for n in DOCUMENTS]), (BATCH, 1))
+    documents = np.split(np.arange(LENGTH), np.cumsum(DOCUMENTS)[:-1])
+
+    def loss_fn(values):
+        logits, _ = families.forward(
+            cfg, values, batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"]
+        )
+        return losses.loss_sums(cfg, values, batch, CONTEXTS["xla"])[0]["loss"] / batch["loss_weights"].sum(), logits
+
+    (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(values)
+    total = batch["loss_weights"].sum()
+    expected = 0.0
+    for own in documents:
+        tokens = batch["tokens"][:, own]
+        found = theirs(torch.from_numpy(tokens)).logits.numpy(force=True)
+        assert np.abs(logits[:, own] - found).max() <= 5e-5 * np.abs(found).max()
+        part = {name: batch[name][:, own] for name in ("tokens", "targets", "loss_weights")}
+        share = their_loss(theirs, part) * float(part["loss_weights"].sum() / total)
+        share.backward()
+        expected += share.item()
+    assert float(loss) == pytest.approx(expected, rel=2e-6)
+    assert_near(grads, to_ours(family, ((name, weight.grad) for name, weight in theirs.named_parameters())), 1e-4)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", CONFIGS)
 def test_five_steps_of_adamw(family, rng):

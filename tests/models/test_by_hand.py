@@ -65,6 +65,8 @@ def activate(name, x):
 
 
 def norm(cfg, p, x, kind=None):
+    if p is None:  # without weights
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps)
     if (kind or cfg.norm) == "layer":
         gain = p["scale"] + 1 if cfg.norm_unit_offset else p["scale"]
         y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps) * gain
@@ -92,6 +94,9 @@ def rotated(cfg, x, position):
         sharper = s.attention_factor or 0.1 * np.log(s.factor) + 1
     if s.kind == "linear":
         frequency /= s.factor
+    if s.kind == "dynamic":  # the base of a text that is `factor` times as long as the original context
+        base = cfg.rope_theta * (s.factor * s.factor - (s.factor - 1)) ** (width / (width - 2))
+        frequency = np.array([base ** (-2 * i / width) for i in range(half)])
     for i, f in enumerate(frequency if s.factor > 1 and s.kind == "llama3" else ()):
         wavelength = 2 * np.pi / f
         if wavelength > s.original_max_position / s.low_freq_factor:
@@ -122,6 +127,8 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
     q, k, v = (np.einsum("sd,dhk->shk", x, p[f"w_{name}"]) for name in "qkv")
     if "b_q" in p:
         q, k, v = q + p["b_q"], k + p["b_k"], v + p["b_v"]
+    if cfg.clip_qkv:
+        q, k, v = (np.minimum(np.maximum(a, -cfg.clip_qkv), cfg.clip_qkv) for a in (q, k, v))
     if cfg.qk_norm:
         q, k = head_norm(cfg, p["q_norm"], q), head_norm(cfg, p["k_norm"], k)
     if cfg.positions == "rope" and rotates:
@@ -239,6 +246,10 @@ def mlp(cfg, p, x, limit=None):
     if limit:
         gate, up = np.minimum(gate, limit), np.maximum(np.minimum(up, limit), -limit)
         return (up + 1) * gate * sigmoid(1.702 * gate) @ p["w_down"] + p["b_down"]
+    if cfg.activation == "xielu":
+        rising, falling = (np.log1p(np.exp(p[f"slope_{sign}"])) for sign in ("positive", "negative"))
+        hidden = np.where(up > 0, rising * up**2, (0.5 + falling) * (np.exp(np.minimum(up, 0)) - 1 - up)) + up / 2
+        return hidden @ p["w_down"]
     hidden = activate(cfg.activation, up) if gate is None else activate(cfg.activation, gate) * up
     return hidden @ p["w_down"] + p.get("b_down", 0)
 
@@ -317,17 +328,17 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
             p = jax.tree.map(lambda a, i=at: a[i], stacked)
             window = cfg.windows[layer % len(cfg.windows)]
             rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
-            start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
+            start, read = x, norm(cfg, p.get("attention_norm"), x) if cfg.pre_norm else x
             y = attend(cfg, p["attention"], read, window, segment, position, rotates)
             x = x + cfg.residual_multiplier * (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
             if not cfg.ssm.mlp:
                 continue
             if cfg.parallel != "one_norm":
                 y = x if cfg.parallel == "no" else start
-                read = norm(cfg, p["mlp_norm"], y) if cfg.pre_norm else y
+                read = norm(cfg, p.get("mlp_norm"), y) if cfg.pre_norm else y
             y = experts(cfg, p["moe"], read, gate, counts, sums) if "moe" in p else mlp(cfg, p["mlp"], read)
             x = x + cfg.residual_multiplier * (norm(cfg, p["mlp_post_norm"], y) if cfg.post_norm else y)
-        x = cfg.head_scale * norm(cfg, values["final_norm"], x)
+        x = cfg.head_scale * norm(cfg, values.get("final_norm"), x)
         scores = x @ (values["embedding"]["tokens"].T if cfg.tied_embeddings else values["head"]["w"])
         rows.append(cfg.logit_softcap * np.tanh(scores / cfg.logit_softcap) if cfg.logit_softcap else scores)
     return np.array(rows), sums
@@ -362,7 +373,8 @@ def shapes_of(cfg):
     V, D, L, H = cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads
     G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
     biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
-    norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * biased)}  # noqa: E731
+    kinds = ("scale", *["bias"] * biased) if cfg.norm_weights else ()
+    norm = lambda path, width: {f"{path}/{n}": width for n in kinds}  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
     all_biased = cfg.bias or cfg.attention_bias == "all"
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if all_biased else {}
@@ -383,6 +395,8 @@ def shapes_of(cfg):
     def weights(path, F, *lead):
         names = {"up": ((D, F), (F,)), "down": ((F, D), (D,))} | ({"gate": ((D, F), (F,))} if cfg.gated else {})
         found = {f"{path}/w_{name}": (*lead, *w) for name, (w, _) in names.items()}
+        if cfg.activation == "xielu":
+            found |= {f"{path}/slope_{sign}": (1,) for sign in ("positive", "negative")}
         biased = cfg.bias or (cfg.moe.bias and path == "moe")
         return found | ({f"{path}/b_{name}": (*lead, *b) for name, (_, b) in names.items()} if biased else {})
 
