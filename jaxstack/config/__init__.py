@@ -10,7 +10,7 @@ from jaxstack.common.errors import ConfigError
 from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.experts import MoEConfig
-from jaxstack.config.model import DeltaConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
+from jaxstack.config.model import DeltaConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling, StateSpaceConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (
@@ -48,6 +48,7 @@ __all__ = [
     "SampleConfig",
     "SourceConfig",
     "SpikeConfig",
+    "StateSpaceConfig",
     "TrainConfig",
     "WeightChange",
     "flat",

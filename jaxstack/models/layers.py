@@ -151,6 +151,8 @@ def attention(
     q = linear(cfg, params, "q", x, ctx, "heads")  # [B, S, H, K]
     k = linear(cfg, params, "k", x, ctx, "heads")  # [B, S, G, K]
     v = linear(cfg, params, "v", x, ctx, "heads")
+    if cfg.clip_qkv is not None:
+        q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
     if cfg.qk_norm:
         q = head_norm(cfg, params["q_norm"], q, ctx)
         k = head_norm(cfg, params["k_norm"], k, ctx)

@@ -63,6 +63,9 @@ ONLY = (
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     Only("model.attention_gate", ("decoder",), "decoders", False),
     Only("model.delta.every", ("decoder",), "decoders", 0),
+    Only("model.norm_weights", ("decoder",), "decoders", True),
+    Only("model.clip_qkv", ("decoder",), "decoders", None),
+    Only("model.ssm.layers", ("decoder",), "decoders", ()),
     Only("model.attention_sinks", ("decoder",), "decoders", False),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
@@ -233,9 +236,9 @@ def _check_ring(cfg: Groups) -> None:
 def _check_rope(cfg: Groups) -> None:
     scaling = cfg.model.rope_scaling
     require(
-        scaling.kind != "longrope" or scaling.long_context or cfg.data.seq_len <= scaling.original_max_position,
+        not scaling.is_short or cfg.data.seq_len <= scaling.original_max_position,
         f"data.seq_len={cfg.data.seq_len} is more than model.rope_scaling.original_max_position="
-        f"{scaling.original_max_position}, up to which short_factors are for. Use "
+        f"{scaling.original_max_position}, up to which the frequencies of short texts are for. Use "
         f"--model.rope_scaling.long_context=true, or a shorter seq_len.",
     )
 
@@ -263,17 +266,18 @@ def _check_experts(cfg: Groups) -> None:
         f"model.moe.dense_layers={dense} gives a model two stacks of layers, from which mesh.pipe={cfg.mesh.pipe} does "
         f"not generate samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
     )
-    every = model.delta.every
+    states = model.states_key
     require(
-        not every or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
-        f"model.delta.every={every} has states, with which mesh.pipe={cfg.mesh.pipe} does not generate samples. Use "
+        not states or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
+        f"{states} has states, with which mesh.pipe={cfg.mesh.pipe} does not generate samples. Use "
         f"--sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
     )
+    name, taps = ("ssm", model.ssm.taps) if model.ssm.layers else ("delta", model.delta.taps)
     shortest = cfg.data.seq_len // (2 * max(cfg.mesh.context, 1))
     require(
-        not every or shortest >= model.delta.taps - 1 or cfg.mesh.context == 1,
-        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.delta.taps={model.delta.taps} "
-        f"reads {model.delta.taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
+        not states or shortest >= taps - 1 or cfg.mesh.context == 1,
+        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.{name}.taps={taps} reads "
+        f"{taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
     )
     by_time = moe.router == "timestep"
     require(
