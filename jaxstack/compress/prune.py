@@ -66,6 +66,11 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
             f"model.delta.every={cfg.delta.every}: pruning does not remove parts of the delta rule. Use a model "
             f"without it."
         )
+    if cfg.moe.num_experts and not all(cfg.has_experts):
+        raise ConfigError(
+            "model.moe.layers leaves layers without experts, and pruning keeps equal parts of all layers. Use a model "
+            "whose layers all have experts, or none."
+        )
     old = sizes_of(cfg)
     wanted = {name: value for name, value in given.items() if value is not None}
     if "experts" in wanted and not cfg.moe.num_experts:
