@@ -27,6 +27,7 @@ import jax
 from jaxstack.config import (
     Config,
     DataConfig,
+    ExpertLayers,
     KernelsConfig,
     LoraConfig,
     MeshConfig,
@@ -61,7 +62,10 @@ DEEPSEEK = replace(
 
 _WIDE = {"num_layers": 4, "d_model": 512, "num_heads": 8, "vocab_size": 8192}
 T5 = ModelConfig(**_WIDE, family="encoder_decoder", positions="relative", attention_scale=1.0, d_ff=1408)
-SWITCH = replace(T5, moe=MoEConfig(num_experts=4, top_k=1, capacity_factor=1.5, every=2, normalize=False))
+SWITCH = replace(
+    T5,
+    moe=MoEConfig(num_experts=4, top_k=1, capacity_factor=1.5, layers=ExpertLayers(first=1, every=2), normalize=False),
+)
 BRANCHES = ModelConfig(
     **_WIDE, family="branches", branches=BranchesConfig(layers=2, rates=(1, 1)), norm="layer", activation="gelu",
     d_ff=1408, tied_embeddings=True,

@@ -2,7 +2,15 @@
 
 import dataclasses
 
-from jaxstack.config import DeltaConfig, LatentConfig, ModelConfig, MoEConfig, RopeScaling, StateSpaceConfig
+from jaxstack.config import (
+    DeltaConfig,
+    ExpertLayers,
+    LatentConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+    StateSpaceConfig,
+)
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
@@ -243,7 +251,9 @@ EXPERTS = {
     ),
     "dense_first": ModelConfig(
         **_LLAMA | {"num_layers": 3},
-        moe=MoEConfig(num_experts=4, top_k=2, d_ff=32, dense_layers=1, shared_experts=1, z_loss_weight=1e-3),
+        moe=MoEConfig(
+            num_experts=4, top_k=2, d_ff=32, layers=ExpertLayers(first=1), shared_experts=1, z_loss_weight=1e-3
+        ),
     ),
     "qwen2_moe": ModelConfig(
         **_LLAMA, moe=MoEConfig(num_experts=4, d_ff=32, normalize=False, shared_experts=2, shared_gate=True)
@@ -252,6 +262,20 @@ EXPERTS = {
     "timestep": ModelConfig(**_LLAMA, moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100)),
 }
 """Models with experts: one for every router."""
+
+SPARSE = {
+    "every_second": ModelConfig(
+        **_LLAMA | {"num_layers": 4},
+        moe=MoEConfig(num_experts=4, d_ff=32, z_loss_weight=1e-3, layers=ExpertLayers(first=1, every=2)),
+    ),
+    "listed": ModelConfig(
+        **_LLAMA | {"num_layers": 6},
+        moe=MoEConfig(
+            num_experts=4, d_ff=32, router="sigmoid", shared_experts=1, layers=ExpertLayers(numbers=(1, 2, 4))
+        ),
+    ),
+}
+"""Models of which some layers have experts. The second one has three stacks, the last one with units of two layers."""
 
 DELTA = {
     "qwen3_next": ModelConfig(

@@ -28,6 +28,7 @@ from families import (
     FAMILIES,
     NEAR,
     PAIRS,
+    SPARSE,
     STATE_SPACE,
 )
 
@@ -37,6 +38,7 @@ from jaxstack.config import (
     Config,
     DataConfig,
     DeltaConfig,
+    ExpertLayers,
     LoraConfig,
     MeshConfig,
     ModelConfig,
@@ -75,10 +77,12 @@ MODELS["t5_gates"] = dataclasses.replace(MODELS["t5_1_1"], moe=EXPERTS["domain"]
 MODELS |= {f"t5_{name}": dataclasses.replace(MODELS["t5"], moe=EXPERTS[name]) for name in ("softmax", "sigmoid")}
 _SWITCH = {"encoder_layers": 4, "num_layers": 2}
 MODELS |= {
-    f"{name}_{n}": dataclasses.replace(MODELS["t5"], moe=dataclasses.replace(moe, every=n), **_SWITCH | own)
+    f"{name}_{n}": dataclasses.replace(
+        MODELS["t5"], moe=dataclasses.replace(moe, layers=ExpertLayers(first=1, every=n)), **_SWITCH | own
+    )
     for name, n, moe, own in (
         ("switch", 2, dataclasses.replace(EXPERTS["softmax"], top_k=1, normalize=False), {}),
-        ("switch_sigmoid", 3, EXPERTS["sigmoid"], {"encoder_layers": 3, "num_layers": 3}),
+        ("switch_sigmoid", 3, EXPERTS["sigmoid"], {"encoder_layers": 6, "num_layers": 6}),
     )
 }
 # Whole periods are in the loop over layers, and the last two layers behind it.
@@ -86,7 +90,16 @@ MODELS["modernbert_cut"] = dataclasses.replace(MODELS["modernbert"], num_layers=
 MODELS["untied"] = dataclasses.replace(MODELS["gpt2"], tied_embeddings=False)
 MODELS |= {name: dataclasses.replace(MODELS["llama3"], moe=moe) for name, moe in EXPERTS.items()}
 MODELS["dense_first"] = dataclasses.replace(
-    MODELS["llama3"], num_layers=3, moe=dataclasses.replace(EXPERTS["sigmoid"], dense_layers=1)
+    MODELS["llama3"], num_layers=3, moe=dataclasses.replace(EXPERTS["sigmoid"], layers=ExpertLayers(first=1))
+)
+MODELS["listed"] = dataclasses.replace(
+    MODELS["llama3"], num_layers=6, moe=dataclasses.replace(EXPERTS["sigmoid"], layers=SPARSE["listed"].moe.layers)
+)
+MODELS["t5_listed"] = dataclasses.replace(
+    MODELS["t5"],
+    encoder_layers=4,
+    num_layers=4,
+    moe=dataclasses.replace(EXPERTS["softmax"], layers=ExpertLayers(numbers=(1, 3), encoder_numbers=(3,))),
 )
 MODELS["latent_plain"] = dataclasses.replace(
     MODELS["latent"], latent=dataclasses.replace(MODELS["latent"].latent, q_rank=0)
@@ -206,6 +219,9 @@ NEAR_CASES: list[Case] = [
     ("gpt_oss", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"accum": 2}),
     ("lora_gpt_oss", {"expert": 2, "tensor": 2}, {"remat": "selective"}),
     ("latent_plain", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
+    ("listed", {"data": 2, "expert": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+    ("listed", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
+    ("listed", {"fsdp": 2, "expert": 2, "tensor": 2, **AUTO}, {"remat": "full"}),
 ]
 """Meshes of decoders with other norms, rotations and sums, in docs/huggingface.md. All commits run the first five."""
 
@@ -278,6 +294,7 @@ PAIR_CASES: list[Case] = [
     ("switch_sigmoid_3", {"data": 2, "expert": 4}, {"remat": "selective"}),
     ("lora_t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
     ("lora_switch", {"fsdp": 2, "expert": 2}, {"remat": "selective"}),
+    ("t5_listed", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
 ]
 """Meshes of encoder-decoders, whose rows have several pairs and padding. All commits run the first one."""
 
@@ -356,13 +373,18 @@ def name_of(case: Case) -> str:
     return name.replace("sequence_parallel=False", "-sp")
 
 
+def two_kinds(model: Any) -> bool:
+    """Returns whether some layers have experts and some have not."""
+    return model.moe.num_experts > 0 and not all(model.has_experts)
+
+
 def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool = False, remat: str = "none",
            dropout: float = 0.0) -> Config:  # fmt: skip
     sources = {"encoder_decoder": "pairs", "diffusion": "digits", "contrastive": "digits"}
     two_lengths = MODELS[family].family == "encoder_decoder" or MODELS[family].reads_captions
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
-        sample=SampleConfig(prompts=() if MODELS[family].moe.dense_layers or MODELS[family].states_key else None),
+        sample=SampleConfig(prompts=() if two_kinds(MODELS[family]) or MODELS[family].states_key else None),
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
         data=DataConfig(

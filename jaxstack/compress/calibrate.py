@@ -109,6 +109,11 @@ class Walk:
             raise ConfigError(
                 f"{cfg.states_key} has units of layers of two kinds, which are not compressed. Use a model without it."
             )
+        if cfg.moe.num_experts and not all(cfg.has_experts):
+            raise ConfigError(
+                "model.moe.layers leaves layers without experts, and layers of two kinds are not compressed. Use a "
+                "model whose layers all have experts, or none."
+            )
         return cls(dropless(cfg), ctx.whole_sequences())
 
     @cached_property

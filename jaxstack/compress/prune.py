@@ -65,6 +65,11 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
         raise ConfigError(
             f"{cfg.states_key}: pruning does not remove parts of layers with states. Use a model without them."
         )
+    if cfg.moe.num_experts and not all(cfg.has_experts):
+        raise ConfigError(
+            "model.moe.layers leaves layers without experts, and pruning keeps equal parts of all layers. Use a model "
+            "whose layers all have experts, or none."
+        )
     old = sizes_of(cfg)
     wanted = {name: value for name, value in given.items() if value is not None}
     if "experts" in wanted and not cfg.moe.num_experts:

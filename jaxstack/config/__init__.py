@@ -9,6 +9,7 @@ A check raises `ConfigError` with one line that names the key and its value, and
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.denoisers import DenoiserConfig
+from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.model import DeltaConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling, StateSpaceConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
@@ -34,6 +35,7 @@ __all__ = [
     "DeltaConfig",
     "DenoiserConfig",
     "DistributedConfig",
+    "ExpertLayers",
     "KernelsConfig",
     "LatentConfig",
     "LoraConfig",

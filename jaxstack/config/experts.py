@@ -1,10 +1,11 @@
 """Keys of the group `model.moe`: the mixture of experts in place of the MLP."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
 from jaxstack.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds, require
+from jaxstack.config.expert_layers import ExpertLayers
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,7 @@ class MoEConfig:
     timestep_starts: tuple[int, ...] = ()
     """With router `timestep`: first timestep of each expert but the first one, such as `[125, 875]` for three experts.
     Empty means equal intervals."""
-    every: PositiveInt = 1
-    """With family `encoder_decoder`: number of layers of which one has experts, the second one; the others have an MLP.
-    Switch Transformers use 2. 1 means that all layers have experts."""
-    dense_layers: NonNegativeInt = 0
-    """With family `decoder`: number of first layers that have an MLP of width `model.d_ff` in place of experts
-    (DeepSeek-V3 has three)."""
+    layers: ExpertLayers = field(default_factory=ExpertLayers)
     shared_experts: NonNegativeInt = 0
     """Experts that process every token, in addition to the chosen ones."""
     shared_gate: bool = False
@@ -64,9 +60,9 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_bounds("model.moe", self)
         require(
-            self.num_experts > 0 or not self.dense_layers,
-            f"model.moe.dense_layers={self.dense_layers} layers have no experts, but no layer has any: "
-            f"model.moe.num_experts=0. Set num_experts, or use dense_layers=0.",
+            self.num_experts > 0 or self.layers == ExpertLayers(),
+            f"{self.layers.shown} says which layers have experts, but model.moe.num_experts=0. Set num_experts, or "
+            f"leave model.moe.layers out.",
         )
         require(
             self.num_experts > 0 or not self.bias,

@@ -17,6 +17,7 @@ from jaxstack.config.bounds import (
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
+from jaxstack.config.expert_layers import Segment, segments
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.objective import Objective, contrastive_objective, objective_of
 from jaxstack.config.pictures import PictureConfig
@@ -589,9 +590,9 @@ class ModelConfig:
             f"model.windows={list(self.windows)} alternates by layer, and so does {states}. Use model.windows=[0].",
         )
         require(
-            not self.moe.dense_layers,
-            f"model.moe.dense_layers={self.moe.dense_layers} cuts a unit of layers of {states}. Use "
-            f"model.moe.dense_layers=0.",
+            all(self.has_experts) or not self.moe.num_experts,
+            f"{self.moe.layers.shown} leaves layers without experts, but all layers of a unit of {states} have the "
+            f"same. Leave model.moe.layers out.",
         )
         require(
             not self.moe.num_experts or self.moe.router != "sigmoid",
@@ -653,9 +654,25 @@ class ModelConfig:
         )
 
     @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Returns whether each layer has experts; of an encoder-decoder, each layer of the decoder."""
+        return self.moe.layers.of_stack(self.num_layers) if self.moe.num_experts else (False,) * self.num_layers
+
+    @property
+    def expert_segments(self) -> dict[str, tuple[Segment, ...]]:
+        """Returns the stacks that layers with and without experts make, by the stack that they are cut from."""
+        if not self.moe.num_experts:
+            return {}
+        decoder = "decoder" if self.family == "encoder_decoder" else "layers"
+        sides = {decoder: self.has_experts}
+        if self.family == "encoder_decoder":
+            sides = {"encoder": self.moe.layers.of_stack(self.encoder_depth, encoder=True), **sides}
+        return {name: segments(name, has, len(self.windows)) for name, has in sides.items()}
+
+    @property
     def expert_layers(self) -> int:
         """Returns the number of layers of a decoder that have experts."""
-        return self.num_layers - self.moe.dense_layers if self.moe.num_experts else 0
+        return sum(self.has_experts)
 
     @property
     def state_layers(self) -> tuple[bool, ...]:

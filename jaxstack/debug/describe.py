@@ -111,7 +111,8 @@ def _layer_name(model: ModelConfig, finding: Finding, stack: str | None, group: 
     inner, size = _layers_of_step(finding)
     number = group * size + inner
     of_stack = f" of {name}" if len(stacks) > 1 else ""
-    return f"layer {number}{of_stack} ({number + 1} of {stacks[name].depth})"
+    depth = stacks[name].depth * max(len(stacks[name].kinds), 1)
+    return f"layer {number}{of_stack} ({number + 1} of {depth})"
 
 
 def _layers_of_step(finding: Finding) -> tuple[int, int]:

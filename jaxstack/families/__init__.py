@@ -126,8 +126,8 @@ def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """
     stacks = of(cfg).layers(cfg)
     if len(stacks) > 1:
-        dense = cfg.moe.dense_layers
-        why = f"model.moe.dense_layers={dense}" if dense else f"model.family={cfg.family}"
+        cut = any(parts[1:] for parts in cfg.expert_segments.values())
+        why = "model.moe.layers" if cut else f"model.family={cfg.family}"
         raise ConfigError(
             f"{why} gives the model {len(stacks)} stacks of layers ({', '.join(stacks)}), and this needs one. Use a "
             f"model with one stack, or leave this out."

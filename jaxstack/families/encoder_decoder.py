@@ -18,20 +18,22 @@ from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.families.cross_block import cross_block, cross_keys, cross_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
-from jaxstack.models.blocks import FULL, Stack, group_layers, kinds_of, scan_stack, split_steps
+from jaxstack.models.blocks import FULL, Stack, group_layers, join, kinds_of, scan_stack, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.family import CACHED, Family
 from jaxstack.models.layer_inputs import LayerInputs
-from jaxstack.models.params import Param, Params, Spec, stack, unstack
+from jaxstack.models.params import Param, Params, Spec, unstack
+from jaxstack.models.params import stack as stack_layers
+from jaxstack.models.values import Aux
 
 
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`."""
     tree = decoder.spec(cfg)
     layer = unstack(tree.pop("layers"))
-    tree["encoder"] = stack(layer, cfg.encoder_depth)
+    tree["encoder"] = stack_layers(layer, cfg.encoder_depth)
     tree["encoder_norm"] = layers.norm_spec(cfg, cfg.d_model, "norm")
-    tree["decoder"] = stack(layer | cross_spec(cfg), cfg.num_layers)
+    tree["decoder"] = stack_layers(layer | cross_spec(cfg), cfg.num_layers)
     if cfg.positions == "relative":
         shape = (cfg.relative_buckets, cfg.num_heads)  # added to float32 scores, of which bfloat16 would round all
         bias = Param(shape, ("position", "heads"), "table", std=cfg.init_std, cast=False, decay=False)
@@ -118,23 +120,34 @@ def encode(cfg: ModelConfig, family: Family, params: Params, batch: Batch, ctx: 
       `cross_keys` [L, B, G, K, S] and `cross_values` [L, B, G, S, K].
     """
     inputs = family.make_layer_inputs(cfg, {**batch, "tokens": batch["encoder_tokens"][:, :1]}, ctx)
-    stacks = family.layers(cfg)
-    encoder = stacks["encoder"]
+    reads, writes = _sides(family.layers(cfg))
     x, side = family.embed(cfg, params, inputs, ctx)
-    x, _ = scan_stack(cfg, ctx, encoder, split_steps(encoder, params["encoder"]), x, replace(inputs, side=side))
+    for name, stack in reads.items():
+        x, _ = scan_stack(cfg, ctx, stack, split_steps(stack, params[name]), x, replace(inputs, side=side))
     _, side = enter_decoder(cfg, params, x, side, inputs, ctx)
-    declared = kinds_of(stacks["decoder"].spec)[0]["cross"]
 
-    def one_layer(weights: Params) -> Params:
-        gathered = stacks["decoder"].prepare(ctx.layout.gather_params(declared, weights))
-        k, v = cross_keys(cfg, gathered, side["encoded"], ctx)
-        return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
+    def keys_of(name: str, stack: Stack) -> Params:
+        declared = kinds_of(stack.spec)[0]["cross"]
 
-    weights = [kind["cross"] for kind in kinds_of(params["decoder"])]
-    if weights[1:]:
-        weights = [jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *weights)]
-    keys: Params = jax.lax.map(one_layer, weights[0])
-    return keys
+        def one_layer(weights: Params) -> Params:
+            gathered = stack.prepare(ctx.layout.gather_params(declared, weights))
+            k, v = cross_keys(cfg, gathered, side["encoded"], ctx)
+            return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
+
+        weights = [kind["cross"] for kind in kinds_of(params[name])]
+        if weights[1:]:
+            weights = [jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *weights)]
+        keys: Params = jax.lax.map(one_layer, weights[0])
+        return keys
+
+    return join([keys_of(*one) for one in writes.items()])
+
+
+def _sides(stacks: dict[str, Stack]) -> tuple[dict[str, Stack], dict[str, Stack]]:
+    """Returns the stacks of the encoder and the stacks of the decoder. A feature may have cut a stack into several."""
+    names = [*stacks]
+    first = next(i for i, name in enumerate(names) if stacks[name].enter is enter_decoder)
+    return {name: stacks[name] for name in names[:first]}, {name: stacks[name] for name in names[first:]}
 
 
 def decode(
@@ -150,14 +163,20 @@ def decode(
       ctx: execution context in which devices have whole sequences.
     """
     inputs = family.make_layer_inputs(cfg, {**batch, "encoder_tokens": batch["encoder_segment_ids"]}, ctx)
-    stack = family.layers(cfg)["decoder"]
+    _, writes = _sides(family.layers(cfg))
     x, _ = decoder.embed(cfg, params, inputs, ctx)
-    side = {"relative": _relative(cfg, params, "decoder", ctx)}
-    kinds = len(kinds_of(stack.spec))
-    earlier = group_layers(kinds, cache) if kinds > 1 else [cache]
-    steps = split_steps(stack, params["decoder"])
-    x, values = scan_stack(cfg, ctx, stack, steps, x, replace(inputs, side=side), earlier)
-    return family.final_norm(cfg, params, x, inputs, ctx), {name: values[name] for name in CACHED if name in values}
+    inputs = replace(inputs, side={"relative": _relative(cfg, params, "decoder", ctx)})
+    new: list[Aux] = []
+    start = 0
+    for name, stack in writes.items():
+        kinds = len(kinds_of(stack.spec))
+        end = start + stack.depth * kinds
+        own = cache if len(writes) == 1 else jax.tree.map(lambda a, i=start, j=end: a[i:j], cache)
+        earlier = group_layers(kinds, own) if kinds > 1 else [own]
+        x, values = scan_stack(cfg, ctx, stack, split_steps(stack, params[name]), x, inputs, earlier)
+        new.append({name: values[name] for name in CACHED if name in values})
+        start = end
+    return family.final_norm(cfg, params, x, inputs, ctx), join(new)
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 from jaxstack import families
 from jaxstack.common import hardware
 from jaxstack.config import ModelConfig
+from jaxstack.config.expert_layers import stack_of
 from jaxstack.families import branches, diffusion
 from jaxstack.models.params import Param, flat_spec
 
@@ -92,7 +93,7 @@ def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:
     dense = {"inputs": 0.0, "targets": (4.0 if cfg.lora.rank else 6.0) * head}
     for path, p in flat_spec(families.spec(cfg)).items():
         if p.kind in ("matrix", "router"):
-            reads = path.startswith("encoder/") or re.search("/cross/(w|lora_[ab])_[kv]$", path)
+            reads = stack_of(path.split("/")[0]) == "encoder" or re.search("/cross/(w|lora_[ab])_[kv]$", path)
             size = p.size * cfg.moe.choices / cfg.moe.num_experts if "experts" in p.axes else p.size
             # A frozen weight is multiplied forward and for the gradient of its input.
             dense["inputs" if reads else "targets"] += (4.0 if p.frozen else 6.0) * size

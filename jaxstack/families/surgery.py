@@ -11,7 +11,9 @@ import numpy as np
 from jaxstack import families
 from jaxstack.common.tree import path_of
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
+from jaxstack.features.experts import segments_of
 from jaxstack.models import params
+from jaxstack.models.blocks import kinds_of
 from jaxstack.models.folding import divide_outputs
 from jaxstack.models.params import Param, Params
 from jaxstack.moe import upcycle as copy_experts
@@ -48,20 +50,19 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
         raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
     grown = replace(cfg, moe=moe)
     initial = params.init(key, families.spec(grown))
-    first = moe.dense_layers
     layers: Params = {}
-    for name in families.of(cfg).stacks(cfg):
-        if first:
-            layers[f"dense_{name}"] = jax.tree.map(lambda a: a[:first], values[name])
-        rest = jax.tree.map(lambda a: a[first:], values[name])
-        layers[name] = _with_experts(rest, initial[name], moe)
+    for name, one in families.of(cfg).stacks(cfg).items():
+        for part in () if one.plain else segments_of(grown, name, one):
+            own = jax.tree.map(lambda a, part=part: a[part.start : part.start + part.depth], values[name])
+            layers[part.name] = _with_experts(own, initial[part.name], moe)
     return grown, {**values, **layers}
 
 
 def _with_experts(layers: Params, initial: Params, moe: MoEConfig) -> Params:
     """Returns dense layers [L, ...] as layers of a grown stack, which has `initial` values, or one of its units."""
-    if moe.every > 1 and "layer_0" in initial:
-        each = {f"layer_{i}": jax.tree.map(lambda a, i=i: a[i :: moe.every], layers) for i in range(moe.every)}
+    size = len(kinds_of(initial))
+    if size > 1:
+        each = {f"layer_{i}": jax.tree.map(lambda a, i=i: a[i::size], layers) for i in range(size)}
         return {name: _with_experts(one, initial[name], moe) for name, one in each.items()}
     if "moe" not in initial:
         return layers
@@ -87,25 +88,26 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
         )
     if not 0 <= expert < cfg.moe.num_experts:
         raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}")
-    if (cfg.moe.every > 1 or cfg.moe.dense_layers) and cfg.expert_width != cfg.ff_width:
+    some = any(False in part.kinds for parts in cfg.expert_segments.values() for part in parts)
+    if some and cfg.expert_width != cfg.ff_width:
         raise ConfigError(
             f"model.moe.d_ff={cfg.expert_width} differs from the {cfg.ff_width} of the layers without experts, so one "
             f"expert alone has layers of two widths. Use a model whose model.moe.d_ff is null"
         )
     plain = replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width)
     kept = {name: value for name, value in values.items() if name not in families.of(cfg).stacks(cfg)}
-    for name in families.of(plain).stacks(plain):
-        layers = _without_experts(values[name], cfg.moe.every, expert)
-        if cfg.moe.dense_layers:
-            layers = jax.tree.map(lambda *a: jnp.concatenate(a), values[f"dense_{name}"], layers)
-        kept[name] = layers
+    for name, one in families.of(plain).stacks(plain).items():
+        names = [name] if one.plain else [part.name for part in segments_of(cfg, name, one)]
+        layers = [_without_experts(values[part], expert) for part in names]
+        kept[name] = jax.tree.map(lambda *a: jnp.concatenate(a), *layers) if layers[1:] else layers[0]
     return plain, kept
 
 
-def _without_experts(layers: Params, every: int, expert: int) -> Params:
+def _without_experts(layers: Params, expert: int) -> Params:
     """Returns the dense layers [L, ...] of a stack, or of one layer of its units, with one expert as their MLP."""
-    if every > 1 and "layer_0" in layers:
-        each = [_without_experts(layers[f"layer_{i}"], every, expert) for i in range(every)]
+    kinds = kinds_of(layers)
+    if kinds[1:]:
+        each = [_without_experts(kind, expert) for kind in kinds]
         return jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *each)
     if "moe" not in layers:
         return layers

@@ -15,6 +15,7 @@ from jax import lax
 from jaxstack import moe as experts
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
+from jaxstack.config.expert_layers import Segment, segments
 from jaxstack.features import router_losses
 from jaxstack.kernels import Adapted
 from jaxstack.models.batches import BatchSpec
@@ -40,7 +41,6 @@ def spec_with_experts(family: Family, cfg: ModelConfig) -> Spec:
       ConfigError: the layers have no MLP whose place experts could take.
     """
     tree = family.spec(cfg)
-    first = cfg.moe.dense_layers
     for name, stacked in family.stacks(cfg).items():
         if not stacked.plain:
             layer = unstack(tree[name])
@@ -51,21 +51,25 @@ def spec_with_experts(family: Family, cfg: ModelConfig) -> Spec:
                     f"Stack.plain for the stack {name}."
                 )
             routed = {**{group: p for group, p in layer.items() if group != "mlp"}, "moe": moe_spec(cfg)}
-            kinds = [layer] * cfg.moe.every
-            kinds[position(cfg)] = routed
-            unit = {f"layer_{i}": kind for i, kind in enumerate(kinds)} if kinds[1:] else routed
-            if first:
-                tree[f"dense_{name}"] = stack(layer, first)
-            tree[name] = stack(unit, (stacked.depth - first) // cfg.moe.every)
+            for segment in segments_of(cfg, name, stacked):
+                kinds = [routed if has else layer for has in segment.kinds]
+                unit = {f"layer_{i}": kind for i, kind in enumerate(kinds)} if kinds[1:] else kinds[0]
+                tree[segment.name] = stack(unit, segment.count)
     return tree
+
+
+def segments_of(cfg: ModelConfig, name: str, stacked: Stack) -> tuple[Segment, ...]:
+    """Returns the stacks into which a stack is cut by `moe.layers`."""
+    has = cfg.moe.layers.of_stack(stacked.depth, encoder=name == "encoder")
+    return segments(name, has, stacked.period)
 
 
 def with_experts(family: Family) -> Family:
     """Returns the family with experts in place of the MLP of its layers.
 
-    With `moe.every` above 1, one layer of each unit of that many layers has experts, see `blocks.alternate`. With
-    `moe.dense_layers`, the first layers are a stack of their own, whose name begins with `dense_`. The losses of the
-    router and what is logged of it are `router_losses`. Where the router has a bias, a step moves it.
+    Where `moe.layers` leaves layers without them, a stack is cut into several, and some of them have units of layers,
+    see `expert_layers.segments` and `blocks.alternate`. The losses of the router and what is logged of it are
+    `router_losses`. Where the router has a bias, a step moves it.
     """
 
     def spec(cfg: ModelConfig) -> Spec:
@@ -73,18 +77,16 @@ def with_experts(family: Family) -> Family:
 
     def stacks(cfg: ModelConfig) -> dict[str, Stack]:
         found: dict[str, Stack] = {}
-        first = cfg.moe.dense_layers
         for name, one in family.stacks(cfg).items():
-            if first and not one.plain:
-                found[f"dense_{name}"] = replace(one, depth=first)
-                one = replace(one, depth=one.depth - first, enter=_go_on)
-            found[name] = one if one.plain else _routed(cfg, one)
+            if one.plain:
+                found[name] = one
+                continue
+            for segment in segments_of(cfg, name, one):
+                found[segment.name] = _routed(one if segment.start == 0 else replace(one, enter=_go_on), segment)
         return found
 
     def routed_stacks(cfg: ModelConfig) -> dict[str, Stack]:
-        names = [name for name, one in family.stacks(cfg).items() if not one.plain]
-        every = stacks(cfg)
-        return {name: every[name] for name in names}
+        return {name: one for name, one in stacks(cfg).items() if any(has_experts(one))}
 
     def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
         arrays = family.batch_spec(model, data)
@@ -123,23 +125,21 @@ def with_experts(family: Family) -> Family:
 def _go_on(
     cfg: ModelConfig, params: Params, x: jax.Array, side: PyTree, inputs: LayerInputs, ctx: Context
 ) -> tuple[jax.Array, PyTree]:
-    """Leads from dense layers to layers with experts, which read the same; see `blocks.Enter`."""
+    """Leads from one segment of a stack to the next, whose layers read the same; see `blocks.Enter`."""
     return x, side
 
 
-def position(cfg: ModelConfig) -> int:
-    """Returns which layer of a unit has experts."""
-    return min(1, cfg.moe.every - 1)
+def has_experts(one: Stack) -> list[bool]:
+    """Returns whether each layer of a unit has experts; of a stack without units, whether its layers have."""
+    return ["moe" in kind.stored for kind in one.kinds or (one,)]
 
 
-def _routed(cfg: ModelConfig, dense: Stack) -> Stack:
-    """Returns a stack with experts in its layers, or in one layer of each unit."""
+def _routed(dense: Stack, segment: Segment) -> Stack:
+    """Returns the stack of a segment, with experts in the layers that have them."""
+    dense = replace(dense, depth=segment.depth)
     routed = replace(dense, feed_forward=moe, stored=dense.stored | {"moe"})
-    if cfg.moe.every == 1:
-        return routed
-    kinds = [dense] * cfg.moe.every
-    kinds[position(cfg)] = routed
-    return alternate(dense.depth, kinds)
+    kinds = [routed if has else dense for has in segment.kinds]
+    return alternate(segment.depth, kinds) if kinds[1:] else kinds[0]
 
 
 def update_router_biases(
@@ -154,10 +154,14 @@ def update_router_biases(
         return params
     start = 0
     for name, one in stacks.items():
-        load = ctx.layout.to_stage_order(sums["load"][start : start + one.depth], name)
-        start += one.depth
-        path = (name, "moe", "balance") if cfg.moe.every == 1 else (name, f"layer_{position(cfg)}", "moe", "balance")
-        params = _with_leaf(params, path, partial(update_bias, counts=load, rate=cfg.moe.bias_update_rate))
+        routed = [i for i, has in enumerate(has_experts(one)) if has]
+        end = start + one.depth * len(routed)
+        loads = sums["load"][start:end].reshape(one.depth, len(routed), -1)
+        start = end
+        for j, i in enumerate(routed):
+            path = (name, *([f"layer_{i}"] if one.kinds else []), "moe", "balance")
+            load = ctx.layout.to_stage_order(loads[:, j], name)
+            params = _with_leaf(params, path, partial(update_bias, counts=load, rate=cfg.moe.bias_update_rate))
     return params
 
 

@@ -34,7 +34,10 @@ class Counts(NamedTuple):
 
 def extras(cfg: ModelConfig, stacks: Mapping[str, Stack]) -> Extras:
     """Returns what the experts in the layers of some stacks add to a training step."""
-    depths = {name: stack.depth for name, stack in stacks.items()}
+    depths = {
+        name: stack.depth * sum("moe" in kind.stored for kind in stack.kinds or (stack,))
+        for name, stack in stacks.items()
+    }
     return Extras(
         count=lambda batch, ctx: count(cfg, stacks, batch, ctx),
         loss=lambda values, counts, stack: router_loss(cfg, depths, values, counts, stack),

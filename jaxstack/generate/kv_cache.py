@@ -96,6 +96,11 @@ class CachedDecoder:
             raise ConfigError(
                 f"{cfg.states_key} has states, with which a pipeline does not generate. Use --mesh.pipe=1."
             )
+        if cfg.moe.num_experts and not all(cfg.has_experts) and ctx.layout.pipeline is not None:
+            raise ConfigError(
+                "model.moe.layers gives the model layers of two kinds, with which a pipeline does not generate. Use "
+                "--mesh.pipe=1."
+            )
         exact = params
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         unrolled = ctx.ops.decode == "unrolled" and ctx.layout.pipeline is None
@@ -293,11 +298,14 @@ class CachedDecoder:
         if len(stacks) == 1:
             (only,) = stacks.values()
             return _group_cached(only, new)
-        ends = itertools.accumulate(stack.depth for stack in stacks.values())
-        return {
-            name: _group_cached(stack, {array: a[end - stack.depth : end] for array, a in new.items()})
-            for (name, stack), end in zip(stacks.items(), ends, strict=True)
-        }
+        found = {}
+        ends: Counter[str] = Counter()
+        for name, stack in stacks.items():
+            kept = Counter(array for arrays in stack.cached for array in arrays)
+            starts = Counter(ends)
+            ends.update({array: stack.depth // stack.period * count for array, count in kept.items()})
+            found[name] = _group_cached(stack, {array: new[array][starts[array] : ends[array]] for array in kept})
+        return found
 
     def _map_blocks(self, f: Callable[[int], Callable[..., jax.Array]], cache: PyTree) -> PyTree:
         """Returns `f(T)(slot_axis, array)` of each array of a cache, where T is the number of tokens it keeps."""

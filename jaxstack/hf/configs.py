@@ -25,7 +25,9 @@ from jaxstack.config import (
     flat,
 )
 from jaxstack.config.branches import BranchesConfig
+from jaxstack.config.expert_layers import rule_of
 from jaxstack.config.sentences import SentencesConfig
+from jaxstack.hf import expert_keys
 from jaxstack.hf.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -40,7 +42,6 @@ from jaxstack.hf.families import (
     Family,
     gated_name,
     read_activation,
-    sparse_layers,
 )
 from jaxstack.hf.json_keys import Keys
 from jaxstack.hf.safetensors import refuse_pointer
@@ -120,8 +121,7 @@ def from_json(where: str, values: object) -> Description:
     ours |= read_activation(keys, family)
     if family.scales_head and keys.take("scale_decoder_outputs", ours["tied_embeddings"]):
         ours["head_scale"] = ours["d_model"] ** -0.5
-    if family.sparse:
-        ours["moe.every"] = sparse_layers(keys, ours["encoder_layers"], ours["num_layers"])
+    if family.expert_keys == "counts":
         ignored["expert_capacity"] = keys.take("expert_capacity", None)  # no token is dropped
     ours |= _switches(keys, family, ours)
     if family.latent:
@@ -187,9 +187,11 @@ def _switches(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
 
 
 def _layers(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
-    """Returns the fields in which layers may differ: windows, and which of them rotate and how."""
+    """Returns the fields in which layers may differ: experts, windows, and which of them rotate and how."""
     found: JsonObject = {}
     layers = ours["num_layers"]
+    if family.expert_keys:
+        found["moe.layers"] = expert_keys.read(keys, family, layers, ours.get("encoder_layers"))
     if family.local_attention:
         found["windows"] = _local_attention(keys, layers)
     if family.layer_types is not None:
@@ -723,9 +725,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
     values |= {key: 1 / getattr(model, path) for key, path in family.reciprocals.items()}
     if family.dropout_keys:
         values |= dict.fromkeys(family.zero_keys, 0.0) | dict.fromkeys(family.dropout_keys, model.dropout)
-    if family.sparse:
-        values |= {"num_sparse_encoder_layers": model.encoder_depth // model.moe.every}
-        values |= {"num_sparse_decoder_layers": model.num_layers // model.moe.every}
+    values |= expert_keys.keys_of(family, model)
     if family.rope:
         values |= _rope_keys(family, model)
     if family.local_attention:
@@ -885,6 +885,9 @@ def _plain(model: ModelConfig) -> ModelConfig:
     moe = model.moe
     rope = model.positions == "rope"
     windows = _period(model.layer_windows, cut=model.family == "encoder")
+    layers = moe.layers
+    if layers.is_list and model.family != "encoder_decoder":
+        layers = rule_of(model.has_experts)
     rotated: tuple[bool, ...] = (True,)
     if rope and not all(model.rope_layers):
         windows, rotated = _shortest(model.layer_windows, model.layer_rotations)
@@ -896,7 +899,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         head_dim=model.head_width,
         d_ff=_dense_width(model),
         latent=replace(model.latent, mscale=model.latent.mscale if _scales(model) else 0.0),
-        moe=replace(moe, d_ff=model.expert_width) if moe.num_experts else MoEConfig(),
+        moe=replace(moe, d_ff=model.expert_width, layers=layers) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
         windows=windows,
         rope_layers=rotated,
@@ -922,8 +925,8 @@ def _dense_width(model: ModelConfig) -> int | None:
     """Returns the hidden width of the MLP; where all layers have experts, their width, and without an MLP null."""
     if not model.ssm.mlp:
         return None
-    all_routed = model.moe.num_experts and model.moe.every == 1 and not model.moe.dense_layers
-    return model.expert_width if all_routed else model.ff_width
+    all_routed = all(all(one.kinds) for parts in model.expert_segments.values() for one in parts)
+    return model.expert_width if model.moe.num_experts and all_routed else model.ff_width
 
 
 def _plain_scaling(model: ModelConfig) -> RopeScaling:

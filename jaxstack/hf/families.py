@@ -81,7 +81,9 @@ class Family:
       default_rope: RoPE of a file that has none. Empty means without scaling.
       original_context: the default of the key `original_max_position_embeddings` beside the scaling of RoPE, which
         counts before the one within. 0 means that there is no such key.
-      sparse: whether some layers of an encoder-decoder have experts, in the keys of Switch Transformers.
+      expert_keys: which keys say which layers have experts. `first`: all but the first ones, as in DeepSeek. `step`:
+        the last one of each group, without listed ones, as in Qwen. `counts`: how many of each stack, as in Switch
+        Transformers.
       delta: whether layers have the gated delta rule or full attention, as `layer_types` says.
       falcon: whether shared keys and norms beside each other have the keys of Falcon.
       expansion: if layers may be state spaces, the key of the width of their heads together over the model's width.
@@ -128,7 +130,7 @@ class Family:
     latent: bool = False
     interleaved_key: str = ""
     group_key: str = ""
-    sparse: bool = False
+    expert_keys: Literal["", "first", "step", "counts"] = ""
     delta: bool = False
     expansion: str = ""
     falcon: bool = False
@@ -291,7 +293,6 @@ _ROUTED = {
     "moe_intermediate_size": "moe.d_ff",
     "n_shared_experts": "moe.shared_experts",
     "routed_scaling_factor": "moe.routed_scale",
-    "first_k_dense_replace": "moe.dense_layers",
 }
 """Keys of experts that DeepSeek's files have, and dots1's."""
 _DEEPSEEK = {key: path for key, path in _LLAMA.items() if key not in ("head_dim", "num_key_value_heads")} | _ROUTED
@@ -305,7 +306,8 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "latent": True,
     "interleaved_key": "rope_interleave",
     "fixed": {"moe.router": "sigmoid"},
-    "required": {"attention_bias": False, "moe_layer_freq": 1},
+    "required": {"attention_bias": False},
+    "expert_keys": "first",
     "defaults": _DEEPSEEK_DEFAULTS
     | {
         "n_shared_experts": 1,
@@ -517,7 +519,7 @@ FAMILIES = {
         _LLAMA | _QWEN_EXPERTS,
         bias_key="attention_bias",
         fixed={"qk_norm": True},
-        required={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        expert_keys="step",
         defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False},
         layer_types=(FULL,),
         harmless={"use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
@@ -530,7 +532,7 @@ FAMILIES = {
         biased="qkv",
         shared_width="shared_expert_intermediate_size",
         fixed={"moe.shared_gate": True},
-        required={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        expert_keys="step",
         defaults=_LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "norm_topk_prob": False, "qkv_bias": True},
         layer_types=(FULL,),
@@ -575,7 +577,8 @@ FAMILIES = {
         latent=True,
         group_key="topk_method",
         fixed={"rotary_interleaved": True, "moe.normalize": False},
-        required={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1},
+        required={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+        expert_keys="first",
         defaults=_DEEPSEEK_DEFAULTS | {"n_shared_experts": 2, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
         ignored=frozenset({"ep_size", "pretraining_tp"}),
         harmless={"scoring_func": ("softmax",)},
@@ -587,7 +590,7 @@ FAMILIES = {
         _LLAMA | _ROUTED | _GROUPS,
         bias_key="attention_bias",
         fixed={"moe.router": "sigmoid", "qk_norm": True},
-        required={"moe_layer_freq": 1},
+        expert_keys="first",
         defaults=_DEEPSEEK_DEFAULTS
         | {
             "num_key_value_heads": 32,
@@ -955,7 +958,7 @@ FAMILIES = {
         "SwitchTransformersForConditionalGeneration",
         _T5 | {"num_experts": "moe.num_experts"},
         scales_head=True,
-        sparse=True,
+        expert_keys="counts",
         **_T5_FAMILY
         | {
             "activation": "dense_act_fn",
@@ -1080,21 +1083,6 @@ def gated_activation(name: Any) -> tuple[Any, bool]:
 def gated_name(activation: str) -> str:
     """Returns T5's name of a gated MLP with their activation."""
     return f"gated-{'gelu' if activation == 'gelu_new' else activation}"
-
-
-def sparse_layers(keys: Keys, encoder_layers: int | None, num_layers: int) -> int:
-    """Returns `MoEConfig.every` of Switch Transformers, which have experts in as many layers as two keys say."""
-    steps = []
-    for side, depth in (("encoder", encoder_layers), ("decoder", num_layers)):
-        key = f"num_sparse_{side}_layers"
-        count = keys.take(key)
-        keys.take(f"{side}_sparse_step", None)  # newer files have what follows from the others
-        if type(count) is not int or count < 1 or not depth or depth % count:
-            raise keys.error(key, count, f"Give a divisor of {depth} layers")
-        steps.append(depth // count)
-    if steps[0] != steps[1]:
-        raise keys.error("num_sparse_decoder_layers", count, f"Give experts to one of {steps[0]} layers in both stacks")
-    return steps[0]
 
 
 def read_activation(keys: Keys, family: Family) -> dict[str, Any]:

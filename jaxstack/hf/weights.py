@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxstack.config import ConfigError
+from jaxstack.config.expert_layers import order, stack_of
 from jaxstack.hf.tensor_layout import Index, TensorLayout
 from jaxstack.models.params import Param, Spec, flat_spec, without_padding
 
@@ -79,6 +80,9 @@ def _experts(dense: WeightMap, module: str, **tensors: str) -> WeightMap:
     return found
 
 
+_MLP: WeightMap = {path: row for path, row in LLAMA.items() if path.startswith("layers/mlp/")}
+
+
 def _deepseek(attention: WeightMap) -> WeightMap:
     """Returns the weight map of DeepSeek and dots1, whose first layers have an MLP and the others experts."""
     names = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
@@ -87,8 +91,7 @@ def _deepseek(attention: WeightMap) -> WeightMap:
         for ours, theirs in names.items()
     }
     balance: WeightMap = {"layers/moe/balance": ("model.layers.{}.mlp.gate.e_score_correction_bias", SAME)}
-    mlp = {path: row for path, row in LLAMA.items() if path.startswith("layers/mlp/")}
-    return _experts(attention, "mlp", **names) | shared | balance | mlp
+    return _experts(attention, "mlp", **names) | shared | balance | _MLP
 
 
 _LATENT: WeightMap = LLAMA | {
@@ -328,8 +331,8 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "gemma2": LLAMA | _POST_NORMS,
     "gemma3_text": QWEN3 | _POST_NORMS,
     "mixtral": _experts(LLAMA, "block_sparse_moe", w_gate="w1", w_up="w3", w_down="w2"),
-    "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
-    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj") | _SHARED_EXPERT,
+    "qwen3_moe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj") | _MLP,
+    "qwen2_moe": _experts(LLAMA, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj") | _SHARED_EXPERT | _MLP,
     "qwen3_next": _experts(
         QWEN3 | {"layers/attention/w_gate": ("model.layers.{}.self_attn.q_proj.weight", TRANSPOSED)},
         "mlp",
@@ -434,7 +437,6 @@ def _with_classifier(family: str, declared: dict[str, Param], rows: WeightMap) -
 
 def _with_units(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     """Returns the weight map of Switch Transformers: T5's with another name of the MLP, dense or with experts."""
-    size = len({path.split("/")[1] for path in declared if path.startswith("encoder/layer_")}) or 1
     found: WeightMap = {}
     for path, (name, layout) in rows.items():
         side, _, rest = path.partition("/")
@@ -442,9 +444,8 @@ def _with_units(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
             found[path] = name, layout
             continue
         dense = name.replace("DenseReluDense", "mlp")
-        for i in range(size):
-            unit = f"{side}/layer_{i}" if size > 1 else side
-            own = replace(layout, layers=(size, i))
+        for unit, numbers in _places(declared, side):
+            own = replace(layout, layers=numbers)
             if not rest.startswith("mlp/"):
                 found[f"{unit}/{rest}"] = name, own
             elif f"{unit}/{rest}" in declared:
@@ -456,21 +457,52 @@ def _with_units(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     return found
 
 
-def _with_dense_layers(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
-    """Returns the weight map of a model whose first layers may have an MLP, and the others experts.
+def _places(declared: dict[str, Param], stack: str) -> list[tuple[str, tuple[int, int]]]:
+    """Returns where the layers of a stack are that `moe.layers` has cut into segments and units.
 
-    Queries are made from a narrow vector or from the token, in tensors with different names.
+    Each place is a prefix of paths, with `TensorLayout.layers`: how many layers a unit has, and the number of the first
+    layer of the place.
     """
-    dense = [p.shape[0] for path, p in declared.items() if path == "dense_layers/attention_norm/scale"]
-    found: WeightMap = {}
-    for path, (name, layout) in rows.items():
-        if path == "layers/attention/w_q" and "layers/attention/w_q_down" in declared:
-            name = name.replace(".q_proj.", ".q_b_proj.")
-        if f"dense_{path}" in declared:
-            found[f"dense_{path}"] = name, layout
-        if path in declared or not path.startswith("layers/"):
-            found[path] = name, replace(layout, layers=(1, sum(dense))) if path.startswith("layers/") else layout
+    names = {path.split("/")[0] for path in declared}
+    found = []
+    start = 0
+    for name in sorted((name for name in names if stack_of(name) == stack), key=order):
+        own = [path.split("/")[1] for path in declared if path.startswith(f"{name}/")]
+        kinds = len({part for part in own if part.startswith("layer_")})
+        rows = next(p.shape[0] for path, p in declared.items() if path.startswith(f"{name}/"))
+        prefixes = [f"{name}/layer_{i}" for i in range(kinds)] or [name]
+        found += [(prefix, (len(prefixes), start + i)) for i, prefix in enumerate(prefixes)]
+        start += rows * len(prefixes)
     return found
+
+
+def _with_dense_layers(declared: dict[str, Param], rows: WeightMap, optional: tuple[str, ...]) -> WeightMap:
+    """Returns the weight map of a model of which some layers may have an MLP, and the others experts.
+
+    What no layer of the model has is left out if its path in a layer begins with one of `optional`.
+    """
+    found: WeightMap = {}
+    places = _places(declared, "layers")
+    for path, (name, layout) in rows.items():
+        stack, _, own = path.partition("/")
+        if stack != "layers":
+            found[path] = name, layout
+            continue
+        there = [(prefix, numbers) for prefix, numbers in places if f"{prefix}/{own}" in declared]
+        if not there and not own.startswith(optional):
+            found[path] = name, layout
+        for prefix, numbers in there:
+            found[f"{prefix}/{own}"] = name, replace(layout, layers=numbers)
+    return found
+
+
+def _with_query(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weight map of latent attention, whose queries are made from a narrow vector or from the token."""
+    narrow = any(path.endswith("/attention/w_q_down") for path in declared)
+    if narrow:
+        name, layout = rows["layers/attention/w_q"]
+        return rows | {"layers/attention/w_q": (name.replace(".q_proj.", ".q_b_proj."), layout)}
+    return _without(rows, "layers/attention/w_q_down", "layers/attention/q_norm/scale")
 
 
 def _with_states(declared: dict[str, Param], rows: WeightMap, module: str, mixer: WeightMap) -> WeightMap:
@@ -517,11 +549,11 @@ def _with_gate(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
 def _with_biases(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     """Returns the weight map with a model's biases of linear layers, where the family names layers as Llama does."""
     found = dict(rows)
-    for path, (name, _) in rows.items():
+    for path, (name, layout) in rows.items():
         group, _, matrix = path.rpartition("/")
         bias = f"{group}/{matrix.replace('w_', 'b_', 1)}"
         if matrix.startswith("w_") and bias in declared and bias not in rows and name.endswith("_proj.weight"):
-            found[bias] = (f"{name.removesuffix('weight')}bias", SAME)
+            found[bias] = (f"{name.removesuffix('weight')}bias", replace(SAME, layers=layout.layers))
     return found
 
 
@@ -532,21 +564,26 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
       ConfigError: a parameter for which the family has no tensor, or a tensor for which the model has no parameter.
     """
     declared = flat_spec(spec)
-    rows = _with_biases(declared, WEIGHT_MAPS[family])
+    rows = dict(WEIGHT_MAPS[family])
     if "layers/attention_norm/scale" in declared and "layers/mlp_norm/scale" not in declared:  # both read one norm
         rows = {path: row for path, row in rows.items() if not path.startswith("layers/mlp_norm/")}
     if family == "falcon" and "layers/mlp_norm/scale" not in declared:
         rows = {path: (name.replace(".ln_attn.", ".input_layernorm."), layout) for path, (name, layout) in rows.items()}
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
+    if family in DEEPSEEK:
+        rows = _with_query(declared, rows)
     if family in (*DEEPSEEK, "dots1"):
-        rows = _with_dense_layers(declared, rows)
+        rows = _with_dense_layers(declared, rows, ("mlp/", "moe/"))
+    if family in ("qwen2_moe", "qwen3_moe"):
+        rows = _with_dense_layers(declared, rows, ("mlp/",))
     if family in _MIXERS:
         rows = _with_states(declared, rows, *_MIXERS[family])
     if family in ("t5", "mt5"):
         rows = _with_gate(declared, rows)
     if family == "switch_transformers":
         rows = _with_units(declared, rows)
+    rows = _with_biases(declared, rows)
     if "output/w" in declared:
         rows = _with_classifier(family, declared, rows)
     if family == "bert" and "sentences/next/w" in declared:

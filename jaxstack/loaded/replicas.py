@@ -37,6 +37,11 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
             f"--placement={path} stores the experts of single layers, but {model.states_key} has "
             f"units of layers. Leave --placement away."
         )
+    if not all(model.has_experts):
+        raise ConfigError(
+            f"--placement={path} stores the experts of all layers, but model.moe.layers leaves layers without. Leave "
+            f"--placement away."
+        )
     stored = placement.read(path, model.expert_layers, model.moe.num_experts)
     if mesh.expert > 0:
         placement.require_devices(path, stored, mesh.expert)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from jaxstack.config import ConfigError, ModelConfig, PipelineConfig
+from jaxstack.config.expert_layers import stack_of
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.partition import Partition, cut, even
 from jaxstack.pipeline.program import Program
@@ -75,7 +76,7 @@ def resolve(
     groups = -(-depth // period)
     model_chunks = stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
-    if depth < model.num_layers:  # a layer of the stack is a unit of layers of several kinds
+    if depth < model.num_layers and stacks:  # a layer of the stack is a unit of layers of several kinds
         unit = f"units of {model.num_layers // depth} layers"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
@@ -118,11 +119,13 @@ def _resolve_stacks(
                 f"{' or '.join(f'pipeline.{key}={value}' for value in works)}"
             )
     layers: tuple[int, ...] = ()
-    few = 1 if model.moe.dense_layers else 0  # the first stack may have fewer layers than model chunks
-    for i, (name, (depth, period)) in enumerate(stacks.items()):
+    parts = {one.name: one for of_stack in model.expert_segments.values() for one in of_stack if of_stack[1:]}
+    for name, (depth, period) in stacks.items():
         groups = depth // period
-        unit = period * (model.moe.every if model.moe.num_experts else 1)
-        if stages * chunks > groups and i >= few:
+        # A segment of a stack may leave stages without a layer, unless it is the largest one of its stack.
+        largest = max(stacks[other][0] for other in stacks if stack_of(other) == stack_of(name))
+        if stages * chunks > groups and (depth == largest or name not in parts):
+            unit = period * len(parts[name].kinds) if name in parts else period
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
                 f"but the {name} of model.family={model.family} has only {groups} "
@@ -134,7 +137,7 @@ def _resolve_stacks(
     make = gpipe if pipeline.schedule == "gpipe" else interleaved_one_f_one_b
     schedule = make(stages, microbatches_of(all_chunks), all_chunks)
     named = tuple((name, chunks, period) for name, (_, period) in stacks.items())
-    return Program(schedule, Stages(stages, layers, stacks=named, sparse=few > 0))
+    return Program(schedule, Stages(stages, layers, stacks=named, sparse=bool(parts)))
 
 
 @lru_cache(maxsize=512)

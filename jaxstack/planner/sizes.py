@@ -96,8 +96,8 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.parallel={model.parallel}"
     if model.qk_norm_over != "head":
         return f"model.qk_norm_over={model.qk_norm_over}"
-    if model.moe.dense_layers:
-        return f"model.moe.dense_layers={model.moe.dense_layers}"
+    if model.moe.num_experts and not all(model.has_experts):
+        return "model.moe.layers with layers without experts"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
     if model.states_key:

@@ -52,7 +52,8 @@ def labels_of(job: Job) -> dict[str, str]:
     """Returns what the arrays are for that are made in a named scope and wait for the backward pass."""
     found = {}
     for name, stack in families.of(job.model).stacks(job.model).items():
-        saved = f"saved by {stack.depth} layers of {name}, remat {job.train.remat}"
+        layers = stack.depth * max(len(stack.kinds), 1)
+        saved = f"saved by {layers} layers of {name}, remat {job.train.remat}"
         scope = name if job.ctx.layout.pipeline is not None and job.ctx.layout.pipeline.stages.stacks else ""
         found[f"stash_{scope}" if job.ctx.layout.pipeline is not None else f"stack_{name}"] = saved
     waiting = {"between_stages": "activations between stages", "weight_pairs": "weight gradients, waiting"}

@@ -22,6 +22,7 @@ from jaxstack.config import (
     data,
     denoisers,
     diffusion,
+    expert_layers,
     experts,
     model,
     parallel,
@@ -40,6 +41,7 @@ MODULES = (
     data,
     denoisers,
     diffusion,
+    expert_layers,
     experts,
     families,
     mesh,
@@ -128,7 +130,10 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.norm_bias": True, "model.norm": "layer", "model.bias": True}, {"model.norm": "layer", "model.bias": True}),
     ({"model.qk_norm_over": "all"}, {"model.qk_norm_over": "all", "model.qk_norm": True}),
     ({"model.rotary_fraction": 0.01}, {"model.rotary_fraction": 0.5}),
-    ({"model.moe.dense_layers": 1}, MOE | {"model.moe.dense_layers": 1}),
+    ({"model.moe.layers.first": 1}, MOE | {"model.moe.layers.first": 1}),
+    (MOE | {"model.moe.layers.numbers": (2, 1)}, MOE | {"model.moe.layers.numbers": (1, 2)}),
+    (MOE | {"model.moe.layers.numbers": (1,), "model.moe.layers.first": 1}, MOE | {"model.moe.layers.first": 1}),
+    (MOE | {"model.moe.layers.numbers": (6,)}, MOE | {"model.moe.layers.numbers": (5,)}),
     ({"model.moe.bias": True}, MOE | {"model.moe.bias": True}),
     ({"model.moe.swiglu_limit": 7.0}, MOE | {"model.moe.swiglu_limit": 7.0}),
     (MOE | {"model.moe.swiglu_limit": 7.0, "model.gated": False}, MOE | {"model.gated": False}),
@@ -136,11 +141,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (MOE | {"model.moe.bias": True, "model.moe.router": "domain", "data.domains": tuple("abcdefgh")},
      MOE | {"model.moe.router": "domain", "data.domains": tuple("abcdefgh")}),
     (LATENT | {"model.attention_sinks": True}, {"model.attention_sinks": True}),
-    (MOE | {"model.moe.dense_layers": 6}, MOE | {"model.moe.dense_layers": 5}),
-    (MOE | {"model.moe.dense_layers": 1, "model.windows": (4, 0)},
-     MOE | {"model.moe.dense_layers": 2, "model.windows": (4, 0)}),
-    (MOE | {"model.moe.dense_layers": 1, "mesh.pipe": 2},
-     MOE | {"model.moe.dense_layers": 1, "mesh.pipe": 2, "sample.prompts": ()}),
+    (MOE | {"model.moe.layers.first": 6}, MOE | {"model.moe.layers.first": 5}),
+    (MOE | {"model.moe.layers.first": 1, "model.windows": (4, 0)},
+     MOE | {"model.moe.layers.first": 2, "model.windows": (4, 0)}),
+    (MOE | {"model.moe.layers.first": 1, "mesh.pipe": 2},
+     MOE | {"model.moe.layers.first": 1, "mesh.pipe": 2, "sample.prompts": ()}),
     ({"model.latent.rotary_dim": 32}, LATENT | {"model.latent.rotary_dim": 32}),
     ({"model.delta.taps": 3}, DELTA | {"model.delta.taps": 3}),
     (LATENT | {"model.latent.rotary_dim": 31}, LATENT | {"model.latent.rotary_dim": 32}),
@@ -155,7 +160,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (DELTA | {"model.delta.every": 1}, DELTA),
     (DELTA | {"model.num_layers": 5}, {"model.num_layers": 5}),
     (DELTA | {"model.windows": (4, 0)}, {"model.windows": (4, 0)}),
-    (DELTA | MOE | {"model.moe.dense_layers": 2}, MOE | {"model.moe.dense_layers": 2}),
+    (DELTA | MOE | {"model.moe.layers.first": 2}, MOE | {"model.moe.layers.first": 2}),
     (DELTA | SIGMOID, DELTA | MOE),
     (DELTA | {"model.base_width": 64}, {"model.base_width": 64}),
     (DELTA | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
@@ -239,10 +244,14 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
      ENCODER | LABELS | {"model.label_each": "token"}),
     (ENCODER | LABELS | {"model.labels": ()}, ENCODER | LABELS),
     (ENCODER | {"model.labels": ("a", "b")}, ENCODER | LABELS),
-    ({"model.moe.every": 2}, SPANS | {"model.moe.num_experts": 8, "model.moe.every": 2}),
+    (MOE | {"model.moe.layers.encoder_numbers": (1,)}, SPANS | MOE | {"model.moe.layers.encoder_numbers": (1,)}),
     (
-        SPANS | {"model.moe.num_experts": 8, "model.moe.every": 4},
-        SPANS | {"model.moe.num_experts": 8, "model.moe.every": 3},
+        SPANS | MOE | {"model.encoder_layers": 4, "model.moe.layers.encoder_numbers": (4,)},
+        SPANS | MOE | {"model.encoder_layers": 5, "model.moe.layers.encoder_numbers": (4,)},
+    ),
+    (
+        SPANS | MOE | {"model.encoder_layers": 4, "model.moe.layers.first": 4},
+        SPANS | MOE | {"model.encoder_layers": 5, "model.moe.layers.first": 4},
     ),
     ({"model.sentences.parts": 4}, NEXT | {"model.sentences.parts": 4}),
     (NEXT | {"model.sentences.tasks": ("next", "next")}, NEXT | {"model.sentences.tasks": ("next", "distance")}),
@@ -607,12 +616,13 @@ OTHER_VALUES = {
     "model.labels": ("a", "b"), "model.encoder_layers": 2, "model.diffusion.image": (8, 8, 1),
     "model.diffusion.path": "cosine", "model.contrastive.image": (8, 8, 1), "model.contrastive.loss": "softmax",
     "model.contrastive.features": 8, "model.branches.layers": 1, "model.branches.rates": (2, 1),
+    "model.moe.layers.numbers": (1,), "model.moe.layers.encoder_numbers": (1,),
 }  # fmt: skip
 """Values that are not the default of their key, where it is not a number or a switch."""
 WITH = {"sample.beams": {"sample.temperature": 0.0}, "model.moe.num_experts": {"model.moe.top_k": 1}}
 WITH |= {"model.lora.rank": {"run.init_from": "x"}, "model.moe.num_experts": {"model.moe.router": "sigmoid"}}
 WITH |= {"data.domains": DOMAIN, "model.latent.kv_rank": {"model.head_dim": 192}}
-WITH |= {"model.moe.dense_layers": MOE}
+WITH |= {f"model.moe.layers.{key}": MOE for key in ("first", "every", "numbers", "encoder_numbers")}
 ROWS = [(row.key, row.default, family, FAMILIES.get(family, {})) for row in families.ONLY
         for family in ("decoder", *FAMILIES) if family not in row.families]  # fmt: skip
 ROWS += [(row.key, row.use, family, FAMILIES[family]) for row in families.REFUSED for family in row.families]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import scipy
 import test_meshes
-from families import DELTA, EXPERTS, FAMILIES, NEAR, STATE_SPACE
+from families import DELTA, EXPERTS, FAMILIES, NEAR, SPARSE, STATE_SPACE
 
 from jaxstack import families
 from jaxstack.checkpoint import run_dir as rundir
@@ -53,7 +53,7 @@ from jaxstack.sharding import make_mesh
 from jaxstack.training.services import init_from
 from jaxstack.training.state import Recipe, abstract_state, make_state
 
-MODELS = FAMILIES | NEAR | EXPERTS | DELTA | STATE_SPACE
+MODELS = FAMILIES | NEAR | EXPERTS | SPARSE | DELTA | STATE_SPACE
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13]]  # 12 more tokens let windows of 6 tokens slide
 GREEDY = SampleConfig(tokens=12, temperature=0)
 SAMPLED = SampleConfig(tokens=12, temperature=1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
@@ -70,6 +70,7 @@ QUICK = [
 ]
 SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("domain", "scan"), ("timestep", "scan")]
 SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
+SLOW += [("every_second", "unrolled"), ("listed", "scan")]
 SLOW += [("latent", "unrolled"), ("qwen3_next", "unrolled"), ("delta_dense", "scan")]
 SLOW += [("olmo", "scan"), ("apertus", "unrolled")]
 SLOW += [("hybrid", "unrolled"), ("hybrid_moe", "scan")]
@@ -267,6 +268,7 @@ MESH_STREAMS = [
     ("latent", {"data": 2, "tensor": 2}),
     ("latent", {"pipe": 2, "tensor": 2}),
     ("dense_first", {"data": 2, "expert": 2, "tensor": 2}),
+    ("listed", {"data": 2, "expert": 2, "tensor": 2}),
     ("qwen3_next", {"data": 2, "expert": 2, "tensor": 2}),
     ("gpt_oss", {"expert": 2, "tensor": 2}),
     ("gpt_oss", {"fsdp": 2, "tensor": 2}),

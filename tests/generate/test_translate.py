@@ -12,7 +12,7 @@ from families import ENCODER_DECODERS
 import jaxstack
 from jaxstack import families
 from jaxstack.cli import parser
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, MoEConfig, SampleConfig
+from jaxstack.config import Config, ConfigError, DataConfig, ExpertLayers, MeshConfig, MoEConfig, SampleConfig
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.data.seq2seq import Pair, make_batch
 from jaxstack.families import encoder_decoder
@@ -26,6 +26,13 @@ from jaxstack.sharding import make_mesh
 MODELS = ENCODER_DECODERS | {
     "gates": dataclasses.replace(ENCODER_DECODERS["t5_1_1"], moe=MoEConfig(num_experts=2, d_ff=32, router="domain")),
     "routed": dataclasses.replace(ENCODER_DECODERS["t5"], moe=MoEConfig(num_experts=4, d_ff=32)),
+    # Two stacks in the encoder, and three in the decoder, of which the last one has units of two layers.
+    "listed": dataclasses.replace(
+        ENCODER_DECODERS["t5"],
+        encoder_layers=3,
+        num_layers=6,
+        moe=MoEConfig(num_experts=4, d_ff=32, layers=ExpertLayers(numbers=(1, 2, 4), encoder_numbers=(2,))),
+    ),
     "rope": dataclasses.replace(ENCODER_DECODERS["t5_1_1"], positions="rope", qk_norm=True, num_kv_heads=2),
 }
 LENGTHS, N = (9, 30, 1), 10

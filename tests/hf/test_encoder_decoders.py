@@ -240,7 +240,7 @@ def test_a_folder_becomes_a_run_with_the_data_that_flags_name(kind, tmp_path, rn
     rates = []
     for name in ("run", "other"):
         cfg = parse_config([f"--config={tmp_path / name / 'config.yaml'}"])
-        assert cfg.model.moe.every == (2 if kind == "switch" else 1)
+        assert cfg.model.moe.layers.every == (2 if kind == "switch" else 1)
         rates.append([denoiser.rate for denoiser in cfg.data.denoisers])
     assert rates == [[0.15], [0.5]]
 

@@ -26,6 +26,7 @@ from jaxstack.config import (
     Config,
     ConfigError,
     DataConfig,
+    ExpertLayers,
     LatentConfig,
     MeshConfig,
     ModelConfig,
@@ -38,7 +39,7 @@ from jaxstack.config import (
 from jaxstack.config.reading import parse
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, to_tokenizer_json
 from jaxstack.families.context import make_context
-from jaxstack.hf import originals, tensor_layout, weights
+from jaxstack.hf import configs, originals, tensor_layout, weights
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models.params import map_spec
 from jaxstack.training.services import init_from
@@ -91,7 +92,7 @@ NEAR = {
 _LATENT = {"num_kv_heads": None, "head_dim": 12, "rotary_interleaved": True, "num_layers": 3}
 _LATENT |= {"latent": LatentConfig(kv_rank=16, q_rank=24, rotary_dim=4, value_dim=10, mscale=1.0)}
 _LATENT |= {"rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position=16, attention_factor=1.0)}
-_ROUTED = MoEConfig(4, d_ff=24, dense_layers=1, shared_experts=2, num_groups=2, routed_scale=2.5)
+_ROUTED = MoEConfig(4, d_ff=24, layers=ExpertLayers(first=1), shared_experts=2, num_groups=2, routed_scale=2.5)
 _SIGMOID = dataclasses.replace(_ROUTED, router="sigmoid")
 NEAR |= {
     "deepseek_v2": _LATENT | {"moe": dataclasses.replace(_ROUTED, normalize=False)},
@@ -162,6 +163,45 @@ def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
     largest = max(x.nbytes for file in folder.glob("*.safetensors") for x in safetensors.load_file(file).values())
     assert all(path.stat().st_size < largest + 5000 for path in folder.glob("*.safetensors"))
     assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "written"),
+    [
+        ("qwen3_moe", {"numbers": (1, 2, 4)}, {"decoder_sparse_step": 1, "mlp_only_layers": [0, 3, 5]}),
+        ("qwen3_moe", {"first": 2, "every": 3}, {"decoder_sparse_step": 3, "mlp_only_layers": []}),
+        ("qwen2_moe", {"first": 4}, {"decoder_sparse_step": 1, "mlp_only_layers": [0, 1, 2, 3]}),
+        ("deepseek_v3", {"numbers": (4, 5)}, {"first_k_dense_replace": 4, "moe_layer_freq": 1}),
+        ("dots1", {"first": 2}, {"first_k_dense_replace": 2, "moe_layer_freq": 1}),
+    ],
+)
+def test_layers_with_experts_go_out_and_in_again(family, layers, written, tmp_path, rng):
+    """A tensor of each layer is where the layer has its MLP or its experts, and the numbers come back as a rule."""
+    cfg = MODELS[family]
+    cfg = dataclasses.replace(cfg, num_layers=6, moe=dataclasses.replace(cfg.moe, layers=ExpertLayers(**layers)))
+    values = random_values(cfg, rng)
+    folder = save(tmp_path / "out", cfg, values)
+    saved = json.loads((folder / "config.json").read_text())
+    assert {key: saved[key] for key in written} == written
+    with hf.PretrainedFolder(folder) as source:
+        assert source.family == family
+        assert hf.model_differences(source.model, cfg) == []
+        assert source.model.has_experts == cfg.has_experts
+        equal(source.read_params(), values)
+        names = {*source._names}
+    found = [f"model.layers.{i}.mlp.experts.0.up_proj.weight" in names for i in range(6)]
+    assert found == [*cfg.has_experts]
+    assert [f"model.layers.{i}.mlp.up_proj.weight" in names for i in range(6)] == [not one for one in found]
+
+
+def test_deepseek_counts_its_steps_from_the_first_layer(tmp_path, rng):
+    """As its own code does: of two layers one has experts, from layer 0 on, but the first three have none."""
+    folder = save(tmp_path / "out", MODELS["deepseek_v3"], random_values(MODELS["deepseek_v3"], rng))
+    change_json(folder / "config.json", num_hidden_layers=9, first_k_dense_replace=3, moe_layer_freq=2)
+    assert configs.read_config(folder).model.has_experts == tuple(i in (4, 6, 8) for i in range(9))
+    change_json(folder / "config.json", first_k_dense_replace=9)
+    with pytest.raises(ConfigError, match=r"first_k_dense_replace=9 is not supported. Leave experts to some of 9"):
+        configs.read_config(folder)
 
 
 def in_their_words(name, cfg, values):
@@ -305,7 +345,7 @@ def in_the_words_of_deepseek(cfg, values):
         "model.norm.weight": values["final_norm"]["scale"],
         "lm_head.weight": values["head"]["w"].T,
     }
-    first = cfg.moe.dense_layers
+    first = cfg.moe.layers.first
     for i in range(cfg.num_layers):
         group, at = (values["dense_layers"], i) if i < first else (values["layers"], i - first)
         layer, h = jax.tree.map(lambda a, at=at: a[at], group), f"model.layers.{i}."

@@ -23,6 +23,7 @@ from jaxstack.config import (
     Config,
     DataConfig,
     DeltaConfig,
+    ExpertLayers,
     LatentConfig,
     ModelConfig,
     MoEConfig,
@@ -59,7 +60,9 @@ _NEOX |= {"num_kv_heads": None}
 _LATENT = {"num_kv_heads": None, "head_dim": 22, "rotary_interleaved": True, "rope_theta": 100.0, "num_layers": 3}
 _LATENT |= {"rope_scaling": RopeScaling("yarn", factor=4.0, original_max_position=16, attention_factor=1.05)}
 _NARROW = LatentConfig(kv_rank=20, q_rank=28, rotary_dim=6, value_dim=12, mscale=0.7)
-_ROUTED = MoEConfig(6, top_k=2, d_ff=24, dense_layers=1, shared_experts=2, aux_loss_weight=0, bias_update_rate=0)
+_ROUTED = MoEConfig(
+    6, top_k=2, d_ff=24, layers=ExpertLayers(first=1), shared_experts=2, aux_loss_weight=0, bias_update_rate=0
+)
 _GROUPED = dataclasses.replace(_ROUTED, num_groups=2, top_k_groups=1, routed_scale=2.5)
 _SIGMOID = dataclasses.replace(_GROUPED, router="sigmoid")
 _HYBRID = _PLAIN | {"num_layers": 3, "positions": "none", "residual_multiplier": 0.22, "attention_scale": 0.3}
@@ -70,10 +73,17 @@ CHANGES: dict[str, dict] = {
     | {"latent": dataclasses.replace(_NARROW, q_rank=0), "moe": dataclasses.replace(_ROUTED, normalize=False)},
     "deepseek_v3": _LATENT | {"latent": _NARROW, "moe": _SIGMOID},
     "kimi_k2": _LATENT
-    | {"latent": _NARROW, "moe": dataclasses.replace(_SIGMOID, num_groups=1, dense_layers=2, shared_experts=1)},
+    | {
+        "latent": _NARROW,
+        "moe": dataclasses.replace(_SIGMOID, num_groups=1, layers=ExpertLayers(first=2), shared_experts=1),
+    },
     "dots1": _PLAIN | {"num_layers": 3, "qk_norm": True, "moe": _SIGMOID},
     "dots1_unnormalized": _PLAIN
-    | {"num_layers": 3, "qk_norm": True, "moe": dataclasses.replace(_SIGMOID, normalize=False, dense_layers=0)},
+    | {
+        "num_layers": 3,
+        "qk_norm": True,
+        "moe": dataclasses.replace(_SIGMOID, normalize=False, layers=ExpertLayers(first=0)),
+    },
     "gpt2": {"max_positions": 80},
     # Wavelengths of 6, 20, 63 and 199 tokens: one is unchanged, one is scaled in part, two are scaled in full.
     "llama3": {"rope_theta": 100.0, "rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
@@ -180,6 +190,15 @@ CHANGES: dict[str, dict] = {
     # Their loss has no auxiliary part here. The weights of experts sum to 1 in one model and do not in the other.
     "mixtral": {"moe": MoEConfig(num_experts=4, top_k=2, aux_loss_weight=0.0)},
     "qwen3_moe": {"moe": MoEConfig(num_experts=5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0.0)},
+    "qwen3_moe_listed": {"num_layers": 6, "d_ff": 40}
+    | {"moe": MoEConfig(5, d_ff=24, normalize=False, aux_loss_weight=0, layers=ExpertLayers(numbers=(1, 2, 4)))},
+    "qwen2_moe_steps": _PLAIN
+    | {"num_layers": 4, "attention_bias": "qkv", "d_ff": 40}
+    | {
+        "moe": MoEConfig(
+            5, d_ff=24, aux_loss_weight=0, shared_experts=2, shared_gate=True, layers=ExpertLayers(first=1, every=2)
+        )
+    },
     "qwen2_moe": _PLAIN
     | {"attention_bias": "qkv"}
     | {"moe": MoEConfig(5, top_k=3, d_ff=24, normalize=False, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
@@ -209,6 +228,7 @@ LIKE = {
     "qwen2": "llama3",
     "biased": "llama3",
     "qwen3_moe": "qwen3",
+    "qwen3_moe_listed": "qwen3",
 }
 LIKE |= dict.fromkeys(CHANGES.keys() - FAMILIES.keys() - {"mixtral"} - LIKE.keys(), "llama3")
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
@@ -216,6 +236,7 @@ ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for nam
 CONFIGS = {name: dataclasses.replace(ALL[name], **{"norm_eps": 0.01} | changes) for name, changes in CHANGES.items()}
 THEIRS = {"llama3": "llama", "biased": "llama", "linear": "llama", "redpajama": "gpt_neox"}
 THEIRS |= {"deepseek_v2_lite": "deepseek_v2", "dots1_unnormalized": "dots1"}
+THEIRS |= {"qwen3_moe_listed": "qwen3_moe", "qwen2_moe_steps": "qwen2_moe"}
 CLASSES = {"kimi_k2": "deepseek_v3"}  # in `transformers` by another name
 THEIRS |= {"hybrid_dense": "granitemoehybrid", "falcon_new": "falcon", "falcon_heads": "falcon"}
 THEIRS |= {"dynamic": "llama", "dynamic_short": "llama"}
@@ -263,7 +284,7 @@ _ROUTER = {
     "moe_intermediate_size": lambda cfg: cfg.expert_width,
     "n_shared_experts": lambda cfg: cfg.moe.shared_experts,
     "routed_scaling_factor": lambda cfg: cfg.moe.routed_scale,
-    "first_k_dense_replace": lambda cfg: cfg.moe.dense_layers,
+    "first_k_dense_replace": lambda cfg: cfg.moe.layers.first,
     "n_group": lambda cfg: cfg.moe.num_groups,
     "topk_group": lambda cfg: cfg.moe.top_k_groups,
 }
@@ -352,6 +373,8 @@ HF_KEYS: dict[str, dict] = {
         "moe_intermediate_size": lambda cfg: cfg.expert_width,
         "shared_expert_intermediate_size": lambda cfg: cfg.moe.shared_experts * cfg.expert_width,
     },
+    "qwen3_moe_listed": _EXPERTS
+    | {"moe_intermediate_size": lambda cfg: cfg.expert_width, "mlp_only_layers": lambda cfg: [0, 3, 5]},
     "qwen3_next": _EXPERTS
     | {
         "moe_intermediate_size": lambda cfg: cfg.expert_width,
@@ -365,6 +388,7 @@ HF_KEYS: dict[str, dict] = {
     },
     "olmoe": _EXPERTS | {"intermediate_size": lambda cfg: cfg.expert_width},
 }
+HF_KEYS["qwen2_moe_steps"] = HF_KEYS["qwen2_moe"] | {"decoder_sparse_step": lambda cfg: 2}
 """Their keys by family, beside the usual ones."""
 NO_HEAD_DIM = {
     "granite",

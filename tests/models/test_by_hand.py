@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import DELTA, EXPERTS, FAMILIES, NEAR, SMALL, STATE_SPACE
+from families import DELTA, EXPERTS, FAMILIES, NEAR, SMALL, SPARSE, STATE_SPACE
 
 from jaxstack import families
 from jaxstack.config import LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling
@@ -21,8 +21,8 @@ from jaxstack.training import losses
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
-ALL = FAMILIES | NEAR | EXPERTS | DELTA | STATE_SPACE
-MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in ALL.items()} | {
+SHARED = FAMILIES | NEAR | EXPERTS | SPARSE | DELTA | STATE_SPACE
+MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in SHARED.items()} | {
     "gated_bias": ModelConfig(
         **SMALL, **ODD, norm="layer", positions="none", activation="gelu", bias=True, head_dim=12, num_kv_heads=1,
         attention_scale=0.41, post_norm=True, embedding_scale=True, qk_norm=True, windows=(3,),
@@ -303,6 +303,30 @@ def experts(cfg, p, x, gates, counts, sums):
     return y
 
 
+SPARSE_PLACES = {
+    (False, True) * 2: ["layers/layer_0", "layers/layer_1"] * 2,
+    (False, True, True, False, True, False): ["dense_layers", "layers", *["layers_2/layer_0", "layers_2/layer_1"] * 2],
+}
+"""Where the layers of models are of which some have experts, by the layers that have."""
+
+
+def has_experts(cfg, layer):
+    """Whether a layer has experts."""
+    layers = cfg.moe.layers
+    if layers.numbers:
+        return layer in layers.numbers
+    return layer in range(layers.first, cfg.num_layers, layers.every)
+
+
+def place(cfg, layer):
+    """Returns the group of parameters of a layer, and its row there."""
+    places = SPARSE_PLACES.get(tuple(has_experts(cfg, i) for i in range(cfg.num_layers)))
+    if places is None:
+        first = cfg.moe.layers.first
+        places = ["dense_layers"] * first + ["layers"] * (cfg.num_layers - first)
+    return places[layer], places[:layer].count(places[layer])
+
+
 def by_hand(cfg, values, tokens, segments, positions, gates, weights):
     """Returns logits of a batch [B, S, V], and the experts' statistics, summed over layers and tokens."""
     E = cfg.moe.num_experts
@@ -314,9 +338,10 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
         if cfg.positions == "learned":
             x = x + values["embedding"]["positions"][position]
         for layer in range(cfg.num_layers):
-            first = cfg.moe.dense_layers
-            group, at = ("dense_layers", layer) if layer < first else ("layers", layer - first)
-            stacked, attend = values[group], latent_attention if cfg.latent.kv_rank else attention
+            path, at = place(cfg, layer)
+            stacked, attend = values, latent_attention if cfg.latent.kv_rank else attention
+            for group in path.split("/"):
+                stacked = stacked[group]
             if cfg.delta.every:
                 at, kind = divmod(at, cfg.delta.every)
                 stacked, attend = stacked[f"layer_{kind}"], attend if kind == cfg.delta.every - 1 else delta_rule
@@ -401,8 +426,7 @@ def shapes_of(cfg):
         return found | ({f"{path}/b_{name}": (*lead, *b) for name, (_, b) in names.items()} if biased else {})
 
     moe, E = cfg.moe, cfg.moe.num_experts
-    first = {f"dense_layers/{path}": (moe.dense_layers, *shape) for path, shape in (block | weights("mlp", F)).items()}
-    L -= moe.dense_layers
+    dense = block | weights("mlp", F)
     if E:
         width = moe.d_ff or F
         block |= weights("moe", width, E)
@@ -413,7 +437,12 @@ def shapes_of(cfg):
         block |= {"moe/shared_gate": (D, 1)} if moe.shared_gate else {}
     else:
         block |= weights("mlp", F)
-    layers = {f"layers/{path}": (L, *shape) for path, shape in block.items()}
+    places = [place(cfg, layer)[0] for layer in range(L)]
+    layers = {
+        f"{group}/{path}": (places.count(group), *shape)
+        for group in set(places)
+        for path, shape in (block if has_experts(cfg, places.index(group)) or not E else dense).items()
+    }
     if cfg.delta.every:
         n, s = cfg.delta.every, cfg.delta
         kinds = [{path: shape for path, shape in block.items() if not path.startswith("attention/")} for _ in range(n)]
@@ -441,7 +470,6 @@ def shapes_of(cfg):
     return (
         layers
         | {"embedding/tokens": (V, D)}
-        | (first if moe.dense_layers else {})
         | ({"embedding/positions": (cfg.max_positions, D)} if cfg.positions == "learned" else {})
         | norm("final_norm", (D,))
         | ({} if cfg.tied_embeddings else {"head/w": (D, V)})

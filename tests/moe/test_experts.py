@@ -12,7 +12,16 @@ from families import ENCODER_DECODERS, EXPERTS, FAMILIES
 
 from jaxstack import families
 from jaxstack.common.tree import flatten
-from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MoEConfig, OptimConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ExpertLayers,
+    LoraConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from jaxstack.families import flops, surgery
 from jaxstack.features import experts, router_losses
 from jaxstack.models import params
@@ -201,16 +210,21 @@ def test_means_of_what_counts_are_those_of_even_scores(rng):
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
 
 
+def layers_of(every: int) -> ExpertLayers:
+    """Returns the layers of Switch Transformers: the second one of each group."""
+    return ExpertLayers(first=min(1, every - 1), every=every)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("every", [1, 3])
 def test_each_stack_counts_its_own_tokens(every, rng):
     """With routers of zeros every mean is known, however many tokens an encoder and a decoder have, and however many
     of their layers have experts."""
-    moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3, every=every)
+    moe = MoEConfig(num_experts=4, d_ff=16, aux_loss_weight=0.01, z_loss_weight=1e-3, layers=layers_of(every))
     model = dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=moe)
     values = params.init(jax.random.key(0), families.spec(model))
-    for name in ("encoder", "decoder"):
-        (values[name] if every == 1 else values[name]["layer_1"])["moe"]["router"] *= 0
+    (values["encoder"] if every == 1 else values["encoder"]["layer_1"])["moe"]["router"] *= 0
+    values["decoder"]["moe"]["router"] *= 0  # with every=3, the decoder's three layers are three stacks
     lengths = {"encoder": np.array([9, 3, 0, 1]), "decoder": np.array([2, 8, 1, 0])}
     segments = {name: (np.arange(12) < n[:, None]).astype(np.int32) for name, n in lengths.items()}
     tokens = {name: rng.integers(0, model.vocab, (4, 12)).astype(np.int32) for name in ("encoder", "decoder")}
@@ -233,6 +247,28 @@ def test_each_stack_counts_its_own_tokens(every, rng):
     extras = families.of(model).extras(model)
     objective = extras.loss(penalties, extras.count(batch, Context()), None)
     np.testing.assert_allclose(objective, 0.01 + 1e-3 * math.log(4) ** 2, rtol=1e-6)
+
+
+def test_losses_and_biases_of_units_with_two_layers_of_experts(rng):
+    """Units of a dense layer and two with experts: the mean loss of four routers, and each bias by its own load."""
+    moe = MoEConfig(
+        num_experts=4, d_ff=16, router="sigmoid", z_loss_weight=1e-3, layers=ExpertLayers(numbers=(1, 2, 4, 5))
+    )
+    model = dataclasses.replace(FAMILIES["llama3"], num_layers=6, moe=moe)
+    values = params.init(jax.random.key(0), families.spec(model))
+    for name in ("layer_1", "layer_2"):
+        values["layers"][name]["moe"]["router"] *= 0
+    batch = random_batch(EXPERTS["mixtral"], rng)
+    _, sums = families.of(model).hidden_states(model, values, batch)
+    assert sums["load"].shape == (4, 4)
+    extras = families.of(model).extras(model)
+    loss = extras.loss(sums, extras.count(batch, Context()), None)
+    np.testing.assert_allclose(loss, 1e-3 * math.log(4) ** 2, rtol=1e-6)
+    load = jnp.array([[9.0, 1, 1, 1], [1, 9, 1, 1], [1, 1, 9, 1], [1, 1, 1, 9]])
+    moved = extras.after_update(values, {"load": load}, Context())
+    for name, layers in (("layer_1", (0, 2)), ("layer_2", (1, 3))):  # in the order of the layers
+        lowered = np.asarray(moved["layers"][name]["moe"]["balance"]).argmin(-1)
+        assert lowered.tolist() == list(layers), name
 
 
 def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
@@ -312,7 +348,9 @@ def test_a_hard_gates_expert_is_a_dense_model(context, rng):
 
 
 def test_dense_layers_stay_before_an_expert(rng):
-    cfg = dataclasses.replace(EXPERTS["domain"], moe=dataclasses.replace(EXPERTS["domain"].moe, dense_layers=1))
+    cfg = dataclasses.replace(
+        EXPERTS["domain"], moe=dataclasses.replace(EXPERTS["domain"].moe, layers=ExpertLayers(first=1))
+    )
     values, tokens = randomised(cfg, rng), random_batch(cfg, rng)["tokens"]
     whole, _ = families.forward(cfg, values, tokens, gate_ids=jnp.full(tokens.shape, 2))
     alone, _ = families.forward(*surgery.extract_expert(cfg, values, 2), tokens)
@@ -336,7 +374,7 @@ def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_mod
 def test_an_up_cycled_model_starts_as_the_dense_one(first, rng):
     cfg = dataclasses.replace(FAMILIES["qwen3"])
     values, tokens = randomised(cfg, rng), rng.integers(0, 61, (2, 9))
-    moe = MoEConfig(num_experts=4, top_k=2, dense_layers=first)
+    moe = MoEConfig(num_experts=4, top_k=2, layers=ExpertLayers(first=first))
     grown, grown_values = surgery.upcycle(cfg, values, moe, jax.random.key(1))
     assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
         lambda p: p.shape, params.abstract(families.spec(grown))
@@ -356,7 +394,7 @@ def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
     batch = {f"{side}{name}": np.ones((2, 7), np.int32) for side in ("", "encoder_") for name in ("segment_ids",)}
     batch |= {f"{side}positions": positions for side in ("", "encoder_")}
     batch |= {f"{side}tokens": rng.integers(0, cfg.vocab, (2, 7)) for side in ("", "encoder_")}
-    moe = MoEConfig(num_experts=4, top_k=2, every=every)
+    moe = MoEConfig(num_experts=4, top_k=2, layers=layers_of(every))
     grown, grown_values = surgery.upcycle(cfg, values, moe, jax.random.key(1))
     assert jax.tree.map(jnp.shape, grown_values) == jax.tree.map(
         lambda p: p.shape, params.abstract(families.spec(grown))
@@ -365,7 +403,7 @@ def test_both_stacks_of_an_encoder_decoder_are_converted(every, rng):
     sparse, _ = families.of(grown).hidden_states(grown, grown_values, batch)
     np.testing.assert_allclose(sparse, dense, atol=1e-5 * float(jnp.abs(dense).max()))
 
-    gates = dataclasses.replace(grown, moe=MoEConfig(num_experts=4, router="domain", every=every))
+    gates = dataclasses.replace(grown, moe=MoEConfig(num_experts=4, router="domain", layers=layers_of(every)))
     routed = params.init(jax.random.key(2), families.spec(gates))
     batch |= {f"{side}gate_ids": np.full((2, 7), 3) for side in ("", "encoder_")}
     whole, _ = families.of(gates).hidden_states(gates, routed, batch)
@@ -404,6 +442,6 @@ def test_mistakes_are_named(rng):
         surgery.extract_expert(EXPERTS["domain"], {}, 3)
     with pytest.raises(ConfigError, match="d_ff=7 differs"):
         surgery.upcycle(FAMILIES["llama3"], {}, MoEConfig(num_experts=2, d_ff=7), jax.random.key(0))
-    narrow = MoEConfig(num_experts=2, d_ff=7, router="domain", every=2)
+    narrow = MoEConfig(num_experts=2, d_ff=7, router="domain", layers=layers_of(2))
     with pytest.raises(ConfigError, match=r"d_ff=7 differs from the .* layers of two widths"):
         surgery.extract_expert(dataclasses.replace(ENCODER_DECODERS["t5"], moe=narrow), {}, 0)

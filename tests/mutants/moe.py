@@ -121,3 +121,38 @@ mistakes(
     OSS,
     ("if scale is None else scale.astype(x.dtype)", "if True else scale.astype(x.dtype)"),
 )
+
+LAYERS = "config/test_expert_layers.py"
+KEYS = "hf/test_hf.py -k 'layers_with_experts or counts_its_steps'"
+
+mistakes(
+    "moe", "config/expert_layers.py", LAYERS,
+    ("i >= self.first and (i - self.first) % self.every == 0", "i >= self.first and i % self.every == 0"),
+    ("self.encoder_numbers if encoder else self.numbers", "self.numbers"),
+    ("for count in (most_units, most_units - 1):", "for count in (most_units,):"),
+    ("alike[size] // size + 1", "alike[size] // size"),
+    ("MOST_KINDS if period == 1 else 1", "MOST_KINDS"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "features/experts.py", BY_HAND,
+    ("encoder=name == \"encoder\"", "encoder=False", "test_meshes.py -m matrix -k 't5_listed'"),
+    ("loads[:, j]", "loads[:, 0]", "moe/test_experts.py -k biases_of_units"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "features/router_losses.py", BY_HAND,
+    ('stack.depth * sum("moe" in kind.stored for kind in stack.kinds or (stack,))', "stack.depth", "moe/test_experts.py -k biases_of_units"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "hf/expert_keys.py", KEYS,
+    ("i >= first and i % step == 0", "i >= first and (i - first) % step == 0"),
+    ("(i + 1) % step == 0", "i % step == 0"),
+    ("layers.first == layers.every - 1", "layers.first == layers.every"),
+)  # fmt: skip
+
+mistakes(
+    "moe", "hf/weights.py", KEYS,
+    ("start += rows * len(prefixes)", "start += rows"),
+)  # fmt: skip

@@ -153,6 +153,8 @@ NEAR: list[Case] = [
     case("latent", ONE, 2, 4, layers=5, fsdp=2, tensor=2, packing=True),
     case("dense_first", ONE, 2, 4, layers=5, expert=2, tensor=2),
     case("dense_first", ALL, 2, 4, layers=4, fsdp=2, packing=True, remat="selective", gather=LAYER),
+    case("listed", ONE, 2, 4, layers=6, fsdp=2, expert=2, dropout=0.3),
+    case("listed", ALL, 2, 4, layers=7, tensor=2, packing=True, remat="selective", gather=LAYER),
     case("latent", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
     case("latent", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
     case("qwen3_next", ONE, 2, 4, layers=6, fsdp=2, expert=2, packing=True),
@@ -207,6 +209,7 @@ PAIRS: list[Case] = [
     case("t5_softmax", ONE, 2, 4, layers=2, expert=2, tensor=2),
     case("switch_2", ONE, 2, 4, layers=4, fsdp=2, expert=2),
     case("lora_t5", ONE, 2, 4, layers=3, fsdp=2, tensor=2),
+    case("t5_listed", ONE, 2, 4, layers=4, fsdp=2, expert=2),
 ]
 """Pipelines of encoder-decoders, in docs/encoder_decoders.md. All commits run the first one."""
 BRANCHES: list[Case] = [
@@ -259,7 +262,7 @@ def config(family: str, mesh: dict[str, Any], *, layers: int = 8, batch: int = m
     cfg = meshes.config(family, mesh, **how)
     depths: dict[str, Any] = {"num_layers": layers}
     if cfg.model.family in ("encoder_decoder", "contrastive"):  # stacks of other depths
-        depths["encoder_layers"] = layers + cfg.model.moe.every
+        depths["encoder_layers"] = layers + cfg.model.moe.layers.every
     if cfg.model.contrastive.caption_layers:
         depths["contrastive"] = dataclasses.replace(cfg.model.contrastive, caption_layers=max(layers - 1, 2))
     if cfg.model.family == "branches":

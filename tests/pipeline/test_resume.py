@@ -53,7 +53,10 @@ def pair_flags(folder, rng):
 def test_experts_in_some_layers_resume_bit_for_bit(tmp_path, rng, monkeypatch):
     """A dense run is up-cycled to one layer of two with experts, which a pipeline cannot do."""
     flags = [*pair_flags(tmp_path, rng), "--model.num_layers=4", "--model.encoder_layers=4"]
-    grown = [f"--run.init_from={tmp_path / 'dense'}", "--model.moe={num_experts: 4, every: 2, top_k: 2}"]
+    grown = [
+        f"--run.init_from={tmp_path / 'dense'}",
+        "--model.moe={num_experts: 4, layers: {first: 1, every: 2}, top_k: 2}",
+    ]
     spread = [*grown, "--mesh.data=1", "--mesh.expert=2", "--mesh.tensor=2"]
     stages = [*grown, *STAGES[:-1], "--pipeline.schedule=1f1b"]
 
@@ -64,7 +67,9 @@ def test_experts_in_some_layers_resume_bit_for_bit(tmp_path, rng, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
     run("dense", 2, "--mesh.data=1")
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:4])
-    with pytest.raises(ConfigError, match=r"up-cycled to model.moe.every=2, .* mesh.pipe=1, and resume"):
+    with pytest.raises(
+        ConfigError, match=r"up-cycled in the layers of model.moe.layers alone, .* mesh.pipe=1, and resume"
+    ):
         run("refused", 2, *stages)
     run("whole", 4, *spread)
     run("parts", 2, *spread)

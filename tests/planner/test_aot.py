@@ -11,7 +11,17 @@ from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, ENCODER
 
 from jaxstack import families as models
 from jaxstack.cli.parser import execute
-from jaxstack.config import Config, ConfigError, DataConfig, LoraConfig, MeshConfig, MoEConfig, RunConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ExpertLayers,
+    LoraConfig,
+    MeshConfig,
+    MoEConfig,
+    RunConfig,
+    TrainConfig,
+)
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.families import encoder, flops
 from jaxstack.families.context import make_context
@@ -24,7 +34,7 @@ from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, init_state, make_state
 
 LLAMA = dataclasses.replace(FAMILIES["llama3"], vocab_size=64)
-_SWITCH = MoEConfig(num_experts=4, top_k=1, normalize=False, d_ff=24, every=3)
+_SWITCH = MoEConfig(num_experts=4, top_k=1, normalize=False, d_ff=24, layers=ExpertLayers(first=1, every=3))
 PAIR_MODELS = ENCODER_DECODERS | {
     "switch": dataclasses.replace(ENCODER_DECODERS["t5"], encoder_layers=6, num_layers=3, moe=_SWITCH),
     "adapters": dataclasses.replace(ENCODER_DECODERS["t5"], lora=LoraConfig(rank=3)),

@@ -16,6 +16,7 @@ from jaxstack.config.sentences import SentencesConfig
 
 _DEFAULTS = ModelConfig()
 _MASKED = ("encoder", "branches")
+_EXPERT_LAYERS = ("decoder", "encoder_decoder")
 _NO_DECODER = (*_MASKED, "encoder_decoder", "diffusion", "contrastive")
 
 
@@ -58,8 +59,10 @@ ONLY = (
     Only("model.pre_norm", ("decoder",), "decoders", True),
     Only("model.parallel", ("decoder",), "decoders", "no"),
     Only("model.rope_layers", ("decoder",), "decoders", (True,)),
-    Only("model.moe.dense_layers", ("decoder",), "decoders", 0),
-    Only("model.moe.every", ("encoder_decoder",), "encoder-decoders", 1),
+    Only("model.moe.layers.first", _EXPERT_LAYERS, "decoders and encoder-decoders", 0),
+    Only("model.moe.layers.every", _EXPERT_LAYERS, "decoders and encoder-decoders", 1),
+    Only("model.moe.layers.numbers", _EXPERT_LAYERS, "decoders and encoder-decoders", ()),
+    Only("model.moe.layers.encoder_numbers", ("encoder_decoder",), "encoder-decoders", ()),
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     Only("model.attention_gate", ("decoder",), "decoders", False),
     Only("model.delta.every", ("decoder",), "decoders", 0),
@@ -246,25 +249,15 @@ def _check_rope(cfg: Groups) -> None:
 def _check_experts(cfg: Groups) -> None:
     model = cfg.model
     moe = cfg.model.moe
-    for name, depth in (("encoder_layers", model.encoder_depth), ("num_layers", model.num_layers)):
-        require(
-            not moe.num_experts or depth % moe.every == 0,
-            f"model.moe.every={moe.every} does not divide model.{name}={depth}. Change one of them.",
-        )
-    dense = moe.dense_layers
+    _check_expert_layers(model)
+    sides = [*model.expert_segments.values()]
     require(
-        dense < model.num_layers or not dense,
-        f"model.moe.dense_layers={dense} leaves no layer of model.num_layers={model.num_layers} for experts. Lower it.",
-    )
-    require(
-        dense % len(model.windows) == 0,
-        f"model.moe.dense_layers={dense} cuts a period of model.windows={list(model.windows)}. Use a multiple of "
-        f"{len(model.windows)}.",
-    )
-    require(
-        not dense or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
-        f"model.moe.dense_layers={dense} gives a model two stacks of layers, from which mesh.pipe={cfg.mesh.pipe} does "
-        f"not generate samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
+        not moe.num_experts
+        or cfg.mesh.pipe in (1, -1)
+        or cfg.sample.prompts == ()
+        or all(len(one) == len(one[0].kinds) == 1 for one in sides),
+        f"{moe.layers.shown} gives a model layers of two kinds, from which mesh.pipe={cfg.mesh.pipe} does not generate "
+        f"samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
     )
     states = model.states_key
     require(
@@ -288,6 +281,32 @@ def _check_experts(cfg: Groups) -> None:
     require(
         not moe.num_experts or by_time or model.family != "diffusion",
         f"model.moe.router={moe.router} does not suit model.family=diffusion. Use model.moe.router=timestep.",
+    )
+
+
+def _check_expert_layers(model: ModelConfig) -> None:
+    layers = model.moe.layers
+    if not model.moe.num_experts:
+        return
+    sides = [("num_layers", model.num_layers, layers.numbers)]
+    if model.family == "encoder_decoder":
+        sides.append(("encoder_layers", model.encoder_depth, layers.encoder_numbers))
+    for name, depth, numbers in sides:
+        require(
+            all(number < depth for number in numbers),
+            f"{layers.shown} lists layer {max(numbers, default=0)}, but model.{name}={depth} layers are counted from "
+            f"0. Lower it.",
+        )
+        require(
+            layers.first < depth or layers.is_list,
+            f"model.moe.layers.first={layers.first} leaves no layer of model.{name}={depth} for experts. Lower it.",
+        )
+    period = len(model.windows)
+    cut = [one.start for parts in model.expert_segments.values() for one in parts if one.start % period]
+    require(
+        not cut,
+        f"{layers.shown} has a change before layer {min(cut, default=0)}, which cuts a period of model.windows="
+        f"{list(model.windows)}. Let experts begin and end at multiples of {period} layers.",
     )
 
 

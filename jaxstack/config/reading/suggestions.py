@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxstack.config.reading.other_tools import counterpart
+from jaxstack.config.reading.renamed import RENAMED
 
 
 class Names(NamedTuple):
@@ -77,6 +78,11 @@ def unknown_key(name: str, names: Names, value: str | None = None) -> str:
       value: value on the command line, or empty. None means that the key is in a file.
     """
     key = name.replace("-", "_")
+    if key in RENAMED:
+        now = RENAMED[key]
+        return (
+            f"unknown key {name}, which earlier versions had. Use {_write(now.key, '', value is None)}. {now.advice}."
+        )
     last = {flag: flag.rpartition(".")[2] for flag in names.flags}
     same = [flag for flag, word in last.items() if word == key.rpartition(".")[2]]
     there = counterpart(key)

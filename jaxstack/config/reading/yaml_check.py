@@ -12,6 +12,7 @@ from jsonargparse import get_loader
 from jaxstack.common import inputs
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.bounds import type_in_words
+from jaxstack.config.reading.renamed import with_new_keys
 
 _TAG = "tag:yaml.org,2002:"
 _TRUE = ("yes", "true", "on", "y", "1")
@@ -104,8 +105,8 @@ def load(text: str) -> inputs.Json:
     """
     measure(text)
     try:
-        return _library_load(text)
-    except (yaml.YAMLError, RecursionError):
+        return with_new_keys(_library_load(text))
+    except (yaml.YAMLError, RecursionError, ConfigError):
         raise
     except Exception as error:  # a tag such as !!int or !!timestamp raises whatever its text leads to
         raise yaml.YAMLError(f"a value does not fit its tag ({error})") from None

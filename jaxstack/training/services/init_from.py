@@ -173,12 +173,11 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
             f"run.init_from={name} has another model ({'; '.join(different[:3])}). Give this run the model keys of "
             f"its config.yaml, which `jaxstack import` writes for a Hugging Face folder."
         )
-    units = f"model.moe.every={here.moe.every}" if here.moe.every > 1 else ""
-    units = f"model.moe.dense_layers={here.moe.dense_layers}" if here.moe.dense_layers else units
-    if grows and units and ctx.layout.pipeline is not None:  # the stages of the two models have other layers
+    cut = any(len(one.kinds) > 1 or parts[1:] for parts in here.expert_segments.values() for one in parts)
+    if grows and cut and ctx.layout.pipeline is not None:  # the stages of the two models have other layers
         raise ConfigError(
-            f"run.init_from={name} is up-cycled to {units}, which mesh.pipe={cfg.mesh.pipe} "
-            f"cannot do. Take the first step with mesh.pipe=1, and resume with this mesh."
+            f"run.init_from={name} is up-cycled in the layers of model.moe.layers alone, which mesh.pipe="
+            f"{cfg.mesh.pipe} cannot do. Take the first step with mesh.pipe=1, and resume with this mesh."
         )
     padding = cfg.model.pad_vocab_to
     if isinstance(source, PretrainedFolder):
