@@ -1,12 +1,13 @@
 """Compares layers in a loop with unrolled ones under FSDP, on H100: `python benchmarks/fsdp_layers.py [CASE ...]`
 
 Needs the extra `[cuda13]` and no GPU; a case takes half a minute to two minutes of two cores. The models are Llama 3 8B
-with two sequences of 8,192 tokens on each of eight devices, and the job `dense_2048` of train_gpu.py with 1.37e9
-parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans with: a
-run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
+with two sequences of 8,192 tokens on each of eight, 64 or 512 devices, and the job `dense_2048` of train_gpu.py with
+1.37e9 parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans
+with: a run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
 
 Results go to `results/fsdp_layers.json` case by case; cases that are not named stay there. Times are arithmetic, by the
-rates of the data sheet (`collective_windows.py`): no device is involved.
+rates of the data sheet (`collective_windows.py`): no device is involved. What eight devices send goes over the links of
+their host. What more devices send goes over their network cards.
 """
 
 import argparse
@@ -57,7 +58,7 @@ class Case:
       model: `8b`, `1b` or `deep`.
       layers: `kernels.layers`.
       remat: `train.remat`.
-      target: whose devices FSDP covers, eight of each host.
+      target: devices, all of which FSDP covers.
       memory: part of a GPU's memory that XLA plans with.
       scatters: whether reduce-scatters are pipelined, as they are in a run.
       documents: most of them in a row; 0 means that rows are not packed.
@@ -81,6 +82,8 @@ CASES = {
     "8b_unrolled_memory_80": Case("8b", "unrolled", memory=0.8),
     "8b_scan_full": Case("8b", "scan", "full"),
     "8b_unrolled_full": Case("8b", "unrolled", "full"),
+    "8b_unrolled_64": Case("8b", "unrolled", target="h100:1x8x8"),
+    "8b_unrolled_512": Case("8b", "unrolled", target="h100:1x64x8"),
     "1b_scan": Case("1b", "scan"),
     "1b_scan_scatters_stay": Case("1b", "scan", scatters=False),
     "1b_unrolled": Case("1b", "unrolled"),
@@ -122,7 +125,10 @@ def measure(case: Case) -> dict[str, Any]:
     text = str(compiled.compiled.as_text())
     program = step_bytes.read_program(text, compiled.trip_counts)
     gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in step_bytes.by_part(program).items()}
-    found = read_overlap(text, cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
+    chip = CHIPS["h100"]
+    if cfg.mesh.sizes["fsdp"] > chip.linked_devices:
+        chip = replace(chip, interconnect_bandwidth=chip.network_bandwidth)
+    found = read_overlap(text, cfg.mesh.sizes, chip, compiled.trip_counts)
     print(format_overlap(found), flush=True)
     return {
         "gib": compiled.total / 2**30,
