@@ -30,7 +30,7 @@ FLOORS = {
     "compress": 11,
     "debug": 11,
     "report": 10,
-    "serve": 11,
+    "serve": 12,
     "evaluate": 12,
     "start": 12,
     "train": 13,

@@ -1,5 +1,7 @@
 """Serves the model of a run over HTTP, with OpenAI's protocol. Arguments that are not given have the run's values.
 
+Name several runs to serve encoders, contrastive models, encoder-decoders and diffusion models at one address.
+
 Requests that arrive at the same time share a batch. SIGTERM or SIGINT lets running texts end; a second one does not.
 """
 
@@ -19,10 +21,12 @@ from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.chat import end_of_turn
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
+from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.continuous import ContinuousBatch
     from jaxstack.loaded.trained_run import TrainedRun
+    from jaxstack.serve.access import Access
 
 Port = Annotated[int, Interval(0, 65535)]
 """A port of TCP, or 0."""
@@ -32,7 +36,7 @@ PROMPT_CACHE_MIB = 256
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=user_path, nargs="+", help="run directory")
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=Port, default=8000, help="port; 0 means any that is free")
     parser.add_argument(
@@ -73,6 +77,11 @@ def add_arguments(parser: Parser) -> None:
         type=NonNegativeInt | None,
         help=f"MiB for KV caches of recent prompts; null means {PROMPT_CACHE_MIB} where it can be used",
     )
+    parser.add_argument(
+        "--memory",
+        type=PositiveFloat | None,
+        help="GiB of parameters of several models at the same time; the least recently used are dropped",
+    )
     generate.add_model_arguments(parser)
 
 
@@ -82,17 +91,15 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the run cannot be read, an argument does not suit it, or the address cannot be used.
     """
-    path = Path(args.run)
+    path = Path(args.run[0])
     cfg, tokenizer = load_run.read_run(path)
+    if args.run[1:] or cfg.model.family != "decoder":
+        serve_models(args)
+        return
+    if args.memory is not None:
+        raise ConfigError(f"--memory={args.memory:g} is for several models. Leave it out.")
     require_decoder(cfg.model)
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
-    from jaxstack.serve.access import read_access
-
-    access = read_access(args.host, args.allowed_hosts, args.api_key_file)
+    access = read_access(args)
     name = args.name or path.resolve().name
     check_value("--name", name, str, None)
     template = template_of(cfg.data, tokenizer)
@@ -135,6 +142,70 @@ def main(args: Namespace) -> None:
         f"{'with' if access.key else 'without'} a key",
         flush=True,
     )
+    http.run(server, listener, args.grace)
+
+
+def read_access(args: Namespace) -> "Access":
+    """Returns who may send requests, after checking that the libraries of servers are here."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
+    from jaxstack.serve import access
+
+    return access.read_access(args.host, args.allowed_hosts, args.api_key_file)
+
+
+ONLY_TEXTS: dict[str, object] = {
+    "rows": 8, "context": None, "max_tokens": None, "prompt_cache": None, "name": None, "seed": None, "stop": [],
+    "decode_weights": None, "decode_group": None, "placement": None,
+}  # fmt: skip
+"""Arguments that only a server of a decoder reads, with their defaults."""
+
+
+def serve_models(args: Namespace) -> None:
+    """Serves models that do not continue texts until a signal comes: one, or several that share the memory.
+
+    Raises:
+      ConfigError: see `main`; or a run is a decoder, or an argument is for decoders.
+    """
+    sample = {f"sample.{key}": value for key, value in vars(args.sample).items()}
+    given = {key: args[key] for key, usual in ONLY_TEXTS.items() if args[key] != usual}
+    for key, value in (given | {key: value for key, value in sample.items() if value is not None}).items():
+        raise ConfigError(f"--{key}={value} is for a server of one decoder. Leave it out.")
+    access = read_access(args)
+    platform.configure(args.mesh, 0)
+    compile_cache.configure()
+
+    from jaxstack.serve import catalog, http
+    from jaxstack.serve.app import Limits
+    from jaxstack.serve.kinds import kinds_of
+    from jaxstack.serve.several import SeveralModels
+
+    paths = catalog.names_of([Path(run) for run in args.run])
+    models = {}
+    for name, path in paths.items():
+        models[name] = load_run.read_run(path)[0].model
+        try:
+            kinds_of(models[name])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def load(name: str) -> "TrainedRun":
+        return load_run.load(paths[name], mesh=args.mesh, step=args.step, dtype=args.dtype)
+
+    limit = None if args.memory is None else int(args.memory * 2**30)
+    held = catalog.Catalog(models, load, limit)
+    if len(paths) == 1:
+        held.get(next(iter(paths)))  # a mistake shows at once
+    listener = bind(args.host, args.port)
+    limits = Limits(args.waiting + 1, args.max_body, args.timeout, args.receive_timeout, args.connections)
+    server = SeveralModels(held, models, limits, partial(print, flush=True), access)
+    listener.listen(128)
+    for name, kinds in server.kinds.items():
+        print(f"{name}: {', '.join(kind.task for kind in kinds)}")
+    print(f"{len(paths)} models at {address_of(listener)}, {'with' if access.key else 'without'} a key", flush=True)
     http.run(server, listener, args.grace)
 
 

@@ -84,8 +84,8 @@ class Server:
         ]
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(_LogRequests, log=log), Middleware(Guard, access=access or Access())],
-            exception_handlers={ApiError: _send_error, HTTPException: _send_http_error, Exception: _send_failure},
+            middleware=[Middleware(LogRequests, log=log), Middleware(Guard, access=access or Access())],
+            exception_handlers={ApiError: send_error, HTTPException: _send_http_error, Exception: send_failure},
         )
 
     def close(self, grace: float) -> None:
@@ -106,11 +106,7 @@ class Server:
 
     async def _answer(self, request: Request, chat: bool) -> Response:
         self._check_open()
-        try:
-            async with asyncio.timeout(self.limits.receive_s):
-                body = await self._body(request)
-        except TimeoutError:
-            raise too_slow(self.limits.receive_s) from None
+        body = await read_body(request, self.limits)
         asked = await run_in_threadpool(read_request, body, self.model, chat=chat)
         self._check_open(len(asked.prompts) * asked.count)
         seed = int(self._seeds.integers(2**32))
@@ -137,20 +133,6 @@ class Server:
                 retry_after=1,
             )
 
-    async def _body(self, request: Request) -> bytes:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of another site cannot send it without being asked for permission
-            raise ApiError("the header Content-Type is not application/json. Send JSON with it.", status=415)
-        body = bytearray()
-        try:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > self.limits.body_bytes:
-                    raise ApiError(f"the body has more than {self.limits.body_bytes} bytes. Send less.", status=413)
-        except ClientDisconnect:
-            raise ApiError("the client has gone before its request was complete.") from None
-        return bytes(body)
-
     async def _models(self, request: Request) -> Response:
         one = {"id": self.model.name, "object": "model", "created": self._started, "owned_by": "jaxstack"}
         name = request.path_params.get("name")
@@ -167,7 +149,35 @@ class Server:
         return JSONResponse({"status": status, "texts": texts}, 200 if status == "ok" else 503)
 
 
-class _LogRequests:
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+      ApiError: it is not JSON by its header, too large, or does not arrive in time.
+    """
+    try:
+        async with asyncio.timeout(limits.receive_s):
+            return await _receive(request, limits.body_bytes)
+    except TimeoutError:
+        raise too_slow(limits.receive_s) from None
+
+
+async def _receive(request: Request, most: int) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site cannot send it without being asked for permission
+        raise ApiError("the header Content-Type is not application/json. Send JSON with it.", status=415)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise ApiError(f"the body has more than {most} bytes. Send less.", status=413)
+    except ClientDisconnect:
+        raise ApiError("the client has gone before its request was complete.") from None
+    return bytes(body)
+
+
+class LogRequests:
     """Prints a line for each request, without any text of it."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
@@ -207,7 +217,8 @@ async def _chat_page(_: Request) -> Response:
     return HTMLResponse(await run_in_threadpool(chat_page), headers={"Content-Security-Policy": policy})
 
 
-async def _send_error(_: Request, error: Exception) -> Response:
+async def send_error(_: Request, error: Exception) -> Response:
+    """Sends an error of a request."""
     assert isinstance(error, ApiError)
     return error_response(error)
 
@@ -219,5 +230,6 @@ async def _send_http_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(reason, status=error.status_code))
 
 
-async def _send_failure(_: Request, error: Exception) -> Response:
+async def send_failure(_: Request, error: Exception) -> Response:
+    """Sends an error of the server."""
     return error_response(ApiError("the server has failed at this request.", status=500, code="server_error"))
