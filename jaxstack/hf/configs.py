@@ -271,7 +271,7 @@ def _even_head(keys: Keys, family: Family) -> object:
 
 
 def _check_expansion(keys: Keys, family: Family, ours: JsonObject) -> None:
-    """Checks what of state spaces is no field of a model: their width, and their activation."""
+    """Checks the keys of state spaces that have no field: the width of all heads together, and the activation."""
     together = ours["ssm.heads"] * ours["ssm.head_dim"]
     expand = keys.take(family.expansion, 2)
     if type(expand) is not int or expand * ours["d_model"] != together:
