@@ -135,13 +135,13 @@ def compilers() -> dict[str, str]:
     return found
 
 
-def predict(config: Config, chip: str, attention: str) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+def predict(name: str, chip: str, attention: str) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
     """Returns the bytes of a case by formula: those of memory by purpose, and those sent by axes and kind.
 
     `attention` is its implementation in the compiled program, which `auto` may not select today.
     """
     named = KernelsConfig(attention=attention.split("_")[0])  # type: ignore[arg-type]
-    cfg, platform = replace(config, kernels=named), PLATFORMS[chip]
+    cfg, platform = replace(CASES[name], kernels=named), PLATFORMS[chip]
     devices = math.prod(cfg.mesh.sizes.values())
     ctx = memory.context(cfg, devices, platform)
     parts = estimate.memory(Job(cfg, ctx), *estimate.abstract_inputs(Job(cfg, ctx)))
@@ -150,12 +150,13 @@ def predict(config: Config, chip: str, attention: str) -> tuple[dict[str, float]
     return parts, dict(hlo.sent(estimate.traffic(Job(cfg, ctx))))
 
 
-def compile_case(cfg: Config, chip: str, name: str = "", programs: Path | None = None) -> dict[str, Any]:
+def compile_case(name: str, chip: str, programs: Path | None = None) -> dict[str, Any]:
     """Compiles the training step of a case, writes its program to a folder, and returns its bytes on a device."""
     from jaxstack.planner import aot
     from jaxstack.training import assemble
 
     begin = time.perf_counter()
+    cfg = CASES[name]
     ctx, state, batch = aot.abstract_inputs(cfg, TARGETS[chip])
     jitted: Any = assemble.jit_train_step(cfg, ctx, state)
     compiled = jitted.lower(state, batch).compile()
@@ -182,7 +183,7 @@ def compile_case(cfg: Config, chip: str, name: str = "", programs: Path | None =
 
 def compare(name: str, chip: str, compiled: dict[str, Any]) -> dict[str, Any]:
     """Returns the formula's bytes of a case beside the compiled ones."""
-    parts, sent = predict(CASES[name], chip, compiled["kernels"]["attention"])
+    parts, sent = predict(name, chip, compiled["kernels"]["attention"])
     total = sum(parts.values())
     return {
         "parts": {part: round(value) for part, value in parts.items()},
@@ -244,7 +245,7 @@ def main() -> None:
         if args.check and old is None:
             continue
         if not args.check and (fresh or args.again):
-            compiled, built_by = compile_case(CASES[name], args.chip, name, args.programs), compilers()
+            compiled, built_by = compile_case(name, args.chip, args.programs), compilers()
         else:
             assert old is not None
             compiled, built_by = old["compiled"], old["compilers"]

@@ -1,6 +1,7 @@
 """Norms of the residual stream without weights (OLMo 1): a feature that declares none, and gives layers ones."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 
@@ -30,13 +31,18 @@ def with_plain_norms(family: Family) -> Family:
         found = {}
         for name, one in family.stacks(cfg).items():
             ones = {group: _ones(cfg) for group in NORMS if group in declared[name]}
-            found[name] = replace(one, prepare=lambda params, one=one, ones=ones: one.prepare(params) | ones)
+            found[name] = replace(one, prepare=partial(_prepare, one, ones))
         return found
 
     def final_norm(cfg: ModelConfig, params: Params, x: PyTree, inputs: LayerInputs, ctx: Context) -> PyTree:
         return family.final_norm(cfg, {**params, "final_norm": _ones(cfg)}, x, inputs, ctx)
 
     return replace(family, spec=spec, stacks=stacks, final_norm=final_norm)
+
+
+def _prepare(stack: Stack, ones: Params, params: Params) -> Params:
+    """Returns the gathered parameters of a layer as the stack prepares them, with weights of its norms."""
+    return stack.prepare(params) | ones
 
 
 def _ones(cfg: ModelConfig) -> Params:

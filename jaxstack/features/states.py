@@ -108,11 +108,11 @@ class Mixer:
             assert not keep, "generation has whole sequences"
             return self._over_devices(axes, params, read, segment_ids)
         channels = read.channels
-        taps = self._joined(params)
-        tokens = len(taps["w"]) - 1
+        w, bias = self._joined(params)
+        tokens = len(w) - 1
         same = None if segment_ids is None else kernels.same_document(segment_ids, tokens + 1)
         starts = None if same is None else ~same[..., -2]
-        convolved = kernels.causal_convolution(channels, **taps, same=same)
+        convolved = kernels.causal_convolution(channels, w, bias=bias, same=same)
         out, state = kernels.chunked_states(read.tokens(convolved, starts))
         if keep:
             ctx.keep("state", state)
@@ -125,15 +125,15 @@ class Mixer:
     ) -> jax.Array:
         """Computes the same where the sequence is sharded: each device has two parts, and reads the ends of others."""
         channels = read.channels
-        taps = self._joined(params)
+        w, bias = self._joined(params)
         B, S = channels.shape[:2]
-        tokens = len(taps["w"]) - 1
+        tokens = len(w) - 1
         ids = jnp.ones((B, S), jnp.int32) if segment_ids is None else segment_ids + 1  # 0 is before the first part
         earlier = kernels.tokens_before(channels, tokens, axes).reshape(2 * B, tokens, -1)
         theirs = kernels.tokens_before(ids, tokens, axes).reshape(2 * B, tokens)
         same = kernels.same_document(ids.reshape(2 * B, -1), tokens + 1, theirs)
         halves = channels.reshape(2 * B, S // 2, -1)
-        convolved = kernels.causal_convolution(halves, **taps, earlier=earlier, same=same).reshape(B, S, -1)
+        convolved = kernels.causal_convolution(halves, w, bias=bias, earlier=earlier, same=same).reshape(B, S, -1)
         starts = ~same[..., -2].reshape(B, S)
         out = kernels.context_states(read.tokens(convolved, starts), axes=axes)
         return read.finished(out, convolved)
@@ -142,9 +142,9 @@ class Mixer:
         """Computes tokens after those of a cache, and keeps the next cache."""
         assert inputs.positions is not None
         channels = read.channels
-        taps = self._joined(params)
+        w, bias = self._joined(params)
         B, S = channels.shape[:2]
-        tokens = len(taps["w"]) - 1
+        tokens = len(w) - 1
         positions = jnp.broadcast_to(inputs.positions, (B, S))
         same = positions[..., None] >= jnp.arange(tokens + 1)[::-1]  # [B, S, W]
         earlier = cache["recent"][:, 0]
@@ -155,7 +155,7 @@ class Mixer:
             count = there.sum(1)
             read = read.skipping(there)
         rule = kernels.recurrent_states if S == 1 else kernels.chunked_states
-        convolved = kernels.causal_convolution(channels, **taps, earlier=earlier, same=same)
+        convolved = kernels.causal_convolution(channels, w, bias=bias, earlier=earlier, same=same)
         out, state = rule(read.tokens(convolved, None), state=state)
         rows = jnp.concatenate([earlier, channels], 1)
         last = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tokens))(rows, count)
@@ -163,12 +163,12 @@ class Mixer:
         ctx.keep("recent", last[:, None])
         return read.finished(out, convolved)
 
-    def _joined(self, params: Params) -> dict[str, jax.Array | None]:
-        """Returns the factors of the convolution `w` [W, C], and what it adds, `bias` [C] or `None`."""
+    def _joined(self, params: Params) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the factors of the convolution [W, C], and what it adds [C] or `None`."""
         factors = [params[f"taps_{name}"] for name in self.names]
         w = jnp.concatenate([a.reshape(len(a), -1) for a in factors], -1)
         offsets = [params[f"offset_{name}"].reshape(-1) for name in self.names if f"offset_{name}" in params]
-        return {"w": w, "bias": jnp.concatenate(offsets) if offsets else None}
+        return w, (jnp.concatenate(offsets) if offsets else None)
 
 
 def with_states(family: Family, declare: Callable[[ModelConfig], Spec], attention: Attention) -> Family:

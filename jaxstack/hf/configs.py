@@ -104,15 +104,7 @@ def from_json(where: str, values: object) -> Description:
     _drop_without_effect(keys, family)
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
-    if keys.value_of("mamba_d_head") == "auto":
-        keys.take("mamba_d_head")
-    if "mamba_d_head" in family.fields:
-        keys.set_default("mamba_d_head", _even_head(keys, family))
-    if "num_decoder_layers" in family.fields:  # an older file of T5 has a decoder as deep as the encoder
-        keys.set_default("num_decoder_layers", keys.value_of("num_layers"))
-    for key in ("n_group", "topk_group"):  # null means one group, as the absence of the key in most classes
-        if key in family.fields and key in keys:
-            keys.set_default(key, 1)
+    _set_defaults(keys, family)
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
@@ -129,9 +121,7 @@ def from_json(where: str, values: object) -> Description:
     if family.delta:
         ours["delta.every"] = _delta_every(keys, ours["num_layers"])
     if family.expansion:
-        _check_expansion(keys, family, ours)
-    if "mamba_d_head" in family.fields:
-        ours = _hybrid(keys, ours)
+        ours = _state_space(keys, family, ours)
     if family.rope:
         ours |= _rope(keys, family, ours.get("max_positions"))
     if ours.get("moe.router") == "sigmoid" and ours["moe.top_k"] == 1 and ours["moe.normalize"]:
@@ -154,6 +144,19 @@ def from_json(where: str, values: object) -> Description:
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
     return Description(name, model, ignored, unknown, code)
+
+
+def _set_defaults(keys: Keys, family: Family) -> None:
+    """Gives keys that follow from others, or may be null, their values."""
+    if keys.value_of("mamba_d_head") == "auto":
+        keys.take("mamba_d_head")
+    if "mamba_d_head" in family.fields:
+        keys.set_default("mamba_d_head", _even_head(keys, family))
+    if "num_decoder_layers" in family.fields:  # an older file of T5 has a decoder as deep as the encoder
+        keys.set_default("num_decoder_layers", keys.value_of("num_layers"))
+    for key in ("n_group", "topk_group"):  # null means one group, as the absence of the key in most classes
+        if key in family.fields and key in keys:
+            keys.set_default(key, 1)
 
 
 def _group(ours: JsonObject, prefix: str) -> JsonObject:
@@ -272,14 +275,18 @@ def _even_head(keys: Keys, family: Family) -> object:
     return expand * width // heads if whole else None  # type: ignore[operator]
 
 
-def _check_expansion(keys: Keys, family: Family, ours: JsonObject) -> None:
-    """Checks what of state spaces is no field of a model: their width, and their activation."""
+def _state_space(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
+    """Returns the fields of a model with state spaces, after checking their keys that have no field.
+
+    These are the width of all heads together, and the activation.
+    """
     together = ours["ssm.heads"] * ours["ssm.head_dim"]
     expand = keys.take(family.expansion, 2)
     if type(expand) is not int or expand * ours["d_model"] != together:
         raise keys.error(family.expansion, expand, f"Its heads have {together} elements for {ours['d_model']}")
     if ours["activation"] != "silu":
         raise keys.error(family.activation, ours["activation"], "Use silu, the activation of state spaces")
+    return _hybrid(keys, ours) if "mamba_d_head" in family.fields else ours
 
 
 def _hybrid(keys: Keys, ours: JsonObject) -> JsonObject:

@@ -398,8 +398,8 @@ def shapes_of(cfg):
     V, D, L, H = cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads
     G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
     biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
-    kinds = ("scale", *["bias"] * biased) if cfg.norm_weights else ()
-    norm = lambda path, width: {f"{path}/{n}": width for n in kinds}  # noqa: E731
+    weights_of_norms = ("scale", *["bias"] * biased) if cfg.norm_weights else ()
+    norm = lambda path, width: {f"{path}/{n}": width for n in weights_of_norms}  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
     all_biased = cfg.bias or cfg.attention_bias == "all"
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if all_biased else {}

@@ -54,7 +54,7 @@ def test_a_fresh_program_needs_as_much(chip, name):
     """Another version of the compiler may schedule differently; it is held to the bar, not to equal bytes."""
     if why := aot.obstacle(predicted_memory.TARGETS[chip]):
         pytest.skip(why)
-    fresh = predicted_memory.compile_case(predicted_memory.CASES[name], chip)
+    fresh = predicted_memory.compile_case(name, chip)
     found = predicted_memory.compare(name, chip, fresh)
     assert abs(found["over_compiled"] - 1) <= 0.1
 
