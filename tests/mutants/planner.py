@@ -140,12 +140,6 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "plan", "planner/step_clocks.py", "planner/test_mesh_search.py -k 'bound_of or longest_chain'",
-    ("time.update + waits / turns", "time.update + waits"),
-)  # fmt: skip
-
-mistakes(
     "plan", "planner/mesh_search.py", "planner/test_mesh_search.py -k trying_everything",
     ("bound > limits[count - 1]", "bound > limits[0]"),
-    ("            if accum <= branch.accum\n", ""),
 )  # fmt: skip
