@@ -153,16 +153,16 @@ def check_family(cfg: Groups) -> None:
 
 def _check_table(cfg: Groups) -> None:
     family = cfg.model.family
-    for only in ONLY:
+    for only in (row for row in ONLY if family not in row.families):
         value = attrgetter(only.key)(cfg)
         require(
-            family in only.families or value == only.default,
+            value == only.default,
             f"{only.key}={_shown(value)} is for {only.readers}, but model.family={family}. Add "
             f"--model.family={only.families[0]}, or leave {only.key} out.",
         )
-    for row in REFUSED:
+    for row in (row for row in REFUSED if family in row.families):
         value = attrgetter(row.key)(cfg)
-        reads = family not in row.families or (row.unless and attrgetter(row.unless)(cfg))
+        reads = row.unless and attrgetter(row.unless)(cfg)
         require(
             bool(reads) or value in (row.use, *row.same),
             f"{row.key}={_shown(value)} does not suit model.family={family}. Use {row.key}={_shown(row.use)}"
