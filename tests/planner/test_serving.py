@@ -18,6 +18,7 @@ from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.model import LatentConfig
 from jaxstack.config.scheme import Scheme
@@ -237,7 +238,7 @@ def test_copies_are_split_by_what_divides_the_model():
     assert sizes(EXPERTS, 4, tensor=2) == [(2, 2, 1), (1, 2, 2)]
     odd = ModelConfig(**(SMALL | {"vocab_size": 257}), tied_embeddings=False)
     assert sizes(odd, 2) == [(2, 1, 1), (1, 2, 1)]  # the vocabulary is padded
-    odd = replace(EXPERTS, d_ff=129, moe=replace(EXPERTS.moe, dense_layers=1))
+    odd = replace(EXPERTS, d_ff=129, moe=replace(EXPERTS.moe, layers=ExpertLayers(first=1)))
     assert sizes(odd, 2) == [(2, 1, 1), (1, 1, 2)]
 
 
