@@ -83,18 +83,18 @@ class Segment(NamedTuple):
       name: name of the stack.
       start: number of its first layer.
       kinds: whether each layer of a unit has experts. Equal layers are units of one layer.
-      count: number of units.
+      units: number of units.
     """
 
     name: str
     start: int
     kinds: tuple[bool, ...]
-    count: int
+    units: int
 
     @property
     def depth(self) -> int:
         """Number of layers."""
-        return len(self.kinds) * self.count
+        return len(self.kinds) * self.units
 
 
 def segments(name: str, has: tuple[bool, ...], period: int = 1) -> tuple[Segment, ...]:
@@ -136,7 +136,7 @@ def _cut(has: tuple[bool, ...], most: int) -> tuple[Segment, ...]:
     if list(has) == sorted(has):  # the usual case, at once: layers without experts, then layers with them
         dense = has.count(False)
         runs = (Segment("", 0, (False,), dense), Segment("", dense, (True,), depth - dense))
-        return tuple(run for run in runs if run.count)
+        return tuple(run for run in runs if run.units)
     best: list[tuple[int, int, Segment | None]] = [(0, 0, None)] * (depth + 1)
     alike = [0] * (most + 1)  # by distance: how many layers from here on equal those so far behind them
     for start in range(depth - 1, -1, -1):

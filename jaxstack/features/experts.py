@@ -54,7 +54,7 @@ def spec_with_experts(family: Family, cfg: ModelConfig) -> Spec:
             for segment in segments_of(cfg, name, stacked):
                 kinds = [routed if has else layer for has in segment.kinds]
                 unit = {f"layer_{i}": kind for i, kind in enumerate(kinds)} if kinds[1:] else kinds[0]
-                tree[segment.name] = stack(unit, segment.count)
+                tree[segment.name] = stack(unit, segment.units)
     return tree
 
 

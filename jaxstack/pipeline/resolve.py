@@ -76,7 +76,7 @@ def resolve(
     groups = -(-depth // period)
     model_chunks = stages * pipeline.chunks
     unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
-    if depth < model.num_layers and stacks:  # a layer of the stack is a unit of layers of several kinds
+    if depth < model.num_layers:  # a layer of the stack is a unit of layers of several kinds
         unit = f"units of {model.num_layers // depth} layers"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]

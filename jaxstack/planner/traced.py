@@ -56,6 +56,7 @@ def labels_of(job: Job) -> dict[str, str]:
         saved = f"saved by {layers} layers of {name}, remat {job.train.remat}"
         scope = name if job.ctx.layout.pipeline is not None and job.ctx.layout.pipeline.stages.stacks else ""
         found[f"stash_{scope}" if job.ctx.layout.pipeline is not None else f"stack_{name}"] = saved
+    found = dict(sorted(found.items(), key=lambda item: -len(item[0])))  # the scope of `layers_2` has `layers` in it
     waiting = {"between_stages": "activations between stages", "weight_pairs": "weight gradients, waiting"}
     return found | waiting | {"gradient_sums": "gradients"}
 

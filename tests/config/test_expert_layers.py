@@ -53,10 +53,10 @@ def test_a_stack_is_cut_where_its_layers_change(has, expected):
     """Name, first layer, layers of a unit and units of each part. Its units are what a program has to compile."""
     found = segments("x", tuple(has))
     assert sum(len(one.kinds) for one in found) == sum(size for _, _, size, _ in expected)
-    assert [kind for one in found for kind in one.kinds * one.count] == has
+    assert [kind for one in found for kind in one.kinds * one.units] == has
     assert len(found) == len(expected)
     if has[:5] != [D] * 4 + [E]:  # of which another cut is as good
-        assert [(one.name, one.start, len(one.kinds), one.count) for one in found] == expected
+        assert [(one.name, one.start, len(one.kinds), one.units) for one in found] == expected
 
 
 def test_windows_that_alternate_leave_no_units():

@@ -741,8 +741,8 @@ def test_what_acts_on_training_alone_is_named():
         ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights=null"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true"),
         ("mixtral_8x7b", {"num_experts_per_tok": 9}, "does not describe a valid model: model.moe.top_k=9"),
-        ("qwen3_30b_a3b", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
-        ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": ["0"]}, 'mlp_only_layers=["0"]'),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     ],
 )
 def test_a_config_that_we_cannot_have_is_refused(name, changes, words):

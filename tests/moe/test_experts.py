@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import ENCODER_DECODERS, EXPERTS, FAMILIES
+from families import ENCODER_DECODERS, EXPERTS, FAMILIES, SPARSE
 
 from jaxstack import families
 from jaxstack.common.tree import flatten
@@ -269,6 +269,17 @@ def test_losses_and_biases_of_units_with_two_layers_of_experts(rng):
     for name, layers in (("layer_1", (0, 2)), ("layer_2", (1, 3))):  # in the order of the layers
         lowered = np.asarray(moved["layers"][name]["moe"]["balance"]).argmin(-1)
         assert lowered.tolist() == list(layers), name
+
+
+def test_layers_in_a_loop_are_layers_one_by_one(rng):
+    """Three stacks, of which one has units of two layers. The tolerance is rounding of float32 in another order."""
+    model = SPARSE["listed"]
+    values, tokens = randomised(model, rng), rng.integers(0, model.vocab, (2, 9))
+    found = {}
+    for layers in ("scan", "unrolled"):
+        found[layers], values_of_layers = families.forward(model, values, tokens, Context(ops=Ops(layers=layers)))
+        assert values_of_layers["load"].shape == (3, 4)
+    np.testing.assert_allclose(found["scan"], found["unrolled"], atol=1e-5 * float(jnp.abs(found["scan"]).max()))
 
 
 def test_the_balance_loss_is_in_the_gradient_by_its_weight(rng):
