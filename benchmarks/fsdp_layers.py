@@ -58,10 +58,11 @@ class Case:
       model: `8b`, `1b` or `deep`.
       layers: `kernels.layers`.
       remat: `train.remat`.
-      target: devices, all of which FSDP covers.
+      target: devices, all of which FSDP and the replicas cover.
       memory: part of a GPU's memory that XLA plans with.
       scatters: whether reduce-scatters are pipelined, as they are in a run.
       documents: most of them in a row; 0 means that rows are not packed.
+      replicas: `mesh.data`; FSDP covers the devices of a replica.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Case:
     memory: float = 0.92
     scatters: bool = True
     documents: int = 0
+    replicas: int = 1
 
 
 CASES = {
@@ -83,7 +85,9 @@ CASES = {
     "8b_scan_full": Case("8b", "scan", "full"),
     "8b_unrolled_full": Case("8b", "unrolled", "full"),
     "8b_unrolled_64": Case("8b", "unrolled", target="h100:1x8x8"),
+    "8b_unrolled_64_replicas": Case("8b", "unrolled", target="h100:1x8x8", replicas=8),
     "8b_unrolled_512": Case("8b", "unrolled", target="h100:1x64x8"),
+    "8b_unrolled_512_replicas": Case("8b", "unrolled", target="h100:1x64x8", replicas=64),
     "1b_scan": Case("1b", "scan"),
     "1b_scan_scatters_stay": Case("1b", "scan", scatters=False),
     "1b_unrolled": Case("1b", "unrolled"),
@@ -95,7 +99,7 @@ CASES = {
 def config(case: Case) -> Config:
     """Returns the configuration of a case, with two sequences on each device."""
     devices = len(aot.devices(case.target))
-    mesh = MeshConfig(data=1, fsdp=devices)
+    mesh = MeshConfig(data=case.replicas, fsdp=devices // case.replicas)
     kernels = KernelsConfig(layers=case.layers)  # type: ignore[arg-type]
     if case.model == "1b":
         job = train_gpu.config(train_gpu.JOBS["dense_2048"], 2 * devices, case.remat, {})
@@ -125,10 +129,7 @@ def measure(case: Case) -> dict[str, Any]:
     text = str(compiled.compiled.as_text())
     program = step_bytes.read_program(text, compiled.trip_counts)
     gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in step_bytes.by_part(program).items()}
-    chip = CHIPS["h100"]
-    if cfg.mesh.sizes["fsdp"] > chip.linked_devices:
-        chip = replace(chip, interconnect_bandwidth=chip.network_bandwidth)
-    found = read_overlap(text, cfg.mesh.sizes, chip, compiled.trip_counts)
+    found = read_overlap(text, cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
     print(format_overlap(found), flush=True)
     return {
         "gib": compiled.total / 2**30,
