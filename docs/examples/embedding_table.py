@@ -19,7 +19,7 @@ from jaxstack.config import MeshConfig
 from jaxstack.sharding import make_mesh
 from jaxstack.sharding.tables import EmbeddingTable
 
-USERS, ITEMS, GROUPS, BATCH, STEPS = 4000, 4000, 8, 512, 150
+USERS, ITEMS, GROUPS, BATCH, STEPS = 300, 300, 4, 512, 200
 
 
 class Score(nnx.Module):
@@ -39,7 +39,7 @@ class Score(nnx.Module):
 def main() -> None:
     """Trains on new pairs in each step, and prints the loss before each step."""
     mesh = make_mesh(MeshConfig(data=-1), batch=BATCH)
-    table = EmbeddingTable(USERS + ITEMS, 16, mesh, slots=BATCH // mesh.size)
+    table = EmbeddingTable(USERS + ITEMS, 16, mesh, slots=2 * BATCH // mesh.size)
     state = table.init(jax.random.key(0), scale=0.1)
     model = Score(16, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
@@ -65,7 +65,7 @@ def main() -> None:
 
         value, (model_grads, row_grads) = nnx.value_and_grad(loss, argnums=(0, 1))(model, rows)
         optimizer.update(model, model_grads)
-        return table.update(state, lookup, row_grads, 0.3), value, lookup
+        return table.update(state, lookup, row_grads, 0.1), value, lookup
 
     for i in range(STEPS):
         state, value, lookup = step(model, optimizer, state, *batch(i))
