@@ -15,13 +15,14 @@ pytest.importorskip("uvicorn")
 
 import jax
 from families import FAMILIES
-from random_runs import write_run
+from random_runs import write_config
 from test_serve_requests import MODEL
 
 import jaxstack
 from jaxstack import families
 from jaxstack.cli import serve as serve_command
-from jaxstack.config import ConfigError
+from jaxstack.config import Config, ConfigError, DataConfig, RunConfig
+from jaxstack.config.training import PreferenceConfig
 from jaxstack.data.chat import PlainTemplate
 from jaxstack.data.preferences import scored_ids
 from jaxstack.data.tokenizers import ByteTokenizer
@@ -166,7 +167,10 @@ def test_a_model_that_fails_says_so(scorer):
 def test_the_command_serves_a_reward_model_and_refuses_flags_of_sampling(tmp_path):
     import serve
 
-    run = write_run(tmp_path / "run", CFG, seq_len=64, step=1)
+    source = DataConfig(source="preferences", path="pairs.jsonl", seq_len=64)
+    directory = RunConfig(dir=str(tmp_path / "run"))
+    cfg = Config(model=CFG, run=directory, data=source, preference=PreferenceConfig("reward"))
+    run = write_config(tmp_path / "run", cfg, step=1)
     server, port = serve.start(str(run), "--rows=4")
     try:
         status, reply = ask(port, "/pooling", input=[[1, 2, 3], [4, 5]])
