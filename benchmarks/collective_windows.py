@@ -166,7 +166,14 @@ class _Timeline:
         return max((self.run(name) for name in branches), key=lambda ran: ran[0].seconds + ran[1])
 
     def _seconds(self, found: list[Collective]) -> float:
-        return sum(c.sent for c in found) / self.chip.interconnect_bandwidth
+        return sum(c.sent / self._bandwidth(c) for c in found)
+
+    def _bandwidth(self, c: Collective) -> float:
+        """Returns bytes/s of the links, or of the network card if a group of the collective spans several hosts."""
+        axes = list(self.mesh)  # the first one is the outermost
+        spanned = math.prod(self.mesh[axis] for axis in axes[min(map(axes.index, c.axes), default=0) :])
+        chip = self.chip
+        return chip.interconnect_bandwidth if spanned <= chip.linked_devices else chip.network_bandwidth
 
     def _window(self, name: str, found: list[Collective], between: _Work, exposed: float, next_turn: bool) -> Window:
         sent = sum(c.sent for c in found)

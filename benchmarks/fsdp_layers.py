@@ -1,12 +1,13 @@
 """Compares layers in a loop with unrolled ones under FSDP, on H100: `python benchmarks/fsdp_layers.py [CASE ...]`
 
 Needs the extra `[cuda13]` and no GPU; a case takes half a minute to two minutes of two cores. The models are Llama 3 8B
-with two sequences of 8,192 tokens on each of eight devices, and the job `dense_2048` of train_gpu.py with 1.37e9
-parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans with: a
-run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
+with two sequences of 8,192 tokens on each of eight, 64 or 512 devices, and the job `dense_2048` of train_gpu.py with
+1.37e9 parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans
+with: a run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
 
 Results go to `results/fsdp_layers.json` case by case; cases that are not named stay there. Times are arithmetic, by the
-rates of the data sheet (`collective_windows.py`): no device is involved.
+rates of the data sheet (`collective_windows.py`): no device is involved. What eight devices send goes over the links of
+their host. What more devices send goes over their network cards.
 """
 
 import argparse
@@ -57,10 +58,11 @@ class Case:
       model: `8b`, `1b` or `deep`.
       layers: `kernels.layers`.
       remat: `train.remat`.
-      target: whose devices FSDP covers, eight of each host.
+      target: devices, all of which FSDP and the replicas cover.
       memory: part of a GPU's memory that XLA plans with.
       scatters: whether reduce-scatters are pipelined, as they are in a run.
       documents: most of them in a row; 0 means that rows are not packed.
+      replicas: `mesh.data`; FSDP covers the devices of a replica.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Case:
     memory: float = 0.92
     scatters: bool = True
     documents: int = 0
+    replicas: int = 1
 
 
 CASES = {
@@ -81,6 +84,10 @@ CASES = {
     "8b_unrolled_memory_80": Case("8b", "unrolled", memory=0.8),
     "8b_scan_full": Case("8b", "scan", "full"),
     "8b_unrolled_full": Case("8b", "unrolled", "full"),
+    "8b_unrolled_64": Case("8b", "unrolled", target="h100:1x8x8"),
+    "8b_unrolled_64_replicas": Case("8b", "unrolled", target="h100:1x8x8", replicas=8),
+    "8b_unrolled_512": Case("8b", "unrolled", target="h100:1x64x8"),
+    "8b_unrolled_512_replicas": Case("8b", "unrolled", target="h100:1x64x8", replicas=64),
     "1b_scan": Case("1b", "scan"),
     "1b_scan_scatters_stay": Case("1b", "scan", scatters=False),
     "1b_unrolled": Case("1b", "unrolled"),
@@ -92,7 +99,7 @@ CASES = {
 def config(case: Case) -> Config:
     """Returns the configuration of a case, with two sequences on each device."""
     devices = len(aot.devices(case.target))
-    mesh = MeshConfig(data=1, fsdp=devices)
+    mesh = MeshConfig(data=case.replicas, fsdp=devices // case.replicas)
     kernels = KernelsConfig(layers=case.layers)  # type: ignore[arg-type]
     if case.model == "1b":
         job = train_gpu.config(train_gpu.JOBS["dense_2048"], 2 * devices, case.remat, {})

@@ -110,6 +110,20 @@ print("found:", replay.explain(cfg, ctx, values, batch))
 layers.mlp = right
 
 # %% [markdown]
+# ## Exercise
+#
+# Another author repairs the MLP by `jnp.maximum`: `y / jnp.sqrt(jnp.maximum(squares, 1e-12))`. Are the gradients finite now? How
+# large is the gradient of `layers/mlp/w_down` in the third layer, compared with the repaired model?
+#
+# <details><summary>Answer</summary>
+#
+# They are finite. But where the length is zero, the output is divided by 1e-6, and so is the gradient. Its norm is about 19,000,
+# while the repaired model has 0 there, and the other layers have 1 to 3. A check for NaN finds nothing, and the clipping of
+# gradients then makes all other gradients tiny.
+#
+# </details>
+
+# %% [markdown]
 # ## To stop within a layer
 #
 # A compiled step cannot be stopped. With `--debug.eager=true`, a run computes each step operation by operation. Put `breakpoint()` into

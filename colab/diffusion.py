@@ -3,7 +3,8 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/diffusion.ipynb)
 #
-# A diffusion model turns noise into a picture in many small steps. The first steps decide where ink will be at all, the last
+# Does a step that removes noise need another expert than a step that sharpens edges? A diffusion model turns noise into a
+# picture in many small steps. The first steps decide where ink will be at all, the last
 # ones sharpen edges. These are different tasks, so each range of times may have an MLP of its own: an *expert by timestep*,
 # as in ERNIE-ViLG 2.0. Attention and all other weights are shared, and each step multiplies with one expert only.
 #
@@ -210,6 +211,19 @@ axis.set(xlabel="expert", ylabel="range of times, 3 is noise", xticks=range(EXPE
 plt.show()
 print("best expert of each range:", errors.argmin(1).tolist())
 assert (errors.argmin(1) == np.arange(EXPERTS)).all(), "each expert is the best one where it has learned"
+
+# %% [markdown]
+# ## Exercise
+#
+# How many parameters does this model have beyond a model with one MLP in each block? How many more FLOPs does a step of the
+# sampler take?
+#
+# <details><summary>Answer</summary>
+#
+# Each block has `EXPERTS - 1` further MLPs, so the parameters of its MLP count four times. A step takes no more FLOPs, because
+# all pictures of a step have the same time, and so one expert computes.
+#
+# </details>
 
 # %% [markdown]
 # ## Things to try

@@ -3,7 +3,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/experts.ipynb)
 #
-# In a *mixture of experts* each block has several MLPs, and a *router* sends every token to a few of them. The model has more
+# What happens to a router that nothing balances? In a *mixture of experts* each block has several MLPs, and a *router* sends every token to a few of them. The model has more
 # weights than it multiplies with each token. Without balancing, a router sends nearly all tokens to a few experts: these
 # improve, are chosen more often, and the others learn nothing. This notebook shows that, and two remedies.
 #
@@ -313,6 +313,19 @@ spans = [
     for byte, expert in zip(tokens[row].tolist(), experts[-1, row, :, 0].tolist(), strict=True)
 ]
 display(HTML(f'<pre style="line-height: 1.5; color: black">{"".join(spans)}</pre>'))
+
+# %% [markdown]
+# ## Exercise
+#
+# Each byte has two of the eight experts, and an expert takes at most 1.25 times its even share of a sequence. If every byte
+# chooses one and the same expert first, what part of that expert's pairs is dropped? What part of all pairs is that?
+#
+# <details><summary>Answer</summary>
+#
+# A sequence of S bytes has 2 S pairs, so the even share is S / 4 and the capacity 1.25 S / 4 = 0.3125 S. The expert is chosen S
+# times and drops 68.75% of its pairs. These are 34.4% of all pairs. Compare that with the middle picture above.
+#
+# </details>
 
 # %% [markdown]
 # ## Where to go next

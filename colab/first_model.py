@@ -3,7 +3,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb)
 #
-# Train a small language model to write Python, byte by byte, on the source of Python's standard library, which is already on
+# What does a small model learn about Python in half a minute? Train a language model to write Python, byte by byte, on the source of Python's standard library, which is already on
 # this machine. Then change the model and measure the difference. You need no download and no accelerator.
 
 # %%
@@ -149,6 +149,19 @@ axes.set(xlabel="step", ylabel="loss (nats per byte)")
 axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
+
+# %% [markdown]
+# ## Exercise
+#
+# How many parameters does this model have with four layers in place of two? Look at the table of parameters, and answer before
+# you count: `params.count(families.spec(replace(cfg.model, num_layers=4)))`.
+#
+# <details><summary>Answer</summary>
+#
+# Arrays whose first dimension is `layers` have twice the size. All others, the embedding and the last norm, stay as they are.
+# So you add the parameters of two layers: `params.count(spec["layers"])`.
+#
+# </details>
 
 # %% [markdown]
 # ## Where to go next

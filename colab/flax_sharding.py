@@ -3,7 +3,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb)
 #
-# Shard a Flax model over several devices. For every array you decide which of its dimensions is split over which mesh axis.
+# How do you train a model of your own on eight devices, without changing it? Shard a Flax model over several devices. For every array you decide which of its dimensions is split over which mesh axis.
 # Here these decisions are a list of rules. `shard` checks every rule and places the arrays; the code of the model does not
 # change.
 #
@@ -306,6 +306,19 @@ for what, paths in mistakes.items():
         print(f"{what}\n    {error}\n")
     else:
         raise AssertionError(f"{what}: not caught")
+
+# %% [markdown]
+# ## Exercise
+#
+# Change the rule of `params/head/kernel` in `state_rules` so that every device has the whole array. How many times the bytes does
+# each device then have of it? Check with `summarize`.
+#
+# <details><summary>Answer</summary>
+#
+# `("params/head/kernel", ())`. The mesh has eight devices and both dimensions were split, so each device has eight times as many
+# bytes of it as before.
+#
+# </details>
 
 # %% [markdown]
 # ## Where to go next

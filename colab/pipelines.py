@@ -3,7 +3,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/pipelines.ipynb)
 #
-# A pipeline places the layers of a model on several devices, its *stages*, and sends the batch through them in
+# Which schedule keeps the stages busy, and what does it cost? A pipeline places the layers of a model on several devices, its *stages*, and sends the batch through them in
 # *microbatches*. The *schedule* says which stage does what when. Here a schedule is a table of integers. This notebook draws
 # some schedules, counts their costs, runs them, and writes a new one.
 #
@@ -366,6 +366,19 @@ for what, (forward_MG, backward_MG) in mistakes.items():
         print(f"{what}\n    {error}\n")
     else:
         raise AssertionError(f"{what}: not caught")
+
+# %% [markdown]
+# ## Exercise
+#
+# You have four stages and want a bubble of at most 10%. How many microbatches does 1F1B need, and how many does ZB-H1 need? Use
+# the table of formulas, and then check with `counted`.
+#
+# <details><summary>Answer</summary>
+#
+# 1F1B: 3 / M is at most 0.1 with M = 30. ZB-H1: 3 / (3 M) is at most 0.1 with M = 10. So ZB-H1 reaches the same bubble with a
+# third of the batch: `counted(one_f_one_b(4, 30))[0]` and `counted(zb_h1(4, 10))[0]` are both 0.1.
+#
+# </details>
 
 # %% [markdown]
 # ## Where to go next

@@ -211,6 +211,17 @@ assert max(losses) == STEPS < plan.train.steps
 assert losses[STEPS] < losses[1] < 6
 
 # %% [markdown]
+# ## Exercise
+#
+# GPT-3 takes 16,000 days of one A100 at its peak. You reach 40% of the peak. How many A100 do you need to train it in 30 days?
+#
+# <details><summary>Answer</summary>
+#
+# 16,000 / (0.4 x 30) = 1,333, so 168 machines with eight of them.
+#
+# </details>
+
+# %% [markdown]
 # ## Where to go next
 #
 # - Train the rest: `jaxstack train --config laptop.yaml --run.dir=runs/whole`.

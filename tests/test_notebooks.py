@@ -27,6 +27,17 @@ def test_badges_open_it(path):
     assert badge in (COLAB.parent / "README.md").read_text(encoding="utf-8")
 
 
+@each
+def test_it_asks_a_question_and_ends_with_an_exercise(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    assert "?" in texts[0], "the first cell has no question"
+    (exercise,) = [text for text in texts[-2:] if text.startswith("## Exercise\n")]
+    asked, answer = exercise.split("<details><summary>Answer</summary>")
+    assert "?" in asked
+    assert answer.endswith("</details>")
+
+
 # --- the first cell: Colab's machines have an older JAX, whose GPU plugin pip keeps unless the extra is named ---------
 
 JAX = ("0.10.2", "gpu", "Tesla T4")

@@ -104,10 +104,10 @@ def written_by(checkpoint: Path, process: int) -> list[str]:
 
 
 class EarlyDigests:
-    """Hashes the files of a save that are complete while others are still written, in a thread of its own.
+    """A thread that hashes each file of a save as soon as the file is complete, while others are still written.
 
-    A large checkpoint would otherwise be read back once it is committed, when the system may have dropped its files
-    from memory. As a context manager it ends with the save.
+    Without it, a large checkpoint would be read from the disk once more after the save, because the system no longer
+    has all of its files in memory. Use it as a context manager around the save.
 
     Attributes:
       known: sizes and digests, by the files' identities.

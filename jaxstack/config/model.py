@@ -53,8 +53,8 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     """With `kind=longrope`: what each frequency is divided by, for longer texts."""
     long_context: bool = False
-    """With `kind=longrope`: divide by `long_factors`, whatever the length of a text is. `transformers` chooses by the
-    longest text of a batch, so that a token's rotation depends on other texts."""
+    """With `kind=longrope`: divide by `long_factors`, also for short texts. In `transformers` the longest text of a
+    batch decides, so a token's rotation depends on other texts. Here this key alone decides."""
 
     def __post_init__(self) -> None:
         check_bounds("model.rope_scaling", self)
@@ -385,8 +385,8 @@ class ModelConfig:
         )
         require(
             self.moe.swiglu_limit is None or (self.gated and self.activation == "silu"),
-            f"model.moe.swiglu_limit={self.moe.swiglu_limit} has an activation of its own, a clamped SwiGLU. Use "
-            f"model.gated=true and model.activation=silu with it.",
+            f"model.moe.swiglu_limit={self.moe.swiglu_limit} makes the experts' activation a clamped SwiGLU. Set "
+            f"model.gated=true and model.activation=silu.",
         )
         require(
             not self.bias or self.attention_bias == "none",

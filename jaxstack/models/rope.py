@@ -81,9 +81,8 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array], interleaved: bool = 
     cos, sin = (table[..., None, :] for table in rope)
     width = 2 * cos.shape[-1]
     wide = x[..., :width].astype(jnp.float32)
-    half = width // 2
-    a = wide[..., ::2] if interleaved else wide[..., :half]
-    b = wide[..., 1::2] if interleaved else wide[..., half:]
+    # The gradient of `split` is one concatenation; the gradients of two slices are padded to full width and added.
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     pairs = a * cos - b * sin, b * cos + a * sin
     rotated = jnp.stack(pairs, axis=-1).reshape(wide.shape) if interleaved else jnp.concatenate(pairs, axis=-1)
     rotated = rotated.astype(x.dtype)

@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+import trained
 
 import jaxstack as js
 from jaxstack.cli import generate
@@ -22,19 +22,12 @@ from jaxstack.models.ops import implementations
 
 FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=40
     --data.seq_len=32 --data.batch_size=4 --train.steps=2 --train.eval_every=2 --train.eval_steps=2 --optim.name=sgd
-    --optim.lr=0.3 --train.ngram_baseline=false --sample.prompts=[] --optim.warmup_steps=1 --data.source=path"""
+    --optim.lr=0.3 --train.ngram_baseline=false --sample.prompts=[] --optim.warmup_steps=1"""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compress")
-    words = np.random.default_rng(0).integers(0, 100, 3000)
-    (folder / "text.txt").write_text(" ".join(f"word{n}" for n in words))
-    with pytest.MonkeyPatch.context() as patch:
-        one, devices = jax.devices()[:1], jax.devices
-        patch.setattr(jax, "devices", lambda *a: one if not a else devices(*a))
-        execute(["train", *FLAGS.split(), f"--data.path={folder / 'text.txt'}", f"--run.dir={folder / 'run'}"])
-    return folder / "run"
+    return trained.run(tmp_path_factory.mktemp("compress"), FLAGS, trained.words())
 
 
 @pytest.mark.slow
@@ -238,7 +231,13 @@ def test_mistakes_in_pruning(run, flags, text):
 
 @pytest.mark.slow
 def test_zeros_cannot_be_kept_where_there_are_none(run):
-    words = ["train", *FLAGS.split(), f"--data.path={run.with_name('text.txt')}", f"--run.dir={run.with_name('none')}"]
+    words = [
+        "train",
+        *FLAGS.split(),
+        "--data.source=path",
+        f"--data.path={run.with_name('text.txt')}",
+        f"--run.dir={run.with_name('none')}",
+    ]
     with pytest.raises(ConfigError, match=r"the matrices of run\.init_from=\S+ have no zeros\. Name a run"):
         execute([*words, f"--run.init_from={run}", "--optim.keep_zeros=true", "--data.batch_size=8"])
     assert not (run.with_name("none") / "config.yaml").exists()

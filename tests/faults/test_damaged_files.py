@@ -516,6 +516,8 @@ def test_a_foreign_file_invalidates_no_step(name, run, tmp_path):
     assert start(run) == (8, RECORDS, [])
     path = run / "checkpoints" / "8"
     (path / manifest.NAME).unlink()
+    (path / "state" / name).mkdir()
+    (path / "state" / name / "inside").touch()
     manifest.write(path, manifest.hash_files(path, manifest.written_by(path, 0)))
     assert manifest.read(path).keys() == {"_METADATA", "state/d/array"}
     (path / name).write_bytes(b"other")

@@ -217,6 +217,7 @@ def test_prompts_and_seeds_are_functions_of_seed_and_step(folder):
     other.batch(params, 2)
     assert [len(prompts) for prompts, _ in calls] == [16, 16]
     assert again == calls[1:]
+    assert calls[0][1] != calls[1][1]
     third, _ = opened(parsed(folder, "seeds", 2, "--rl.updates=2", "--run.seed=1"))
     third_calls = scripted(third, lambda call, count: ["a", "1"] * (count // 2))
     third.batch(params, 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import trained
 
 import jaxstack as js
 from jaxstack import families
@@ -27,24 +28,7 @@ FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.n
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trains a run on four devices."""
-    folder = tmp_path_factory.mktemp("load")
-    words = np.random.default_rng(0).integers(0, 100, 3000)
-    (folder / "text.txt").write_text(" ".join(f"word{n}" for n in words))
-    flags = [*FLAGS.split(), "--data.source=path", f"--data.path={folder / 'text.txt'}", f"--run.dir={folder / 'run'}"]
-    cfg = parse.parse_config(flags)
-    # `execute` would ask for a number of devices; these tests have eight.
-    from jaxstack import data, start, train
-    from jaxstack.checkpoint import run_dir as directory
-    from jaxstack.config import resolve
-
-    dataset = data.load(cfg.data)
-    cfg = resolve(cfg, dataset.tokenizer.vocab_size)
-    directory.prepare(cfg, dataset.tokenizer.to_json())
-    four, devices = jax.devices()[:4], jax.devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *a: four if not a else devices(*a))
-        train.train(start.resolve(cfg, dataset), [])
-    return folder / "run"
+    return trained.run(tmp_path_factory.mktemp("load"), FLAGS, trained.words(), devices=4)
 
 
 def logged(run: Path) -> dict[str, float]:

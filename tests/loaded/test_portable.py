@@ -11,14 +11,13 @@ import jax
 import numpy as np
 import pytest
 import test_meshes as meshes
+import trained
 from jax import export
 
-from jaxstack import data, families
-from jaxstack.checkpoint import run_dir
+from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
-from jaxstack.config import ConfigError, resolve
-from jaxstack.config.reading import parse
+from jaxstack.config import ConfigError
 from jaxstack.loaded import portable
 from jaxstack.loaded.load_run import load
 from jaxstack.models import params
@@ -113,23 +112,10 @@ def test_what_has_no_program_is_refused(family, said):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trains a run of one step, whose vocabulary has padding."""
-    from jaxstack import start, train
-
-    folder = tmp_path_factory.mktemp("portable")
-    (folder / "text.txt").write_text("one two three " * 200)
     flags = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.num_kv_heads=2 --model.d_ff=48
         --model.pad_vocab_to=264 --data.seq_len=16 --data.batch_size=4 --train.steps=1 --train.eval_every=1
         --train.eval_steps=1 --train.ngram_baseline=false --sample.prompts=[] --mesh.data=1 --optim.warmup_steps=0"""
-    flags = [*flags.split(), "--data.source=path", f"--data.path={folder / 'text.txt'}", f"--run.dir={folder / 'run'}"]
-    cfg = parse.parse_config(flags)
-    dataset = data.load(cfg.data)
-    cfg = resolve(cfg, dataset.tokenizer.vocab_size)
-    run_dir.prepare(cfg, dataset.tokenizer.to_json())
-    one, devices = jax.devices()[:1], jax.devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *a: one if not a else devices(*a))
-        train.train(start.resolve(cfg, dataset), [])
-    return folder / "run"
+    return trained.run(tmp_path_factory.mktemp("portable"), flags, "one two three " * 200)
 
 
 def test_the_loader_of_the_page_runs_the_program_of_a_run(run, tmp_path, capsys):

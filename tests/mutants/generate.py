@@ -14,7 +14,7 @@ mistakes(
 mistakes(
     "generate", "loaded/portable.py", "loaded/test_portable.py -k 'llama3 or bert or bfloat16 or loader'",
     ("model = dropless(model)", "pass", "loaded/test_portable.py -m '' -k capacity"),
-    ("x[..., : model.classes]", "x", "loaded/test_portable.py -k loader"),
+    ("x[..., : model.classes]", "x", "loaded/test_portable.py -m '' -k modernbert"),
     ("rows = batch_size if batch_size is not None else export.symbolic_shape", "rows = 1 if batch_size is None else export.symbolic_shape"),
     ("a.astype(jnp.bfloat16).view(np.uint16)", "a.astype(np.float16).view(np.uint16)"),
     ("items() if p.is_cast}", "items()}"),

@@ -112,7 +112,8 @@ mistakes(
 mistakes(
     "posttrain", "training/features/policy.py", "training/test_policy.py -k definition",
     ('batch["token_weights"] * batch["importance"] * each', 'batch["token_weights"] * each'),
-    ('(mask * divergence).sum()}', 'divergence.sum()}'),
+    ('(mask * divergence).sum()}', 'divergence.sum()}',
+     {"equivalent": "beside the mask both log-probabilities are 0, and so is their divergence"}),
     ("losses.gspo(log_probs, old, advantages, mask, low=low, high=high)",
      "losses.gspo(log_probs, old, advantages, mask, low=high, high=low)"),
     ("return losses.reinforce(log_probs, advantages)", "return losses.reinforce(old, advantages)"),

@@ -1,9 +1,12 @@
 """What runs beside the collectives of programs whose times are known by hand."""
 
+from dataclasses import replace
+
 import collective_windows
 import pytest
 
 from jaxstack.common.hardware import Chip
+from jaxstack.planner.hlo import Collective
 
 # A gather of 64 bytes sends 48 and takes one second, an all-reduce of 64 bytes two. A product takes half a second.
 CHIP = Chip(("x",), {"bfloat16": 1024.0}, 1e12, 1, 48.0, "")
@@ -98,3 +101,14 @@ def test_a_gather_for_the_next_turn(result):
     (window,) = collective_windows.read_overlap(program(*body, result=result), MESH, CHIP).windows
     assert window.next_turn == (result != "%w")
     assert (window.kind, window.axes, window.sent) == ("all-gather", ("fsdp",), 48)
+
+
+@pytest.mark.parametrize(
+    ("linked", "mesh", "seconds"),
+    [(4, {"data": 8, "fsdp": 4}, 1.0), (2, {"data": 1, "fsdp": 4}, 4.0), (4, {"fsdp": 4, "tensor": 2}, 4.0)],
+)
+def test_a_group_of_several_hosts_sends_over_their_network_cards(linked, mesh, seconds):
+    """The last axes of a mesh fill a host first: four devices along `fsdp`, with two of `tensor` each, need eight."""
+    chip = replace(CHIP, linked_devices=linked, network_bandwidth=12.0)
+    found = collective_windows._Timeline({}, {}, mesh, chip, {})
+    assert found._seconds([Collective("all-gather", ("fsdp",), 4, "bf16", (8, 4), 64, 1)]) == seconds

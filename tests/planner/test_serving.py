@@ -5,6 +5,7 @@ Expected values are worked out from shapes that stand in the test, never by the 
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -236,6 +237,8 @@ def test_copies_are_split_by_what_divides_the_model():
     assert sizes(EXPERTS, 4, tensor=2) == [(2, 2, 1), (1, 2, 2)]
     odd = ModelConfig(**(SMALL | {"vocab_size": 257}), tied_embeddings=False)
     assert sizes(odd, 2) == [(2, 1, 1), (1, 2, 1)]  # the vocabulary is padded
+    odd = replace(EXPERTS, d_ff=129, moe=replace(EXPERTS.moe, dense_layers=1))
+    assert sizes(odd, 2) == [(2, 1, 1), (1, 1, 2)]
 
 
 def test_the_command_prints_and_writes_the_figures(capsys, tmp_path, monkeypatch):

@@ -179,6 +179,7 @@ def test_the_log_probabilities_of_a_step_have_the_bits_of_the_forward_pass(mesh,
     _, grads, sums = gradients(values, exact)
     np.testing.assert_array_equal(np.asarray(sums["log_ratio"].largest), 0)
     assert float(sum(abs(leaf).sum() for leaf in jax.tree.leaves(grads))) > 0
-    _, _, sums = gradients(values, batch)
-    apart = (old - batch["old_log_probs"])[batch["loss_weights"] > 0]
-    np.testing.assert_allclose(sums["log_ratio"].largest, [apart.max(), -apart.min()], rtol=1e-6)
+    for shift in (0, 20, -20):  # ratios on both sides of 1, below it, and above it
+        apart = (old - batch["old_log_probs"] - shift)[batch["loss_weights"] > 0]
+        _, _, sums = gradients(values, batch | {"old_log_probs": batch["old_log_probs"] + np.float32(shift)})
+        np.testing.assert_allclose(sums["log_ratio"].largest, [apart.max(), -apart.min()], rtol=1e-5)
