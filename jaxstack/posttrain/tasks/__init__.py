@@ -56,6 +56,11 @@ TASKS = {
 }
 
 
+def is_task(path: str) -> bool:
+    """Returns whether a path names a task."""
+    return path.startswith(PREFIX)
+
+
 def find(path: str) -> tuple[Task, int]:
     """Returns the task that a path names, and the difficulty.
 
