@@ -20,13 +20,13 @@ def shipped() -> dict[str, Path]:
     return found | {f"speedrun/{path.stem}": path for path in sorted(folder.glob("speedrun/*.yaml"))}
 
 
-def first_command(files: Sequence[str]) -> str:
+def first_command(files: Sequence[Path]) -> str:
     """Returns the command that comes before the one of a configuration, from its line `# First: ...`, or "".
 
     Args:
       files: that `--config` named. The last one counts.
     """
-    lines = config_file(files[-1]).read_text(encoding="utf-8").splitlines() if files else []
+    lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
     return next((line.removeprefix("# First: ") for line in lines if line.startswith("# First: ")), "")
 
 
