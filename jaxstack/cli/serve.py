@@ -1,7 +1,8 @@
-"""Serves the model of a run over HTTP, with OpenAI's protocol. Arguments that are not given have the run's values.
+"""Serves the model of a run over HTTP, with OpenAI's protocol, or a reward model with vLLM's.
 
 Name several runs to serve encoders, contrastive models, encoder-decoders and diffusion models at one address.
 
+Arguments that are not given have the run's values.
 Requests that arrive at the same time share a batch. SIGTERM or SIGINT lets running texts end; a second one does not.
 """
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.continuous import ContinuousBatch
     from jaxstack.loaded.trained_run import TrainedRun
     from jaxstack.serve.access import Access
+    from jaxstack.serve.app import Limits, Server
+    from jaxstack.serve.requests import Model
 
 Port = Annotated[int, Interval(0, 65535)]
 """A port of TCP, or 0."""
@@ -98,11 +101,13 @@ def main(args: Namespace) -> None:
         return
     if args.memory is not None:
         raise ConfigError(f"--memory={args.memory:g} is for several models. Leave it out.")
-    require_decoder(cfg.model)
+    require_decoder(cfg.model, scores=True)
     access = read_access(args)
     name = args.name or path.resolve().name
     check_value("--name", name, str, None)
     template = template_of(cfg.data, tokenizer)
+    if cfg.model.reward_head:
+        refuse_sampling(args)
     turn = end_of_turn(template, tokenizer)
     stop = generate.stop_tokens(tokenizer, args.stop) + turn.tokens
     cfg = generate.with_arguments(cfg, args)
@@ -115,11 +120,9 @@ def main(args: Namespace) -> None:
     )
 
     from jaxstack.serve import http
-    from jaxstack.serve.app import Limits, Server
+    from jaxstack.serve.app import Limits
     from jaxstack.serve.requests import Model
-    from jaxstack.serve.worker import Worker
 
-    batch = make_batch(run, args, context, stop)
     model = Model(
         name=name,
         tokenizer=tokenizer,
@@ -133,11 +136,11 @@ def main(args: Namespace) -> None:
         end_of_turn=turn.texts,
     )
     limits = Limits(model.max_texts, args.max_body, args.timeout, args.receive_timeout, args.connections)
-    worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)
-    server = Server(worker, model, limits, stop, partial(print, flush=True), access)
+    server = make_server(run, model, limits, args, stop, access)
+    address = f"{address_of(listener)}{'/score' if cfg.model.reward_head else '/v1'}"
     listener.listen(128)  # clients may connect as soon as the address is printed
     print(
-        f"{model.name} at {address_of(listener)}/v1: {args.rows} texts at once, {args.waiting} may wait, "
+        f"{model.name} at {address}: {args.rows} texts at once, {args.waiting} may wait, "
         f"{context} tokens each; {'with' if template else 'without'} a chat template, "
         f"{'with' if access.key else 'without'} a key",
         flush=True,
@@ -207,6 +210,40 @@ def serve_models(args: Namespace) -> None:
         print(f"{name}: {', '.join(kind.task for kind in kinds)}")
     print(f"{len(paths)} models at {address_of(listener)}, {'with' if access.key else 'without'} a key", flush=True)
     http.run(server, listener, args.grace)
+
+
+def make_server(
+    run: "TrainedRun", model: "Model", limits: "Limits", args: Namespace, stop: tuple[int, ...], access: "Access"
+) -> "Server":
+    """Returns what answers requests: the server of texts, or of the scores of a reward model.
+
+    Args:
+      stop: tokens that end a text.
+    """
+    from jaxstack.serve.app import Server
+    from jaxstack.serve.scoring import ScoreServer, ScoreWorker
+    from jaxstack.serve.worker import Worker
+
+    log = partial(print, flush=True)
+    if run.model.reward_head:
+        return ScoreServer(ScoreWorker(run.scorer, args.rows), model, limits, log, access)
+    batch = make_batch(run, args, model.context, stop)
+    worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)
+    return Server(worker, model, limits, stop, log, access)
+
+
+def refuse_sampling(args: Namespace) -> None:
+    """Refuses arguments that say how texts are written, which a reward model does not do.
+
+    Raises:
+      ConfigError: one is given.
+    """
+    names = ("max_tokens", "prompt_cache", "seed", "decode_weights", "decode_group", "stop")
+    given = {f"--{name}": getattr(args, name) for name in names}
+    given |= {f"--sample.{name}": value for name, value in vars(args.sample).items()}
+    for flag, value in given.items():
+        if value not in (None, []):
+            raise ConfigError(f"{flag}={value} is for models that write texts, but this run scores them. Leave it out.")
 
 
 def check_sample(sample: SampleConfig, args: Namespace) -> None:

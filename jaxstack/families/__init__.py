@@ -113,6 +113,7 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
         "pair_weights": replace(ids, values="ones"),
         "wanted_weights": replace(ids, values="ones"),
         "unwanted_weights": replace(ids, values="ones"),
+        "margins": replace(ids, values="ones"),
         "reference_log_probs": replace(ids, values="normal"),
         "divergence": replace(ids, values="ones"),
     }

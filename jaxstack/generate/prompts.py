@@ -30,8 +30,8 @@ def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
         raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")
     if cfg.reward_head and not scores:
         raise ConfigError(
-            "model.reward_head=true scores texts, and does not continue them. Use jaxstack eval with --preferences, or "
-            "another run."
+            "model.reward_head=true scores texts, and does not continue them. Use jaxstack serve, jaxstack eval with "
+            "--preferences, or another run."
         )
 
 

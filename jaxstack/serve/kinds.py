@@ -22,14 +22,14 @@ import numpy as np
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.serve.catalog import Loaded
 from jaxstack.serve.errors import ApiError
-from jaxstack.serve.requests import Fields, JsonValue, shown_value
+from jaxstack.serve.requests import JsonValue, RequestFields, shown_value
 
 MOST_INPUTS = 256
 """Texts of a request."""
 MOST_PICTURES = 10
 """Pictures of a request, as with OpenAI."""
 
-Answer = Callable[[Loaded, Fields], JsonValue]
+Answer = Callable[[Loaded, RequestFields], JsonValue]
 
 
 class Kind(NamedTuple):
@@ -53,7 +53,7 @@ IMAGES = "/v1/images/generations"
 MODELS = "/models"
 
 
-def embeddings(model: Loaded, fields: Fields) -> JsonValue:
+def embeddings(model: Loaded, fields: RequestFields) -> JsonValue:
     """Answers `/v1/embeddings`."""
     given = fields.take("input")
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
@@ -95,7 +95,7 @@ def _vector(vector: np.ndarray, style: str) -> JsonValue:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def fill_mask(model: Loaded, fields: Fields) -> JsonValue:
+def fill_mask(model: Loaded, fields: RequestFields) -> JsonValue:
     """Answers `/models/NAME` of a masked language model: the likeliest tokens in place of each mask."""
     texts, single = _inputs(fields)
     options = _parameters(fields, {"targets": ([],)})
@@ -132,7 +132,7 @@ def _candidates(model: Loaded, row: Sequence[int], place: int, logits: np.ndarra
     return found
 
 
-def classify(model: Loaded, fields: Fields) -> JsonValue:
+def classify(model: Loaded, fields: RequestFields) -> JsonValue:
     """Answers `/models/NAME` of a classifier: all labels of each text with their probabilities, the likeliest first."""
     texts, _ = _inputs(fields)
     options = _parameters(fields, {})
@@ -147,7 +147,7 @@ def classify(model: Loaded, fields: Fields) -> JsonValue:
     return answers
 
 
-def translation(model: Loaded, fields: Fields) -> JsonValue:
+def translation(model: Loaded, fields: RequestFields) -> JsonValue:
     """Answers `/models/NAME` of an encoder-decoder: greedily, or with `num_beams` beams, and never by sampling."""
     texts, _ = _inputs(fields)
     options = _parameters(fields, {})
@@ -158,7 +158,7 @@ def translation(model: Loaded, fields: Fields) -> JsonValue:
     generate = options.take("generate_parameters", {})
     if not isinstance(generate, dict):
         raise ApiError("generate_parameters is not an object.", "generate_parameters")
-    more = Fields.of(generate)
+    more = RequestFields.of(generate)
     both = [options, more]  # `transformers` has them in one object, and the client of the hub in two
     beams = _integer(both, "num_beams", own.beams, 1, 64)
     tokens = _integer(both, "max_new_tokens", own.tokens or model.config.data.seq_len, 1, model.config.data.seq_len)
@@ -167,7 +167,7 @@ def translation(model: Loaded, fields: Fields) -> JsonValue:
     return [{"translation_text": text} for text in model.translate(texts, language, beams, tokens)]
 
 
-def _integer(places: Sequence[Fields], name: str, default: int, least: int, most: int) -> int:
+def _integer(places: Sequence[RequestFields], name: str, default: int, least: int, most: int) -> int:
     """Returns a parameter that may be in one of several objects."""
     found = default
     for fields in places:
@@ -175,7 +175,7 @@ def _integer(places: Sequence[Fields], name: str, default: int, least: int, most
     return found
 
 
-def images(model: Loaded, fields: Fields) -> JsonValue:
+def images(model: Loaded, fields: RequestFields) -> JsonValue:
     """Answers `/v1/images/generations`: pictures of a class, or of a text if the model reads texts."""
     prompt = fields.take("prompt")
     if not isinstance(prompt, str) or not prompt:
@@ -208,7 +208,7 @@ def _png(pixels: np.ndarray) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-def _inputs(fields: Fields) -> tuple[list[str], bool]:
+def _inputs(fields: RequestFields) -> tuple[list[str], bool]:
     """Returns the texts of a request in Hugging Face's form, and whether it is one text without a list."""
     given = fields.take("inputs")
     texts = [given] if isinstance(given, str) else given
@@ -221,13 +221,13 @@ def _is_text(value: JsonValue) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _parameters(fields: Fields, harmless: dict[str, tuple[JsonValue, ...]]) -> Fields:
+def _parameters(fields: RequestFields, harmless: dict[str, tuple[JsonValue, ...]]) -> RequestFields:
     """Returns the object `parameters` of a request, after checking that nothing else is left."""
     given = fields.take("parameters", {})
     if not isinstance(given, dict):
         raise ApiError("parameters is not an object.", "parameters")
     fields.finish({"options": ({}, {"wait_for_model": True}, {"use_cache": True}), **harmless})
-    return Fields.of(given)
+    return RequestFields.of(given)
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -93,11 +93,11 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
     Raises:
       ApiError: it is not valid, or it asks for something that this server does not do.
     """
-    fields = Fields(body)
+    fields = RequestFields(body)
     name = fields.take("model", model.name)
     if name != model.name:
         raise unknown_model(name, model)
-    prompts, texts = _chat_prompt(fields, model) if chat else _prompts(fields, model)
+    prompts, texts = _chat_prompt(fields, model) if chat else read_prompts(fields, model)
     echo = fields.flag("echo", False) if not chat else False
     count = fields.integer("n", 1, 1, model.max_texts)
     if len(prompts) * count > model.max_texts:
@@ -217,8 +217,11 @@ def unknown_model(name: JsonValue, model: Model) -> ApiError:
     )
 
 
-class Fields:
-    """The parameters of a request, which are taken one after the other. A parameter that is null has its default."""
+class RequestFields:
+    """The parameters of a request, which are taken one after the other. A parameter that is null has its default.
+
+    Each method raises an `ApiError` that names the parameter if its value does not fit.
+    """
 
     def __init__(self, body: bytes) -> None:
         try:
@@ -234,14 +237,14 @@ class Fields:
         self._left: dict[str, JsonValue] = {key: value for key, value in found.items() if value is not None}
 
     @classmethod
-    def of(cls, values: dict[str, JsonValue]) -> "Fields":
+    def of(cls, values: dict[str, JsonValue]) -> "RequestFields":
         """Returns the parameters of an object within a request."""
         fields = cls(b"{}")
         fields._left = {key: value for key, value in values.items() if value is not None}
         return fields
 
     def take(self, name: str, default: JsonValue = None) -> JsonValue:
-        """Takes a parameter out, and returns it or its default."""
+        """Returns a parameter of any kind."""
         return self._left.pop(name, default)
 
     def discard(self, name: str, value: JsonValue) -> None:
@@ -250,7 +253,7 @@ class Fields:
             del self._left[name]
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
-        """Takes a number out, and returns it or its default."""
+        """Returns a number from `least` to `most`."""
         found = self.take(name, default)
         if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
             raise ApiError(f"{name}={shown_value(found)} is not a number from {least} to {most}.", name)
@@ -259,14 +262,14 @@ class Fields:
         return float(found)
 
     def integer(self, name: str, default: int | None, least: int, most: int) -> JsonValue:
-        """Takes an integer out, and returns it or its default."""
+        """Returns an integer from `least` to `most`, or the default."""
         found = self.take(name, default)
         if found is not default and (type(found) is not int or not least <= found <= most):
             raise ApiError(f"{name}={shown_value(found)} is not an integer from {least} to {most}.", name)
         return found
 
     def flag(self, name: str, default: bool) -> bool:
-        """Takes a switch out, and returns it or its default."""
+        """Returns true or false."""
         found = self.take(name, default)
         if not isinstance(found, bool):
             raise ApiError(f"{name}={shown_value(found)} is neither true nor false.", name)
@@ -332,45 +335,57 @@ def shown_value(value: JsonValue) -> str:
     return json.dumps(value)[:60]
 
 
-def _prompts(fields: Fields, model: Model) -> tuple[list[list[int]], list[str]]:
-    """Returns the ids and the text of each prompt of a completion: a string, ids, or a list of either."""
-    given = fields.take("prompt")
+def read_prompts(fields: RequestFields, model: Model, key: str = "prompt") -> tuple[list[list[int]], list[str]]:
+    """Returns the ids and the text of each prompt of a completion: a string, ids, or a list of either.
+
+    Raises:
+      ApiError: they are something else.
+    """
+    given = fields.take(key)
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ApiError("prompt is neither a string, nor a list of token ids, nor a list of prompts.", "prompt")
+        raise ApiError(f"{key} is neither a string, nor a list of token ids, nor a list of prompts.", key)
     framed = fields.flag("add_special_tokens", True)
     prompts = []
     texts = []
     for one in given:
         if isinstance(one, str):
-            ids = _encode(one, model, "prompt")
+            ids = _encode(one, model, key)
             ids = [*missing_before(model.tokenizer, ids), *ids] if framed else ids
         elif isinstance(one, list) and one and all(type(i) is int and 0 <= i < model.vocabulary for i in one):
             ids = one
         else:
-            raise ApiError(f"prompt has an item that is neither text nor ids below {model.vocabulary}.", "prompt")
+            raise ApiError(f"{key} has an item that is neither text nor ids below {model.vocabulary}.", key)
         prompts.append(ids)
         texts.append(one if isinstance(one, str) else model.tokenizer.decode(ids))
     return prompts, texts
 
 
-def _chat_prompt(fields: Fields, model: Model) -> tuple[list[list[int]], list[str]]:
+def _chat_prompt(fields: RequestFields, model: Model) -> tuple[list[list[int]], list[str]]:
     """Returns the ids before the answer to some messages."""
     if model.template is None:
         raise ApiError(
             "this run has no chat template. Use /v1/completions, or a run that trained with data.source=chat.",
             code="no_chat_template",
         )
-    given = fields.take("messages")
-    if not isinstance(given, list) or not given:
-        raise ApiError("messages is not a list of one or more messages.", "messages")
-    messages = [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
+    messages = read_messages(fields.take("messages"))
     try:
         text = model.template.prompt(messages)
     except ConfigError as error:
         raise ApiError(str(error), "messages") from None
     return [_encode(text, model, "messages")], [""]
+
+
+def read_messages(given: JsonValue) -> list[Message]:
+    """Returns the messages of a request.
+
+    Raises:
+      ApiError: they are not a list of messages.
+    """
+    if not isinstance(given, list) or not given:
+        raise ApiError("messages is not a list of one or more messages.", "messages")
+    return [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
 
 
 def _message(given: JsonValue, where: str) -> Message:
@@ -429,7 +444,7 @@ def _limit(prompt: Sequence[int], asked: int | None, model: Model) -> int:
     return min(model.sample.tokens or model.max_tokens, model.max_tokens, room) if asked is None else asked
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
+def _stop(fields: RequestFields) -> tuple[str, ...]:
     given = fields.take("stop", [])
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or len(given) > 4 or not all(isinstance(one, str) and one for one in given):
@@ -441,7 +456,7 @@ MAX_LOGPROBS = 20
 """Largest number of tokens with log-probabilities beside the chosen one, as with OpenAI's chat."""
 
 
-def _logprobs(fields: Fields, chat: bool) -> int | None:
+def _logprobs(fields: RequestFields, chat: bool) -> int | None:
     if not chat:
         fields.discard("logprobs", False)
         found: int | None = fields.integer("logprobs", None, 0, MAX_LOGPROBS)

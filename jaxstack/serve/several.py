@@ -22,7 +22,7 @@ from jaxstack.serve.app import Limits, LogRequests, read_body, send_error, send_
 from jaxstack.serve.catalog import Catalog
 from jaxstack.serve.errors import ApiError, error_response, too_late
 from jaxstack.serve.kinds import EMBEDDINGS, IMAGES, MODELS, Kind, kinds_of
-from jaxstack.serve.requests import Fields, JsonValue, shown_value
+from jaxstack.serve.requests import JsonValue, RequestFields, shown_value
 
 
 class OneThread:
@@ -89,17 +89,17 @@ class SeveralModels:
 
     async def _named(self, request: Request) -> Response:
         """Answers a request that names its model in the body, as OpenAI's do."""
-        fields = Fields(await read_body(request, self.limits))
+        fields = RequestFields(await read_body(request, self.limits))
         only = next(iter(self.kinds)) if len(self.kinds) == 1 else None
         name = fields.take("model", only)
         return await self._answer(name, request.url.path, fields)
 
     async def _hugging_face(self, request: Request) -> Response:
         """Answers a request that names its model in the address, as Hugging Face's do."""
-        fields = Fields(await read_body(request, self.limits))
+        fields = RequestFields(await read_body(request, self.limits))
         return await self._answer(request.path_params["name"], MODELS, fields)
 
-    async def _answer(self, name: JsonValue, route: str, fields: Fields) -> Response:
+    async def _answer(self, name: JsonValue, route: str, fields: RequestFields) -> Response:
         kind = self._kind(name, route)
         if self.closing:
             raise SHUTTING_DOWN
@@ -121,7 +121,7 @@ class SeveralModels:
     def _count_down(self, _: object) -> None:
         self.waiting -= 1
 
-    def _work(self, name: str, kind: Kind, fields: Fields) -> JsonValue:
+    def _work(self, name: str, kind: Kind, fields: RequestFields) -> JsonValue:
         """Returns the answer; runs in the thread of the models."""
         try:
             return kind.answer(self.catalog.get(name), fields)
