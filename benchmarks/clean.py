@@ -60,9 +60,14 @@ def clean(folder: Path, name: str, *flags: str) -> tuple[list[str], list[dict]]:
     return kept, [json.loads(line) for line in (folder / name / "dropped.jsonl").read_text().splitlines()]
 
 
+def hash_of(text: str) -> str:
+    """Returns the hash by which kept texts are ordered."""
+    return sha256(text.encode()).hexdigest()
+
+
 def is_held_out(text: str, one_of: int) -> bool:
     """Returns whether a document is drawn: one of `one_of` is."""
-    return int(sha256(text.encode()).hexdigest()[:8], 16) % one_of == 0
+    return int(hash_of(text)[:8], 16) % one_of == 0
 
 
 def train(folder: Path, name: str, seed: int, steps: int) -> dict[str, float]:
@@ -104,7 +109,8 @@ def main() -> None:
         drawn = {text for text in unique if is_held_out(text, 3 if given.small else HELD_OUT)}
         rows_of = {f"row {i:,}": text for i, text in enumerate(every.values())}
         near = {rows_of[row["name"]] for row in dropped if rows_of[row["kept"]] in drawn} | drawn
-        sets = {"raw": [*every.values()], "duplicates": unique, "clean": filtered}
+        mixed = sorted(every.values(), key=hash_of)  # as kept texts are: a run holds out the end of its text
+        sets = {"raw": mixed, "duplicates": unique, "clean": filtered}
         sizes = {}
         for name, documents in sets.items():
             left = [text for text in documents if text not in near]
