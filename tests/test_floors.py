@@ -45,11 +45,11 @@ JAX_FREE = (
     "runtime/compile_cache.py", "runtime/launchers.py", "runtime/platform.py", "runtime/preemption.py",
     "runtime/targets.py",
     "checkpoint/__init__.py", "checkpoint/evaluations.py", "checkpoint/manifest.py", "checkpoint/run_dir.py",
-    "data/[!l]*.py", "generate/__init__.py", "generate/prompts.py",
+    "data/[!l]*.py", "generate/__init__.py", "generate/answer_text.py", "generate/prompts.py",
     "tracking/__init__.py", "tracking/console.py", "tracking/goodput.py", "tracking/jsonl.py", "tracking/plot.py",
     "tracking/sinks.py", "report/*.py", "cli/__init__.py", "cli/parser.py", "cli/completion.py", "cli/train.py",
     "serve/__init__.py",
-    "serve/requests.py", "serve/texts.py", "evaluate/__init__.py", "evaluate/tasks.py",
+    "serve/requests.py", "evaluate/__init__.py", "evaluate/tasks.py",
     "cli/data_*.py", "cli/launch.py", "cli/report.py", "cli/supervise.py", "cli/schedule.py", "cli/plan.py",
     "__main__.py",
 )  # fmt: skip

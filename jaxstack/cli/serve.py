@@ -1,9 +1,7 @@
-"""Serves the model of a run over HTTP, with OpenAI's protocol, or a reward model with vLLM's.
+"""Serves models over HTTP: a decoder with OpenAI's protocol, a reward model with vLLM's, or several others.
 
-Name several runs to serve encoders, contrastive models, encoder-decoders and diffusion models at one address.
-
-Arguments that are not given have the run's values.
-Requests that arrive at the same time share a batch. SIGTERM or SIGINT lets running texts end; a second one does not.
+Arguments that are not given have the run's values. Requests that arrive together share a batch. SIGTERM or SIGINT lets
+running texts end; a second one does not.
 """
 
 import socket
@@ -54,11 +52,11 @@ def add_arguments(parser: Parser) -> None:
         "--api_key_file",
         metavar="FILE",
         type=user_path,
-        help="file with the key that requests must have; null means that of JAXSTACK_API_KEY, if it is set",
+        help="file with the key that requests must have; null means JAXSTACK_API_KEY, if it is set",
     )
     parser.add_argument("--name", type=str, help="name of the model in requests; null means that of the directory")
     parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts that are written at once")
-    parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="number of texts that may wait for a row")
+    parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="texts that may wait for a row")
     parser.add_argument(
         "--context", type=int, help="maximum number of tokens of a prompt and its text; null means data.seq_len"
     )
@@ -71,7 +69,7 @@ def add_arguments(parser: Parser) -> None:
         "--receive_timeout",
         type=PositiveFloat,
         default=30.0,
-        help="maximum seconds in which a request arrives, and in which a client reads what was sent",
+        help="maximum seconds in which a request arrives, and in which a client reads an answer",
     )
     parser.add_argument("--connections", type=PositiveInt, default=256, help="maximum number of connections")
     parser.add_argument("--grace", type=PositiveFloat, default=30.0, help="seconds that texts have after a stop signal")
@@ -83,7 +81,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--memory",
         type=PositiveFloat | None,
-        help="GiB of parameters of several models at the same time; the least recently used are dropped",
+        help="GiB of parameters of several models; the least recently used are dropped",
     )
     generate.add_model_arguments(parser)
 

@@ -24,6 +24,10 @@ GIVEN = ("prompt", "completion")
 """Arguments that are not fields of a row."""
 
 
+Function = Callable[..., Any]
+"""A function of the user, which a key names."""
+
+
 @dataclass(frozen=True)
 class Reward:
     """A function that rewards completions.
@@ -123,7 +127,7 @@ def total(rewards: Sequence[Reward], row: str, prompt: str, completion: str, fie
     return sum(one.weight * one(row, prompt, completion, fields) for one in rewards)
 
 
-def find_function(key: str, name: str) -> Callable[..., Any]:
+def find_function(key: str, name: str) -> Function:
     """Returns the function that a key of the configuration names, as `module:function` or `file.py:function`.
 
     Raises:

@@ -6,7 +6,7 @@ REQUESTS, SERVER = "serve/test_serve_requests.py", "serve/test_serve.py"
 DOOR = "serve/test_connections.py"
 
 mistakes(
-    "serve", "serve/texts.py", REQUESTS,
+    "serve", "generate/answer_text.py", REQUESTS,
     ("self._text = self._text[:found]", "self._text = self._text[: found + 1]"),
     ("steps = [[token] for token in tokens] if self._stop else", "steps = [tokens] if self._stop else"),
     ("min(self._skip, len(piece))", "0"),

@@ -62,7 +62,7 @@ def find(path: str, name: str) -> Generator:
             **({"completion": answer} if isinstance(answer, str) else {}),
         }
 
-    def reward(completion: str, entry: dict[str, Any]) -> float:
+    def reward(completion: str, entry: dict[str, object]) -> float:
         return float(dataset.score_answer(completion.strip(), entry))
 
     return Generator(draw, reward)
