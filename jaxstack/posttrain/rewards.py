@@ -16,9 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxstack.config import ConfigError
+
+Function: TypeAlias = Callable[..., Any]
+"""A function of a user."""
 
 GIVEN = ("prompt", "completion")
 """Arguments that are not fields of a row."""
@@ -123,7 +126,7 @@ def total(rewards: Sequence[Reward], row: str, prompt: str, completion: str, fie
     return sum(one.weight * one(row, prompt, completion, fields) for one in rewards)
 
 
-def find_function(key: str, name: str) -> Callable[..., Any]:
+def find_function(key: str, name: str) -> Function:
     """Returns the function that a key of the configuration names, as `module:function` or `file.py:function`.
 
     Raises:
