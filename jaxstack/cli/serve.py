@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.cli.chat import context_of, template_of
-from jaxstack.config import ConfigError, SampleConfig
+from jaxstack.config import Config, ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.chat import end_of_turn
@@ -25,6 +25,7 @@ from jaxstack.runtime import compile_cache, platform
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.continuous import ContinuousBatch
     from jaxstack.loaded.trained_run import TrainedRun
+    from jaxstack.moe.placement import Placement
     from jaxstack.serve.access import Access
     from jaxstack.serve.app import Limits, Server
     from jaxstack.serve.requests import Model
@@ -76,7 +77,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--prompt_cache",
         type=NonNegativeInt | None,
-        help=f"MiB for KV caches of recent prompts; null means {PROMPT_CACHE_MIB} where it can be used",
+        help=f"MiB for KV caches of recent prompts; null means {PROMPT_CACHE_MIB}, if usable",
     )
     parser.add_argument(
         "--memory",
@@ -112,7 +113,7 @@ def main(args: Namespace) -> None:
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
-    check = partial(generate.check_memory, context)
+    check = no_check if cfg.model.reward_head else partial(generate.check_memory, context)
     run = load_run.open_run(
         path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check, placement=args.placement
     )
@@ -228,6 +229,10 @@ def make_server(
     batch = make_batch(run, args, model.context, stop)
     worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)
     return Server(worker, model, limits, stop, log, access)
+
+
+def no_check(cfg: Config, placement: "Placement | None") -> None:
+    """Checks nothing: a model that scores texts has no KV cache."""
 
 
 def refuse_sampling(args: Namespace) -> None:

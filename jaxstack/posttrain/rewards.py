@@ -16,15 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxstack.config import ConfigError
+
+Function: TypeAlias = Callable[..., Any]
+"""A function of a user."""
 
 GIVEN = ("prompt", "completion")
 """Arguments that are not fields of a row."""
 
-
-Function = Callable[..., Any]
+Function: TypeAlias = Callable[..., Any]
 """A function of the user, which a key names."""
 
 

@@ -168,6 +168,7 @@ def test_the_command_serves_a_reward_model_and_refuses_flags_of_sampling(tmp_pat
     import serve
 
     source = DataConfig(source="preferences", path="pairs.jsonl", seq_len=64)
+    (tmp_path / "run").mkdir()
     directory = RunConfig(dir=str(tmp_path / "run"))
     cfg = Config(model=CFG, run=directory, data=source, preference=PreferenceConfig("reward"))
     run = write_config(tmp_path / "run", cfg, step=1)
