@@ -26,9 +26,6 @@ Function: TypeAlias = Callable[..., Any]
 GIVEN = ("prompt", "completion")
 """Arguments that are not fields of a row."""
 
-Function: TypeAlias = Callable[..., Any]
-"""A function of the user, which a key names."""
-
 
 @dataclass(frozen=True)
 class Reward:
