@@ -62,9 +62,10 @@ def compare(folder: Path, args: argparse.Namespace) -> None:
         "model": MODEL, "pairs_per_step": ROWS, "lr": LR, "beta": BETA, "dtype": "float32",
         "steps": args.steps, "timed": args.timed, "rounds": args.rounds, "cores": os.cpu_count(),
         "load_average": [load, os.getloadavg()[0]], "losses": losses, "largest_difference": difference,
-        "median_seconds": median, "fastest_seconds": {name: min(values) for name, values in seconds.items()},
+        "median_seconds": median, "ratio": median["jaxstack"] / median["trl"],
+        "fastest_seconds": {name: min(values) for name, values in seconds.items()},
     }  # fmt: skip
-    print({"largest_difference": difference, "median_seconds": median})
+    print({"largest_difference": difference, "median_seconds": median, "ratio": result["ratio"]})
     record.record("dpo_peers", result)
 
 

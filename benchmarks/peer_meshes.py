@@ -1,11 +1,12 @@
-"""Compares the meshes that `jaxstack plan mesh` finds with those that peers publish: `python benchmarks/peer_meshes.py`
+"""Compares the meshes that the search finds with the meshes that others publish: `python benchmarks/peer_meshes.py`
 
-The peers' meshes are rows of `published_steps.json`. For the same model, chips, batch and precision, both meshes have a
-predicted time by `planner.step_time`, and a need of memory. No axis is pinned, and nothing is compiled. `--cases`
-selects some, so that a large one can run alone. `--seconds` measures the search for 64, 512 and 2,048 devices instead.
+A case is a row of `published_steps.json` that names its mesh. The search gets the same model, chips, batch and
+precision, and chooses every axis itself. For both meshes the result has the time that `planner.step_time` predicts and
+the memory of a device by formula. Nothing is compiled. `--cases` runs some of the cases.
 
-Seconds are those of the process's CPU time, beside the wall time and the load of the machine. The search has one
-thread, so that the CPU time is the wall time of a quiet machine.
+`--seconds` measures how long the search takes for 64, 512 and 2,048 devices. The search runs in one thread, so its CPU
+seconds are the wall seconds on a machine that does nothing else. Other work makes them longer, because programs share
+the caches: the result also has the wall seconds and the load of the machine.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import record
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from published_steps import TABLE, job_of, limits_of
+from published_steps import TABLE, InexpressibleError, job_of, limits_of
 
 from jaxstack.config import SEARCHED_KEYS, Config, DataConfig, flat, resolve, with_values
 from jaxstack.planner import memory, mesh_plan
@@ -76,10 +77,15 @@ def cpu_seconds(begin: tuple[float, float]) -> dict[str, Any]:
 
 
 def compare(case: str) -> dict[str, Any]:
-    """Returns the peer's mesh and ours with their predicted times."""
+    """Returns the peer's mesh and ours with their predicted times, or why no configuration expresses the step."""
     row = row_of(case)
+    if row["flops"] == "not stated":  # it only decides the published seconds, which are not compared here
+        row = row | {"flops": None}
     devices = devices_of(row)
-    job = job_of(row)
+    try:
+        job = job_of(row)
+    except InexpressibleError as error:
+        return {"case": case, "source": TABLE["sources"][row["source"]]["url"], "reason": str(error)}
     state = abstract_state(Recipe.of(job.cfg), job.ctx)
     theirs = described(job.cfg, devices, memory.need_of(job, state, devices.platform).formula)
     begin = time.process_time(), time.perf_counter()

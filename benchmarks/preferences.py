@@ -11,28 +11,20 @@ answer, which the supervised model has, too.
 
 import argparse
 import json
-import runpy
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import record
+from sorting_model import COMMON, train_on_conversations, write_data
 
-EXAMPLE = Path(__file__).parents[1] / "docs/examples/sorting.py"
-COMMON = [
-    "--model.num_layers=4", "--model.d_model=96", "--model.num_heads=4", "--model.d_ff=256", "--sample.prompts=[]",
-    "--mesh.data=1", "--data.batch_size=16", "--data.packing=true", "--optim.name=muon",
-]  # fmt: skip
-CHAT = [
-    "--data.source=chat", "--data.seq_len=144", "--optim.lr=3e-3", "--optim.warmup_steps=30", "--optim.schedule=wsd",
-    "--optim.final_lr_fraction=0", "--train.eval_steps=2",
-]  # fmt: skip
 PAIRS = [
-    "--data.source=preferences", "--data.seq_len=192", "--data.eval_fraction=0.2", "--preference.loss=dpo",
+    *COMMON, "--data.source=preferences", "--data.seq_len=192", "--data.batch_size=16", "--data.packing=true",
+    "--data.eval_fraction=0.2", "--preference.loss=dpo",
     "--preference.beta=0.1", "--optim.lr=3e-4", "--optim.warmup_steps=10", "--optim.schedule=constant",
     "--optim.weight_decay=0", "--train.eval_steps=10",
 ]  # fmt: skip
-"""The keys of configs/sft_quickstart.yaml and configs/dpo_quickstart.yaml, but for the optimizer."""
+"""The keys of configs/dpo_quickstart.yaml, but for the optimizer."""
 
 
 def main() -> None:
@@ -57,9 +49,8 @@ def run(folder: Path, args: argparse.Namespace) -> None:
     from jaxstack.config.reading.parse import parse_config
     from jaxstack.train import main as train
 
-    runpy.run_path(str(EXAMPLE))["main"](folder)
-    answers = [f"--data.path={folder}/sorting.jsonl", f"--run.dir={folder}/chat", f"--train.steps={args.chat_steps}"]
-    train(parse_config([*COMMON, *CHAT, *answers]))
+    write_data(folder)
+    train_on_conversations(folder, args.chat_steps)
     pairs = folder / "sorting_pairs.jsonl"
     supervised = likelier(jaxstack.load(folder / "chat"), pairs)
     runs = []
@@ -69,7 +60,7 @@ def run(folder: Path, args: argparse.Namespace) -> None:
             f"--data.path={pairs}", f"--run.dir={name}", f"--run.init_from={folder}/chat", f"--run.seed={seed}",
             f"--train.steps={args.steps}", f"--train.eval_every={args.eval_every}",
         ]  # fmt: skip
-        train(parse_config([*COMMON, *PAIRS, *flags]))
+        train(parse_config([*PAIRS, *flags]))
         lines = [json.loads(line) for line in (name / "metrics.jsonl").read_text().splitlines()]
         evaluated = [line for line in lines if "eval_loss" in line]
         runs.append(

@@ -10,7 +10,6 @@ completions of each prompt, and pass@8 the share of the prompts with a right one
 
 import argparse
 import json
-import runpy
 import tempfile
 import time
 from dataclasses import replace
@@ -18,18 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import record
+from sorting_model import COMMON, train_on_conversations, write_data
 
-EXAMPLE = Path(__file__).parents[1] / "docs/examples/sorting.py"
-SIZES = ["--model.num_layers=4", "--model.d_model=96", "--model.num_heads=4", "--model.d_ff=256"]
-COMMON = [
-    *SIZES, "--sample.prompts=[]", "--run.log_every=1", "--mesh.data=1",
-    "--optim.weight_decay=0",
-]  # fmt: skip
-CHAT = [
-    "--data.source=chat", "--data.seq_len=144", "--data.packing=true", "--data.batch_size=16", "--optim.lr=3e-3",
-    "--optim.warmup_steps=30", "--optim.schedule=wsd", "--optim.final_lr_fraction=0", "--train.eval_steps=2",
-]  # fmt: skip
 RL = [
+    *COMMON, "--run.log_every=1", "--optim.weight_decay=0",
     "--data.source=prompts", "--data.seq_len=64", "--data.batch_size=64", "--rl.tokens=12", "--optim.lr=3e-4",
     "--optim.warmup_steps=5", "--optim.schedule=constant", "--train.eval_steps=1",
 ]  # fmt: skip
@@ -54,12 +45,11 @@ def run(folder: Path, args: argparse.Namespace) -> None:
     from jaxstack.config.reading.parse import parse_config
     from jaxstack.train import main as train
 
-    runpy.run_path(str(EXAMPLE))["main"](folder)
-    answers = [f"--data.path={folder}/sorting.jsonl"]
+    write_data(folder)
     asked = [f"--data.path={folder}/sorting_pairs.jsonl", "--rl.rewards=[jaxstack.posttrain.tasks.text:sorting]"]
-    train(parse_config([*COMMON, *CHAT, *answers, f"--run.dir={folder}/chat", f"--train.steps={args.chat_steps}"]))
+    train_on_conversations(folder, args.chat_steps, "--optim.weight_decay=0")
     first = jaxstack.load(folder / "chat")
-    prompts = parse_config([*COMMON, *RL, *asked, f"--run.init_from={folder}/chat"])
+    prompts = parse_config([*RL, *asked, f"--run.init_from={folder}/chat"])
     rl = resolve(replace(prompts, model=first.config.model), None)
     before = measure(first, rl, args.prompts)
     print("supervised", before, flush=True)
@@ -68,7 +58,7 @@ def run(folder: Path, args: argparse.Namespace) -> None:
         for shuffled in (False, True):
             name = f"seed{seed}{'shuffled' if shuffled else ''}"
             flags = [
-                *COMMON, *RL, *asked, f"--run.dir={folder}/{name}", f"--run.init_from={folder}/chat",
+                *RL, *asked, f"--run.dir={folder}/{name}", f"--run.init_from={folder}/chat",
                 f"--run.seed={seed}",
                 f"--train.steps={args.steps}", f"--train.eval_every={args.steps}", f"--rl.reference={folder}/chat",
             ]  # fmt: skip

@@ -2,7 +2,15 @@
 
 import dataclasses
 
-from jaxstack.config import DeltaConfig, ExpertLayers, LatentConfig, ModelConfig, MoEConfig, RopeScaling
+from jaxstack.config import (
+    DeltaConfig,
+    ExpertLayers,
+    LatentConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+    StateSpaceConfig,
+)
 from jaxstack.config.branches import BranchesConfig
 from jaxstack.config.contrastive import ContrastiveConfig
 from jaxstack.config.diffusion import DiffusionConfig
@@ -49,6 +57,17 @@ FAMILIES = {
 }
 
 NEAR = {
+    "olmo": ModelConfig(**SMALL, d_ff=96, norm="layer", norm_weights=False, clip_qkv=0.9, rope_theta=100.0),
+    "apertus": ModelConfig(
+        **SMALL,
+        num_kv_heads=2,
+        d_ff=96,
+        qk_norm=True,
+        gated=False,
+        activation="xielu",
+        rope_theta=100.0,
+        rope_scaling=RopeScaling("dynamic", factor=3.0, original_max_position=40, long_context=True),
+    ),
     "olmo2": ModelConfig(
         **SMALL,
         num_kv_heads=2,
@@ -276,6 +295,26 @@ DELTA = {
     ),
 }
 """Models with layers of the gated delta rule between layers with attention."""
+
+STATE_SPACE = {
+    "mamba2": ModelConfig(
+        **SMALL,
+        positions="none",
+        ssm=StateSpaceConfig((True,), heads=6, head_dim=10, groups=2, state_dim=7, taps=3, mlp=False),
+    ),
+    "hybrid": ModelConfig(
+        **_LLAMA | {"num_layers": 3},
+        positions="none",
+        residual_multiplier=0.5,
+        ssm=StateSpaceConfig((True, False, True), heads=4, head_dim=16, state_dim=8),
+    ),
+    "hybrid_moe": ModelConfig(
+        **_LLAMA | {"num_layers": 4},
+        ssm=StateSpaceConfig((False, True), heads=4, head_dim=12, groups=4, state_dim=6),
+        moe=MoEConfig(num_experts=4, d_ff=24, shared_experts=2),
+    ),
+}
+"""Models with state-space layers: Mamba-2 and hybrids."""
 
 BRANCHES = {
     "branches": ModelConfig(

@@ -18,6 +18,11 @@ from jaxstack.training.state import Recipe, abstract_state, make_state
 def write_run(path: Path, model: ModelConfig, seq_len: int, step: int) -> Path:
     """Writes a run of bytes with random weights that differ, so that texts do, and returns its directory."""
     cfg = Config(model=replace(model, vocab_size=256), run=RunConfig(dir=str(path)), data=DataConfig(seq_len=seq_len))
+    return write_config(path, cfg, step)
+
+
+def write_config(path: Path, cfg: Config, step: int) -> Path:
+    """Writes a run as `write_run` does, with a configuration."""
     ctx = make_context(cfg, make_mesh(replace(cfg.mesh, data=1), 1, jax.devices()[:1]))
     run_dir.write(cfg, ByteTokenizer().to_json())
     rng = np.random.default_rng(1)

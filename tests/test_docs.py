@@ -408,6 +408,27 @@ def test_the_page_of_commands_lists_all_with_their_summaries():
     assert shown == {name: command.summary for name, command in COMMANDS.items()}
 
 
+def test_the_commands_of_the_table_of_systems_exist(sandbox, monkeypatch):
+    """Each row has a command with keys that exist and fit together, or `not built, because` and the reason."""
+    monkeypatch.chdir(sandbox[0])
+    rows = table_below("docs/systems.md", "| system | method |")
+    assert len(rows) > 40
+    for system, method, theirs, command, ours in rows:
+        assert system, method
+        assert theirs, method
+        assert len(ours) > 10, method
+        if command == "not built, because":
+            continue
+        program, *rest = shlex.split(command.strip("`"))
+        if program == "python":
+            assert (ROOT / rest[0]).is_file(), command
+        elif rest[0] == "train":
+            checked(rest[1:])
+        else:
+            assert program == "jaxstack", command
+            parser.read_arguments(rest)
+
+
 def test_the_readme_and_the_tour_are_short():
     for name, most in (("README.md", 130), ("CONTRIBUTING.md", 130)):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most, name

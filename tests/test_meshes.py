@@ -29,6 +29,7 @@ from families import (
     NEAR,
     PAIRS,
     SPARSE,
+    STATE_SPACE,
 )
 
 from jaxstack import families as models
@@ -44,6 +45,7 @@ from jaxstack.config import (
     MoEConfig,
     RunConfig,
     SampleConfig,
+    StateSpaceConfig,
     TrainConfig,
 )
 from jaxstack.config.branches import BranchesConfig
@@ -108,8 +110,15 @@ _UNITS = DeltaConfig(every=2, key_heads=4, value_heads=8, key_dim=12, value_dim=
 _DELTA = WIDE | {"norm_eps": 0.1}
 MODELS["qwen3_next"] = dataclasses.replace(DELTA["qwen3_next"], **_DELTA, delta=_UNITS, moe=EXPERTS["shared_gate"])
 MODELS["delta_dense"] = dataclasses.replace(DELTA["delta_dense"], **_DELTA, delta=dataclasses.replace(_UNITS, every=3))
+_SPACE = StateSpaceConfig((True,), heads=8, head_dim=8, groups=4, state_dim=12, taps=3, mlp=False)
+_HYBRID = dataclasses.replace(_SPACE, layers=(True, False, True), groups=1, mlp=True)
+MODELS["mamba2"] = dataclasses.replace(STATE_SPACE["mamba2"], **_DELTA | {"d_ff": None}, ssm=_SPACE)
+MODELS["hybrid"] = dataclasses.replace(STATE_SPACE["hybrid"], **_DELTA, ssm=_HYBRID)
+MODELS["hybrid_moe"] = dataclasses.replace(
+    STATE_SPACE["hybrid_moe"], **_DELTA, moe=EXPERTS["softmax"], ssm=dataclasses.replace(_HYBRID, layers=(True, False))
+)
 ADAPTED = {"lora": "llama3", "lora_gpt2": "gpt2", "lora_moe": "softmax", "lora_sigmoid": "sigmoid"}
-ADAPTED |= {"lora_latent": "latent", "lora_delta": "delta_dense", "lora_gpt_oss": "gpt_oss"}
+ADAPTED |= {"lora_latent": "latent", "lora_delta": "delta_dense", "lora_hybrid": "hybrid", "lora_gpt_oss": "gpt_oss"}
 ADAPTED |= {"lora_t5": "t5", "lora_switch": "switch_2"}
 MODELS |= {name: dataclasses.replace(MODELS[of], lora=LoraConfig(rank=4, alpha=8)) for name, of in ADAPTED.items()}
 PLAIN = {"sequence_parallel": False}
@@ -181,6 +190,11 @@ NEAR_CASES: list[Case] = [
     ("shared_gate", {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
     ("latent", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "packing": True}),
     ("olmo2", {"tensor": 8}, {"remat": "full"}),
+    ("olmo", {"fsdp": 2, "tensor": 2}, {"accum": 2, "packing": True}),
+    ("olmo", {"data": 2, "context": 2, "tensor": 2, **AUTO}, {"remat": "full"}),
+    ("apertus", {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "selective"}),
+    ("apertus", {"context": 2, "tensor": 2, **PLAIN}, {"packing": True}),
+    ("apertus", {"fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2}),
     ("olmo2", {"tensor": 2, **PLAIN}, {"remat": "selective"}),
     ("olmo2", {"fsdp": 2, "context": 4}, {"packing": True}),
     ("olmo2", {"fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2}),
@@ -225,6 +239,20 @@ DELTA_CASES: list[Case] = [
     ("lora_delta", {"fsdp": 2, "tensor": 2}, {"remat": "selective"}),
 ]
 """Meshes of models with the gated delta rule. All commits run the first two."""
+
+STATE_SPACE_CASES: list[Case] = [
+    ("mamba2", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
+    ("hybrid", {"fsdp": 2, "tensor": 2}, {"accum": 2, "packing": True}),
+    ("mamba2", {"context": 4}, {}),
+    ("mamba2", {"tensor": 4, **PLAIN}, {"remat": "full", "dropout": 0.3}),
+    ("mamba2", {"fsdp": 2, "context": 2, "tensor": 2, **AUTO}, {"packing": True}),
+    ("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, {"packing": True, "remat": "selective"}),
+    ("hybrid", {"data": 2, "tensor": 2, **PLAIN}, {"dropout": 0.3}),
+    ("hybrid", {"fsdp": 2, "tensor": 2, **AUTO}, {"packing": True}),
+    ("hybrid_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {"packing": True}),
+    ("lora_hybrid", {"fsdp": 2, "tensor": 2}, {}),
+]
+"""Meshes of models with state-space layers. All commits run the first two."""
 
 ENCODER_CASES: list[Case] = [
     ("bert_pairs", {"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
@@ -320,8 +348,8 @@ BRANCH_CASES: list[Case] = [
     ("branches", {"data": 2, "fsdp": 2, "tensor": 2, **AUTO}, {"accum": 2, "remat": "selective"}),
 ]
 """Meshes of a trunk with two branches, in docs/branches.md. All commits run the first one."""
-EVERY_CASE = [*CASES, *NEAR_CASES, *DELTA_CASES, *ENCODER_CASES, *PAIR_CASES, *DIFFUSION_CASES, *CONTRASTIVE_CASES]
-EVERY_CASE += BRANCH_CASES
+EVERY_CASE = [*CASES, *NEAR_CASES, *DELTA_CASES, *STATE_SPACE_CASES, *ENCODER_CASES, *PAIR_CASES]
+EVERY_CASE += [*DIFFUSION_CASES, *CONTRASTIVE_CASES, *BRANCH_CASES]
 VARIED = {"accum", "dropout", "packing", "remat"}
 UNUSED = {"encoder_decoder": {"packing"}, "diffusion": {"packing", "dropout"}, "contrastive": {"packing"}}
 """What a family does not have; rows of encoder-decoders always have several pairs."""
@@ -330,6 +358,7 @@ ALWAYS = (
     *QUICK,
     *NEAR_CASES[:5],
     *DELTA_CASES[:2],
+    *STATE_SPACE_CASES[:2],
     PAIR_CASES[0],
     DIFFUSION_CASES[0],
     CONTRASTIVE_CASES[0],
@@ -355,7 +384,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
     two_lengths = MODELS[family].family == "encoder_decoder" or MODELS[family].reads_captions
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
     return Config(
-        sample=SampleConfig(prompts=() if two_kinds(MODELS[family]) or MODELS[family].delta.every else None),
+        sample=SampleConfig(prompts=() if two_kinds(MODELS[family]) or MODELS[family].states_key else None),
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
         model=dataclasses.replace(MODELS[family], dropout=dropout),
         data=DataConfig(

@@ -22,9 +22,7 @@ from jaxstack.data.tokenizers import HFTokenizer
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
     parser.usage = "%(prog)s [TEXT ...] OUT [options] [--GROUP.KEY=VALUE ...]"
-    parser.add_argument(
-        "texts", metavar="TEXT", nargs="*", type=user_path, help="texts, each as data.path reads it (`stdlib` has none)"
-    )
+    add_texts(parser)
     parser.add_argument("out", metavar="OUT", type=user_path, help="folder to write")
     parser.add_argument("--vocab_size", type=PositiveInt, default=8192, help="number of tokens")
     parser.add_argument(
@@ -33,6 +31,18 @@ def add_arguments(parser: Parser) -> None:
         default=[bpe.END_OF_TEXT],
         help="tokens that no text becomes; the first one ends a document",
     )
+    add_source_keys(parser)
+
+
+def add_texts(parser: Parser) -> None:
+    """Declares the texts to read."""
+    parser.add_argument(
+        "texts", metavar="TEXT", nargs="*", type=user_path, help="texts, each as data.path reads it (`stdlib` has none)"
+    )
+
+
+def add_source_keys(parser: Parser) -> None:
+    """Declares the keys that say how texts are read."""
     keys = DataConfig()
     parser.add_argument(
         "--data.source", type=Literal["path", "stdlib", "hf"], default="path", help="where text comes from"
@@ -50,7 +60,7 @@ def main(args: Namespace) -> None:
       ConfigError: there is no text, it cannot be read, or the folder exists.
     """
     folder = Path(args.out)
-    sources = [DataConfig(path=path, **vars(args.data)) for path in _paths(args.data.source, args.texts, folder)]
+    sources = text_sources(args, folder)
     if folder.exists():
         raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
     skipped: list[str] = []
@@ -72,6 +82,15 @@ def main(args: Namespace) -> None:
     if skipped:
         print(describe_skipped(sources[0], skipped))
     print(f"jaxstack train --data.tokenizer={folder / 'tokenizer.json'} ...")
+
+
+def text_sources(args: Namespace, folder: Path) -> list[DataConfig]:
+    """Returns the sources of the texts that a command line names.
+
+    Raises:
+      ConfigError: a text is missing, or the source has none.
+    """
+    return [DataConfig(path=path, **vars(args.data)) for path in _paths(args.data.source, args.texts, folder)]
 
 
 def _paths(source: str, texts: list[str], folder: Path) -> list[str | None]:

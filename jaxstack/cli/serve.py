@@ -1,6 +1,7 @@
-"""Serves the model of a run over HTTP, with OpenAI's protocol. Arguments that are not given have the run's values.
+"""Serves models over HTTP: a decoder with OpenAI's protocol, a reward model with vLLM's, or several others.
 
-Requests that arrive at the same time share a batch. SIGTERM or SIGINT lets running texts end; a second one does not.
+Arguments that are not given have the run's values. Requests that arrive together share a batch. SIGTERM or SIGINT lets
+running texts end; a second one does not.
 """
 
 import socket
@@ -13,16 +14,21 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.cli.chat import context_of, template_of
-from jaxstack.config import ConfigError, SampleConfig
+from jaxstack.config import Config, ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.chat import end_of_turn
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
+from jaxstack.runtime import compile_cache, platform
 
 if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.generate.continuous import ContinuousBatch
     from jaxstack.loaded.trained_run import TrainedRun
+    from jaxstack.moe.placement import Placement
+    from jaxstack.serve.access import Access
+    from jaxstack.serve.app import Limits, Server
+    from jaxstack.serve.requests import Model
 
 Port = Annotated[int, Interval(0, 65535)]
 """A port of TCP, or 0."""
@@ -32,7 +38,7 @@ PROMPT_CACHE_MIB = 256
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("run", metavar="RUN", type=user_path, help="run directory")
+    parser.add_argument("run", metavar="RUN", type=user_path, nargs="+", help="run directory")
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=Port, default=8000, help="port; 0 means any that is free")
     parser.add_argument(
@@ -47,11 +53,11 @@ def add_arguments(parser: Parser) -> None:
         "--api_key_file",
         metavar="FILE",
         type=user_path,
-        help="file with the key that requests must have; null means that of JAXSTACK_API_KEY, if it is set",
+        help="file with the key that requests must have; null means JAXSTACK_API_KEY, if it is set",
     )
     parser.add_argument("--name", type=str, help="name of the model in requests; null means that of the directory")
     parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts that are written at once")
-    parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="number of texts that may wait for a row")
+    parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="texts that may wait for a row")
     parser.add_argument(
         "--context", type=int, help="maximum number of tokens of a prompt and its text; null means data.seq_len"
     )
@@ -64,14 +70,19 @@ def add_arguments(parser: Parser) -> None:
         "--receive_timeout",
         type=PositiveFloat,
         default=30.0,
-        help="maximum seconds in which a request arrives, and in which a client reads what was sent",
+        help="maximum seconds in which a request arrives, and in which a client reads an answer",
     )
     parser.add_argument("--connections", type=PositiveInt, default=256, help="maximum number of connections")
     parser.add_argument("--grace", type=PositiveFloat, default=30.0, help="seconds that texts have after a stop signal")
     parser.add_argument(
         "--prompt_cache",
         type=NonNegativeInt | None,
-        help=f"MiB for KV caches of recent prompts; null means {PROMPT_CACHE_MIB} where it can be used",
+        help=f"MiB for KV caches of recent prompts; null means {PROMPT_CACHE_MIB}, if usable",
+    )
+    parser.add_argument(
+        "--memory",
+        type=PositiveFloat | None,
+        help="GiB of parameters of several models; the least recently used are dropped",
     )
     generate.add_model_arguments(parser)
 
@@ -82,37 +93,35 @@ def main(args: Namespace) -> None:
     Raises:
       ConfigError: the run cannot be read, an argument does not suit it, or the address cannot be used.
     """
-    path = Path(args.run)
+    path = Path(args.run[0])
     cfg, tokenizer = load_run.read_run(path)
-    require_decoder(cfg.model)
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
-    from jaxstack.serve.access import read_access
-
-    access = read_access(args.host, args.allowed_hosts, args.api_key_file)
+    if args.run[1:] or cfg.model.family != "decoder":
+        serve_models(args)
+        return
+    if args.memory is not None:
+        raise ConfigError(f"--memory={args.memory:g} is for several models. Leave it out.")
+    require_decoder(cfg.model, scores=True)
+    access = read_access(args)
     name = args.name or path.resolve().name
     check_value("--name", name, str, None)
     template = template_of(cfg.data, tokenizer)
+    if cfg.model.reward_head:
+        refuse_sampling(args)
     turn = end_of_turn(template, tokenizer)
     stop = generate.stop_tokens(tokenizer, args.stop) + turn.tokens
     cfg = generate.with_arguments(cfg, args)
     check_sample(cfg.sample, args)
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
     listener = bind(args.host, args.port)  # before the model is read, which takes longer
-    check = partial(generate.check_memory, context)
+    check = no_check if cfg.model.reward_head else partial(generate.check_memory, context)
     run = load_run.open_run(
         path, cfg, tokenizer, args.mesh, args.step, rows=args.rows, check=check, placement=args.placement
     )
 
     from jaxstack.serve import http
-    from jaxstack.serve.app import Limits, Server
+    from jaxstack.serve.app import Limits
     from jaxstack.serve.requests import Model
-    from jaxstack.serve.worker import Worker
 
-    batch = make_batch(run, args, context, stop)
     model = Model(
         name=name,
         tokenizer=tokenizer,
@@ -126,16 +135,118 @@ def main(args: Namespace) -> None:
         end_of_turn=turn.texts,
     )
     limits = Limits(model.max_texts, args.max_body, args.timeout, args.receive_timeout, args.connections)
-    worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)
-    server = Server(worker, model, limits, stop, partial(print, flush=True), access)
+    server = make_server(run, model, limits, args, stop, access)
+    address = f"{address_of(listener)}{'/score' if cfg.model.reward_head else '/v1'}"
     listener.listen(128)  # clients may connect as soon as the address is printed
     print(
-        f"{model.name} at {address_of(listener)}/v1: {args.rows} texts at once, {args.waiting} may wait, "
+        f"{model.name} at {address}: {args.rows} texts at once, {args.waiting} may wait, "
         f"{context} tokens each; {'with' if template else 'without'} a chat template, "
         f"{'with' if access.key else 'without'} a key",
         flush=True,
     )
     http.run(server, listener, args.grace)
+
+
+def read_access(args: Namespace) -> "Access":
+    """Returns who may send requests, after checking that the libraries of servers are here."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
+    from jaxstack.serve import access
+
+    return access.read_access(args.host, args.allowed_hosts, args.api_key_file)
+
+
+ONLY_TEXTS: dict[str, object] = {
+    "rows": 8, "context": None, "max_tokens": None, "prompt_cache": None, "name": None, "seed": None, "stop": [],
+    "decode_weights": None, "decode_group": None, "placement": None,
+}  # fmt: skip
+"""Arguments that only a server of a decoder reads, with their defaults."""
+
+
+def serve_models(args: Namespace) -> None:
+    """Serves models that do not continue texts until a signal comes: one, or several that share the memory.
+
+    Raises:
+      ConfigError: see `main`; or a run is a decoder, or an argument is for decoders.
+    """
+    sample = {f"sample.{key}": value for key, value in vars(args.sample).items()}
+    given = {key: args[key] for key, usual in ONLY_TEXTS.items() if args[key] != usual}
+    for key, value in (given | {key: value for key, value in sample.items() if value is not None}).items():
+        raise ConfigError(f"--{key}={value} is for a server of one decoder. Leave it out.")
+    access = read_access(args)
+    platform.configure(args.mesh, 0)
+    compile_cache.configure()
+
+    from jaxstack.serve import catalog, http
+    from jaxstack.serve.app import Limits
+    from jaxstack.serve.kinds import kinds_of
+    from jaxstack.serve.several import SeveralModels
+
+    paths = catalog.names_of([Path(run) for run in args.run])
+    models = {}
+    for name, path in paths.items():
+        models[name] = load_run.read_run(path)[0].model
+        try:
+            kinds_of(models[name])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def load(name: str) -> "TrainedRun":
+        return load_run.load(paths[name], mesh=args.mesh, step=args.step, dtype=args.dtype)
+
+    limit = None if args.memory is None else int(args.memory * 2**30)
+    held = catalog.Catalog(models, load, limit)
+    if len(paths) == 1:
+        held.get(next(iter(paths)))  # a mistake shows at once
+    listener = bind(args.host, args.port)
+    limits = Limits(args.waiting + 1, args.max_body, args.timeout, args.receive_timeout, args.connections)
+    server = SeveralModels(held, models, limits, partial(print, flush=True), access)
+    listener.listen(128)
+    for name, kinds in server.kinds.items():
+        print(f"{name}: {', '.join(kind.task for kind in kinds)}")
+    print(f"{len(paths)} models at {address_of(listener)}, {'with' if access.key else 'without'} a key", flush=True)
+    http.run(server, listener, args.grace)
+
+
+def make_server(
+    run: "TrainedRun", model: "Model", limits: "Limits", args: Namespace, stop: tuple[int, ...], access: "Access"
+) -> "Server":
+    """Returns what answers requests: the server of texts, or of the scores of a reward model.
+
+    Args:
+      stop: tokens that end a text.
+    """
+    from jaxstack.serve.app import Server
+    from jaxstack.serve.scoring import ScoreServer, ScoreWorker
+    from jaxstack.serve.worker import Worker
+
+    log = partial(print, flush=True)
+    if run.model.reward_head:
+        return ScoreServer(ScoreWorker(run.scorer, args.rows), model, limits, log, access)
+    batch = make_batch(run, args, model.context, stop)
+    worker = Worker(batch, run.scorer, rows=args.rows, vocabulary=model.vocabulary)
+    return Server(worker, model, limits, stop, log, access)
+
+
+def no_check(cfg: Config, placement: "Placement | None") -> None:
+    """Checks nothing: a model that scores texts has no KV cache."""
+
+
+def refuse_sampling(args: Namespace) -> None:
+    """Refuses arguments that say how texts are written, which a reward model does not do.
+
+    Raises:
+      ConfigError: one is given.
+    """
+    names = ("max_tokens", "prompt_cache", "seed", "decode_weights", "decode_group", "stop")
+    given = {f"--{name}": getattr(args, name) for name in names}
+    given |= {f"--sample.{name}": value for name, value in vars(args.sample).items()}
+    for flag, value in given.items():
+        if value not in (None, []):
+            raise ConfigError(f"{flag}={value} is for models that write texts, but this run scores them. Leave it out.")
 
 
 def check_sample(sample: SampleConfig, args: Namespace) -> None:

@@ -1,9 +1,13 @@
 """Trains a model and writes everything to run.dir. The same command resumes an interrupted run."""
 
+from pathlib import Path
+
 from jsonargparse import Namespace
 
-from jaxstack.config import SEARCHED_KEYS
+from jaxstack.config import SEARCHED_KEYS, ConfigError
 from jaxstack.config.reading.parse import Parser, given_keys
+from jaxstack.config.reading.shipped import first_command
+from jaxstack.posttrain.tasks import is_task
 
 
 def add_arguments(parser: Parser) -> None:
@@ -14,7 +18,23 @@ def add_arguments(parser: Parser) -> None:
 
 
 def main(args: Namespace) -> None:
-    """Trains, checks the machines, or prints the shardings."""
+    """Trains, checks the machines, or prints the shardings.
+
+    Raises:
+      ConfigError: the run cannot start. If it needs a file that does not exist, it names the command of `--config` that
+        comes first.
+    """
+    try:
+        _train(args)
+    except ConfigError as error:
+        paths = [path for path in (args.cfg.run.init_from, args.cfg.data.path) if path and not is_task(path)]
+        is_missing = any(not Path(path).exists() for path in paths)
+        if is_missing and not error.advice and (first := first_command(args.files)):
+            raise ConfigError(str(error), f"First: {first}") from None
+        raise
+
+
+def _train(args: Namespace) -> None:
     from jaxstack import start, train  # here: help and errors need not wait for it
 
     searched = given_keys(args.words, SEARCHED_KEYS) if args.auto_mesh else None

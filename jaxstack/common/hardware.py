@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TypedDict
 
 from jaxstack.common.errors import ConfigError
@@ -299,6 +300,7 @@ CHIPS: dict[str, Chip] = {
 """Every chip by the name that commands take. No program exceeds these figures, and few reach them."""
 
 
+@cache
 def chip_name(device_kind: str) -> str | None:
     """Returns the name in `CHIPS` of a device kind of JAX, or None if the kind is not listed."""
     return next((name for name, chip in CHIPS.items() if device_kind in chip.kinds), None)

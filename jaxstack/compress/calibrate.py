@@ -105,10 +105,9 @@ class Walk:
         Raises:
           ConfigError: layers of several kinds.
         """
-        if cfg.delta.every:
+        if cfg.states_key:
             raise ConfigError(
-                f"model.delta.every={cfg.delta.every} has units of layers of two kinds, which are not compressed. Use "
-                f"a model without it."
+                f"{cfg.states_key} has units of layers of two kinds, which are not compressed. Use a model without it."
             )
         if cfg.moe.num_experts and not all(cfg.has_experts):
             raise ConfigError(

@@ -61,10 +61,9 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
             f"model.latent.kv_rank={cfg.latent.kv_rank}: pruning does not remove parts of latent attention. Use "
             f"`jaxstack compress quantize`, or a model without it."
         )
-    if cfg.delta.every:
+    if cfg.states_key:
         raise ConfigError(
-            f"model.delta.every={cfg.delta.every}: pruning does not remove parts of the delta rule. Use a model "
-            f"without it."
+            f"{cfg.states_key}: pruning does not remove parts of layers with states. Use a model without them."
         )
     if cfg.moe.num_experts and not all(cfg.has_experts):
         raise ConfigError(

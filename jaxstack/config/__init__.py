@@ -11,7 +11,7 @@ from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.experts import MoEConfig
-from jaxstack.config.model import DeltaConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
+from jaxstack.config.model import DeltaConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling, StateSpaceConfig
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (
@@ -50,6 +50,7 @@ __all__ = [
     "SampleConfig",
     "SourceConfig",
     "SpikeConfig",
+    "StateSpaceConfig",
     "TrainConfig",
     "WeightChange",
     "flat",

@@ -86,6 +86,7 @@ def pattern_error(patterns: Iterable[str]) -> str | None:
     return None
 
 
+@functools.cache
 def interval_of(hint: object) -> Interval | None:
     """Returns the interval of an annotated type, which may be a union with None, or None if it has no bounds."""
     marks = (mark for part in (hint, *get_args(hint)) for mark in getattr(part, "__metadata__", ()))
@@ -93,9 +94,23 @@ def interval_of(hint: object) -> Interval | None:
 
 
 @functools.cache
+def _words_of(hint: object) -> tuple[tuple[object, ...], bool]:
+    """Returns the words that a type allows beside numbers, and whether it allows None."""
+    words = tuple(word for part in get_args(hint) if get_origin(part) is Literal for word in get_args(part))
+    return words, type(None) in get_args(hint)
+
+
+@functools.cache
 def _types(group: type) -> dict[str, object]:
     """Returns the annotated types of a dataclass. Cached, because evaluating annotations takes long."""
     return get_type_hints(group, include_extras=True)
+
+
+@functools.cache
+def _checked(group: type) -> tuple[tuple[str, object, object, bool], ...]:
+    """Returns name, type and default of every field, and whether the type has no interval."""
+    types = _types(group)
+    return tuple((f.name, types[f.name], f.default, interval_of(types[f.name]) is None) for f in fields(group))
 
 
 def check_bounds(prefix: str, group: "DataclassInstance") -> None:
@@ -108,10 +123,10 @@ def check_bounds(prefix: str, group: "DataclassInstance") -> None:
     Raises:
       ConfigError: a value is outside its interval, not finite, too large, or not text.
     """
-    for field in fields(group):
-        check_value(
-            f"{prefix}.{field.name}", getattr(group, field.name), _types(type(group))[field.name], field.default
-        )
+    for name, hint, default, plain in _checked(type(group)):
+        value = getattr(group, name)
+        if not plain or (value is not None and type(value) is not bool):
+            check_value(f"{prefix}.{name}", value, hint, default)
 
 
 def check_value(key: str, value: object, hint: object, default: object) -> None:
@@ -127,8 +142,7 @@ def check_value(key: str, value: object, hint: object, default: object) -> None:
       ConfigError: the value is outside its interval, not finite, too large, or not text.
     """
     interval = interval_of(hint)
-    words = [word for part in get_args(hint) if get_origin(part) is Literal for word in get_args(part)]
-    optional = type(None) in get_args(hint)
+    words, optional = _words_of(hint)
     usual = "" if "." in key else f"; the default is {'null' if default is None else default}"
     if interval is not None and value not in interval and value not in words and not (value is None and optional):
         null = "".join(f", or {word}" for word in [*words, *(["null"] if optional else [])])

@@ -28,10 +28,11 @@ from jaxstack.config.sentences import SentencesConfig
 class RopeScaling:
     """Scaling of RoPE's frequencies for longer contexts, named as `rope_type` in Hugging Face configurations."""
 
-    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
     """Which frequencies are reduced. `llama3`: low ones, by wavelengths. `linear`: all of them. `yarn`: low ones, by
     turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071).
-    `longrope`: each by a factor of its own (Ding et al. 2024, arXiv:2402.13753)."""
+    `longrope`: each by a factor of its own (Ding et al. 2024, arXiv:2402.13753). `dynamic`: none for texts up to
+    `original_max_position`; for longer ones the base is raised instead (NTK)."""
     factor: Annotated[float, Interval(1)] = 1.0
     """Factor by which frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
     low_freq_factor: float = 1.0
@@ -54,8 +55,9 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     """With `kind=longrope`: what each frequency is divided by, for longer texts."""
     long_context: bool = False
-    """With `kind=longrope`: divide by `long_factors`, also for short texts. In `transformers` the longest text of a
-    batch decides, so a token's rotation depends on other texts. Here this key alone decides."""
+    """With `kind=longrope`: divide by `long_factors`, also for short texts. With `kind=dynamic`: take the base of a
+    text of `factor * original_max_position` tokens. In `transformers` the longest text of a batch decides, so a token's
+    rotation depends on other texts. Here this key alone decides."""
 
     def __post_init__(self) -> None:
         check_bounds("model.rope_scaling", self)
@@ -83,9 +85,15 @@ class RopeScaling:
                 f"kind=longrope, or leave {name} out.",
             )
         require(
-            not self.long_context or self.kind == "longrope",
-            f"model.rope_scaling.long_context=true is for kind=longrope, but kind={self.kind}. Leave it out.",
+            not self.long_context or self.kind in ("longrope", "dynamic"),
+            f"model.rope_scaling.long_context=true is for kind=longrope or dynamic, but kind={self.kind}. Remove it.",
         )
+
+    @property
+    def is_short(self) -> bool:
+        """Returns whether texts may have at most `original_max_position` tokens."""
+        chooses = self.kind == "longrope" or (self.kind == "dynamic" and self.factor != 1)
+        return chooses and not self.long_context
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -190,6 +198,51 @@ class DeltaConfig:
                 )
 
 
+@dataclass(frozen=True)
+class StateSpaceConfig:
+    """State-space layers (Mamba-2, Dao and Gu 2024, arXiv:2405.21060), which have a state in place of a KV cache.
+
+    A head's state is a matrix. A token decays it and adds its values at a key; both depend on a step that it chooses.
+    """
+
+    layers: tuple[bool, ...] = ()
+    """Which layers are state spaces; the list repeats over the layers, and the others have attention. An empty list
+    means attention in all layers. Mamba-2 has [true]; Granite 4 has attention in the sixth of every ten."""
+    heads: PositiveInt = 32
+    """Number of heads, which have the states."""
+    head_dim: PositiveInt = 64
+    """Width of the values of a head."""
+    groups: PositiveInt = 1
+    """Number of groups of heads; the heads of a group have their keys and queries in common."""
+    state_dim: PositiveInt = 128
+    """Width of a key or query."""
+    taps: Annotated[int, Interval(2)] = 4
+    """Tokens that the convolution of values, keys and queries reads, with the token itself."""
+    mlp: bool = True
+    """Give all layers an MLP, or experts. Mamba-2 has none."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.ssm", self)
+        require(
+            self.heads % self.groups == 0,
+            f"model.ssm.groups={self.groups} does not divide model.ssm.heads={self.heads}, but every group must have "
+            f"the same number of heads. Use a divisor.",
+        )
+        require(
+            not self.layers or any(self.layers),
+            f"model.ssm.layers=[{', '.join(map(str, self.layers)).lower()}] leaves attention in every layer. Use [], "
+            f"or true for one or more.",
+        )
+        if not self.layers:
+            default = {f.name: f.default for f in fields(self)}
+            for name, value in vars(self).items():
+                require(
+                    value == default[name],
+                    f"model.ssm.{name}={str(value).lower()} is for state-space layers, but model.ssm.layers=[]. Set "
+                    f"layers, or leave {name} out.",
+                )
+
+
 LABEL_MULTIPLE = 192
 """A classifier's outputs are padded with zeros to a multiple of this, so that most meshes divide them."""
 
@@ -231,6 +284,8 @@ class ModelConfig:
     """Number added to the variance in every normalization."""
     norm_unit_offset: bool = False
     """Multiply by 1 + weight in every normalization, with weights that start at zero (Gemma)."""
+    norm_weights: bool = True
+    """Give every normalization of the residual stream learned weights. OLMo 1 has none."""
     norm_bias: bool = False
     """Add a bias to every LayerNorm, also without `bias` (StableLM, Nemotron)."""
     post_norm: bool = False
@@ -294,14 +349,17 @@ class ModelConfig:
     Gemma 2 uses [4096, 0]. With family `encoder`, the last repetition may be a part of the list (ModernBERT)."""
     attention_scale: PositiveFloat | None = None
     """Factor on the attention scores. Null means head_dim ** -0.5."""
+    clip_qkv: PositiveFloat | None = None
+    """Largest absolute value of the elements of queries, keys and values; larger ones are clipped (OLMo 1). Null means
+    no limit."""
     attention_softcap: PositiveFloat | None = None
     """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
     attention_sinks: bool = False
     """Give each query head a learned score that takes part in its softmax without a value, so that a token may attend
     to little (gpt-oss)."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
     """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses. `relu2` is the
-    square of ReLU (So et al. 2021, arXiv:2109.08668)."""
+    square of ReLU (So et al. 2021, arXiv:2109.08668). `xielu` has two slopes that each layer learns (Apertus)."""
     gated: bool = True
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
     latent: LatentConfig = field(default_factory=LatentConfig)
@@ -310,6 +368,8 @@ class ModelConfig:
     """Multiply what each head of attention has mixed by the sigmoid of a projection of the token (Qwen3-Next)."""
     delta: DeltaConfig = field(default_factory=DeltaConfig)
     """Layers of the gated delta rule between layers with attention (Qwen3-Next)."""
+    ssm: StateSpaceConfig = field(default_factory=StateSpaceConfig)
+    """State-space layers in place of attention, in all layers or in some (Mamba-2, Granite 4)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -353,7 +413,7 @@ class ModelConfig:
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
         self._check_latent()
-        self._check_delta()
+        self._check_states()
         self._check_windows()
         self._check_norms()
         require(
@@ -390,6 +450,16 @@ class ModelConfig:
             f"model.gated=true and model.activation=silu.",
         )
         require(
+            self.activation != "xielu" or not (self.gated or self.bias or self.moe.num_experts),
+            "model.activation=xielu is for an MLP of two projections. Use it with model.gated=false and without "
+            "model.bias and experts.",
+        )
+        require(
+            self.clip_qkv is None or not self.latent.kv_rank,
+            f"model.clip_qkv={self.clip_qkv} is for usual attention, but model.latent.kv_rank={self.latent.kv_rank}. "
+            f"Use one of them.",
+        )
+        require(
             not self.bias or self.attention_bias == "none",
             f"model.attention_bias={self.attention_bias} is a part of model.bias=true. Use one of them.",
         )
@@ -418,6 +488,11 @@ class ModelConfig:
             not self.norm_bias or (self.norm == "layer" and not self.bias),
             "model.norm_bias=true is for model.norm=layer without model.bias, which has these biases. Use "
             "model.norm_bias=false.",
+        )
+        require(
+            self.norm_weights or not (self.norm_bias or self.bias or self.norm_unit_offset),
+            "model.norm_weights=false leaves norms without parameters. Use it without model.bias, model.norm_bias and "
+            "model.norm_unit_offset.",
         )
         require(
             self.qk_norm or self.qk_norm_over == "head",
@@ -491,42 +566,69 @@ class ModelConfig:
             f"{rank} has projections without biases. Use model.bias=false and model.attention_bias=none.",
         )
 
-    def _check_delta(self) -> None:
+    def _check_states(self) -> None:
         require(
             not self.attention_gate or not self.latent.kv_rank,
             f"model.attention_gate=true is for usual attention, but model.latent.kv_rank={self.latent.kv_rank}. Use "
             f"one of them.",
         )
-        every = f"model.delta.every={self.delta.every}"
-        if not self.delta.every:
+        states = self.states_key
+        if not states:
             return
         require(
-            self.num_layers % self.delta.every == 0,
-            f"{every} does not divide model.num_layers={self.num_layers}. Change one of them.",
+            not (self.delta.every and self.ssm.layers),
+            f"model.delta.every={self.delta.every} is another kind of layer than model.ssm.layers. Use one of them.",
+        )
+        unit = len(self.state_layers)
+        require(
+            self.num_layers % unit == 0,
+            f"{states} is a unit of {unit} layers, which does not divide model.num_layers={self.num_layers}. Change "
+            f"one of them.",
         )
         require(
             self.windows == (0,),
-            f"model.windows={list(self.windows)} alternates by layer, and so does {every}. Use model.windows=[0].",
+            f"model.windows={list(self.windows)} alternates by layer, and so does {states}. Use model.windows=[0].",
         )
         require(
             all(self.has_experts) or not self.moe.num_experts,
-            f"{self.moe.layers.shown} leaves layers without experts, but all layers of a unit of {every} have the "
+            f"{self.moe.layers.shown} leaves layers without experts, but all layers of a unit of {states} have the "
             f"same. Leave model.moe.layers out.",
         )
         require(
             not self.moe.num_experts or self.moe.router != "sigmoid",
-            f"model.moe.router=sigmoid has a bias that moves in each layer of a stack, but {every} makes units of "
+            f"model.moe.router=sigmoid has a bias that moves in each layer of a stack, but {states} makes units of "
             f"layers. Use model.moe.router=softmax.",
         )
         require(
             self.base_width is None,
-            f"model.base_width={self.base_width} has no rule for decay rates of states, which {every} has. Leave "
+            f"model.base_width={self.base_width} has no rule for decay rates of states, which {states} has. Leave "
             f"base_width null.",
         )
         require(
             not self.bias and self.attention_bias == "none",
-            f"{every} has projections without biases. Use model.bias=false and model.attention_bias=none.",
+            f"{states} has projections without biases. Use model.bias=false and model.attention_bias=none.",
         )
+        require(
+            self.attends or self.positions in ("none", "learned"),
+            f"model.positions={self.positions} is for attention, which {states} leaves out. Use model.positions=none.",
+        )
+        self._check_without_mlp()
+
+    def _check_without_mlp(self) -> None:
+        """Checks the switches of layers that have no MLP."""
+        none = "model.ssm.mlp=false has no MLP"
+        require(
+            self.ssm.mlp or not self.moe.num_experts,
+            f"model.moe.num_experts={self.moe.num_experts} puts experts in place of the MLP, but {none}. Use "
+            f"model.moe.num_experts=0.",
+        )
+        for name in ("post_norm", "pre_norm", "parallel", "residual_multiplier", "d_ff"):
+            value = getattr(self, name)
+            usual = getattr(ModelConfig, name)
+            require(
+                self.ssm.mlp or value == usual,
+                f"model.{name}={value} is for layers with an MLP, but {none}. Leave it out.",
+            )
 
     def _check_windows(self) -> None:
         require(
@@ -571,6 +673,31 @@ class ModelConfig:
     def expert_layers(self) -> int:
         """Returns the number of layers of a decoder that have experts."""
         return sum(self.has_experts)
+
+    @property
+    def state_layers(self) -> tuple[bool, ...]:
+        """Returns which layers of a unit have states in place of attention. An empty tuple means none."""
+        if self.delta.every:
+            return (True,) * (self.delta.every - 1) + (False,)
+        return self.ssm.layers
+
+    @property
+    def states_key(self) -> str:
+        """Returns the key, with its value, that gives layers states, or an empty text."""
+        if self.delta.every:
+            return f"model.delta.every={self.delta.every}"
+        return f"model.ssm.layers=[{', '.join(map(str, self.ssm.layers)).lower()}]" if self.ssm.layers else ""
+
+    @property
+    def attention_layers(self) -> int:
+        """Returns the number of layers with attention."""
+        unit = self.state_layers or (False,)
+        return self.num_layers // len(unit) * unit.count(False)
+
+    @property
+    def attends(self) -> bool:
+        """Returns whether any layer has attention."""
+        return self.attention_layers > 0
 
     @property
     def layer_windows(self) -> tuple[int, ...]:

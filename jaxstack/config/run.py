@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxstack.config.bounds import require
 from jaxstack.config.checks import check
@@ -18,6 +18,8 @@ SEARCHED_KEYS = (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+Group = TypeVar("Group", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,11 @@ def resolve(
     )
     vocabulary = model.vocab_size or vocab_size
     sizes = mesh.known_sizes
-    model = replace(model, vocab_size=vocabulary)
+    found: dict[str, Any] = {"vocab_size": vocabulary}
+    padded = model.pad_vocab_to or vocabulary
     shards = sizes["pipe"] * sizes["tensor"] if model.family != "diffusion" else 1  # a table of classes is not split
-    if model.padded_vocab % shards:  # rows of zeros, which change no result
-        model = replace(model, pad_vocab_to=-(-model.padded_vocab // shards) * shards)
+    if padded >= vocabulary and padded % shards:  # rows of zeros, which change no result
+        found["pad_vocab_to"] = -(-padded // shards) * shards
     positions = model.max_positions
     if model.positions == "learned" and positions is None:
         positions = config.text_length
@@ -82,7 +85,14 @@ def resolve(
         mask_id is None or mask_id < vocabulary,
         f"data.mask_id={mask_id} is not below the vocabulary of {vocabulary}. Lower it, or leave it null.",
     )
-    return replace(config, model=replace(model, max_positions=positions), data=replace(config.data, mask_id=mask_id))
+    model = _changed(model, max_positions=positions, **found)
+    return _changed(config, model=model, data=_changed(config.data, mask_id=mask_id))
+
+
+def _changed(group: Group, **values: Any) -> Group:
+    """Returns a group with these values, or the group itself if it has them. Checks take the time of a search."""
+    same = all(getattr(group, name) is value or getattr(group, name) == value for name, value in values.items())
+    return group if same else replace(group, **values)
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

@@ -186,7 +186,8 @@ class PreferenceConfig:
     unwanted_weight: NonNegativeFloat = 1.0
     """With `kto`: factor of the loss of unwanted completions."""
     margin: NonNegativeFloat = 0.0
-    """With `reward`: how much higher the score of the chosen completion should be at least."""
+    """With `reward`: how much higher the score of the chosen completion should be at least. A row's key
+    `margin` is added."""
     center: NonNegativeFloat = 0.0
     """With `reward`: weight of the squared sum of both scores, which keeps scores near zero. 0.01 is usual."""
     nll_weight: NonNegativeFloat | None = None
@@ -295,6 +296,12 @@ class RLConfig:
     """Completions of each prompt. It divides `data.batch_size`, which counts completions."""
     tokens: PositiveInt = 128
     """Maximum number of tokens of a completion."""
+    turns: PositiveInt = 1
+    """Maximum number of turns of a completion, of up to `rl.tokens` tokens each. Above 1, a turn may call `rl.tool`,
+    whose result is the next message. No loss reads it."""
+    tool: str | None = None
+    """Function that returns the result of a call, given the text of a turn, and None where nothing is called:
+    `module:function` or `file.py:function`. Null means the tool of the task that `data.path` names."""
     updates: PositiveInt = 1
     """Optimizer steps for each rollout. Each step learns from its own `data.batch_size` completions."""
     clip_low: NonNegativeFloat | None = None
@@ -310,10 +317,10 @@ class RLConfig:
     """Run or Hugging Face folder of the frozen reference, a decoder with the same tokenizer. Null means the model that
     the run starts with."""
     exact: bool = True
-    """Sample with the log-probabilities of training, bit for bit, so that the first ratio of a rollout is exactly 1.
-    With false, sampling is faster, and importance weights correct the difference."""
+    """Sample with the forward pass of training, bit for bit. With false, sampling is faster, and importance weights
+    correct the difference of sampler and trainer. The first ratio of a rollout is exactly 1 in both cases."""
     importance_limit: PositiveFloat = 2.0
-    """With `rl.exact=false`: the largest importance weight of a token."""
+    """The largest importance weight of a token, with which sampler and trainer differ; see docs/reinforcement.md."""
     overlong_buffer: NonNegativeInt = 0
     """Number of tokens before `rl.tokens` over which a penalty falls from 0 to -1. The reward includes it. 0 means no
     penalty."""
@@ -337,6 +344,15 @@ class RLConfig:
             self.updates == 1 or self.loss != "rloo",
             f"rl.updates={self.updates} needs ratios, which rl.loss=rloo does not have. Use rl.updates=1, or "
             f"rl.loss=grpo.",
+        )
+        require(
+            self.tool is None or self.turns > 1,
+            f"rl.tool={self.tool} is called between turns, but rl.turns={self.turns}. Use rl.turns=2 or more.",
+        )
+        require(
+            not self.overlong_buffer or self.turns == 1,
+            f"rl.overlong_buffer={self.overlong_buffer} is for completions of one turn, but rl.turns={self.turns}. Use "
+            f"rl.overlong_buffer=0.",
         )
         clipped = {"clip_low": self.loss not in ("rloo", "cispo"), "clip_high": self.loss != "rloo"}
         for key, used in clipped.items():

@@ -338,6 +338,8 @@ def _encode_preferences(name: str, cfg: DataConfig, tokenizer: Tokenizer, reads:
     content = [np.asarray(tokens.ids), tokens.middles, tokens.loss_mask]
     if tokens.wanted is not None:
         content.append(tokens.wanted)
+    if tokens.margins is not None and tokens.margins.any():
+        content.append(tokens.margins)
     fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
     held_out_D = pairs.hold_out(prompts, cfg.eval_fraction, "prompt")
     train = tokens.documents(~held_out_D)

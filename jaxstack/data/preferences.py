@@ -6,6 +6,7 @@
 | `chosen`, `rejected` | two conversations that differ in the last message |
 | `prompt`, `completion`, `label` | one completion, and whether it is wanted, `true` or `false` |
 
+A pair may have a `margin`, a number: how much higher the score of the chosen completion should be, for reward models.
 A completion that is messages may repeat the prompt before its answer, as in UltraFeedback. `system` is the text of a
 system message. Other keys, such as scores, are ignored.
 
@@ -29,6 +30,8 @@ from jaxstack.data.pairs import pack
 from jaxstack.data.tokenizers import Tokenizer, id_dtype
 from jaxstack.data.tokens import Tokens
 
+_LARGEST_MARGIN = 1e6
+
 
 @dataclass(frozen=True)
 class Preference:
@@ -40,6 +43,7 @@ class Preference:
       chosen: the text of the better completion.
       rejected: the text of the other one.
       wanted: whether `chosen` is wanted, for results of `mismatch`. `None` means that it is the better completion.
+      margin: how much higher the score of `chosen` should be.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Preference:
     chosen: str
     rejected: str
     wanted: bool | None = None
+    margin: float = 0.0
 
     def conversations(self) -> tuple[Conversation, Conversation]:
         """Returns the conversations with the chosen and the rejected completion. Only these are learned."""
@@ -106,7 +111,11 @@ def _preference(name: str, value: Any) -> Preference | Feedback:
     prompt = value.get("prompt")
     messages = prompt_messages(value, _common(sides) if prompt is None else prompt)
     chosen, rejected = (_completion(key, sides[key], messages) for key in ("chosen", "rejected"))
-    return Preference(name, messages, chosen, rejected)
+    margin = value.get("margin")
+    number = isinstance(margin, int | float) and not isinstance(margin, bool) and abs(margin) <= _LARGEST_MARGIN
+    if margin is not None and not number:
+        raise ConfigError(f"margin is not a number of at most {_LARGEST_MARGIN:g}. Write one, or leave it out.")
+    return Preference(name, messages, chosen, rejected, margin=float(margin or 0))
 
 
 def _feedback(name: str, value: dict[str, Any]) -> Feedback:
@@ -117,7 +126,10 @@ def _feedback(name: str, value: dict[str, Any]) -> Feedback:
     prompt = value.get("prompt")
     if prompt is None:
         if not isinstance(value["completion"], list):
-            raise ConfigError("there is no prompt, and completion is not a list of messages. Write the prompt.")
+            raise ConfigError(
+                "the row has no prompt, and its completion is not a list of messages. Add the key prompt, or write the "
+                "whole conversation as the completion."
+            )
         prompt = value["completion"][:-1]
     messages = prompt_messages(value, prompt)
     return Feedback(name, messages, _completion("completion", value["completion"], messages), label)
@@ -209,12 +221,15 @@ def prompt_messages(value: dict[str, Any], prompt: Any) -> list[Message]:
 def _common(sides: dict[str, Any]) -> list[Any]:
     """Returns the messages with which two conversations begin, before the last message of each."""
     if not all(isinstance(side, list) for side in sides.values()):
-        raise ConfigError("there is no prompt, and chosen or rejected is not a list of messages. Write the prompt.")
+        raise ConfigError(
+            "the row has no prompt, and chosen or rejected is not a list of messages. Add the key prompt, or write two "
+            "whole conversations."
+        )
     chosen, rejected = sides.values()
     if chosen[:-1] != rejected[:-1]:
         raise ConfigError(
-            "there is no prompt, and chosen and rejected differ before their last messages. Write the prompt, and one "
-            "answer each."
+            "the row has no prompt, and chosen and rejected differ before their last messages. Add the key prompt, and "
+            "write one answer each."
         )
     return chosen[:-1]
 
@@ -255,12 +270,16 @@ class PreferenceTokens(Tokens):
     """Start of each rejected conversation in `ids`, int64 [D]."""
     wanted: np.ndarray | None = None
     """Whether each completion is wanted, bool [D]. `None` means pairs."""
+    margins: np.ndarray | None = None
+    """How much higher the score of each chosen completion should be, float32 [D]. `None` without scores."""
 
     def documents(self, which: np.ndarray) -> "PreferenceTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PreferenceTokens)
-        return replace(found, middles=self.middles[which], wanted=None if self.wanted is None else self.wanted[which])
+        wanted = None if self.wanted is None else self.wanted[which]
+        margins = None if self.margins is None else self.margins[which]
+        return replace(found, middles=self.middles[which], wanted=wanted, margins=margins)
 
     @property
     def targets(self) -> np.ndarray:
@@ -325,6 +344,7 @@ def encode_preferences(
         np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size)), bounds[:-1:2], bounds[2::2],
         tokenizer.vocab_size, tuple(one.name for one in kept), loss_mask=np.concatenate(masks), middles=bounds[1::2],
         wanted=None if kept[0].wanted is None else np.array([one.wanted for one in kept]),
+        margins=np.array([one.margin for one in kept], np.float32) if scores else None,
     )  # fmt: skip
     return tokens, [prompt_text(one) for one in kept], ", ".join(notes)
 
@@ -395,6 +415,7 @@ class PreferenceWindows:
           - `pair_weights`, float32: 1 at the first position of each pair.
           - `wanted_weights` and `unwanted_weights`, float32, of completions with labels: 1 where `pair_weights` is 1
             and the completion has this label.
+          - `margins`, float32, for scores: the margin of each pair at its first position.
         """
         del packing, vocab_size
         integers = ("tokens", "targets", "segment_ids", "positions")
@@ -406,6 +427,9 @@ class PreferenceWindows:
         if wanted is not None:
             labels = ("wanted_weights", "unwanted_weights")
             batch |= {name: np.zeros((window_B.size, seq_len), np.float32) for name in labels}
+        margins = self.pairs.margins
+        if margins is not None:
+            batch["margins"] = np.zeros((window_B.size, seq_len), np.float32)
         for b, window in enumerate(window_B.tolist()):
             at = 0
             for number, pair in enumerate(self._row(window)):
@@ -414,6 +438,8 @@ class PreferenceWindows:
                 batch["pair_weights"][b, at] = 1
                 if wanted is not None:
                     batch["wanted_weights" if wanted[pair] else "unwanted_weights"][b, at] = 1
+                if margins is not None:
+                    batch["margins"][b, at] = margins[pair]
                 for side, (first, last) in enumerate(((start, middle), (middle, end)), start=1):
                     where = b, slice(at, at + last - first - 1)
                     batch["tokens"][where] = self.pairs.ids[first : last - 1]

@@ -16,10 +16,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import chat
 from jaxstack.evaluate import text
+from jaxstack.generate.answer_text import AnswerText
 from jaxstack.generate.continuous import ContinuousBatch, Prompt
 from jaxstack.generate.prompts import Rows, row_seeds
 from jaxstack.loaded.trained_run import TrainedRun
-from jaxstack.serve.texts import AnswerText
 
 MAX_TOKENS = 256
 """Number of tokens of an answer, at most, where a task does not say it; half of the context if that is less."""

@@ -18,10 +18,13 @@ from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
 from jaxstack.features.latent_attention import with_latent_attention
 from jaxstack.features.linear_attention import with_attention_gate, with_delta_rule
+from jaxstack.features.plain_norms import with_plain_norms
 from jaxstack.features.residual import needed, with_residual, with_scales
 from jaxstack.features.reward_head import with_reward_head
 from jaxstack.features.sinks import with_sinks
+from jaxstack.features.state_space import with_state_space, without_mlp
 from jaxstack.features.width import with_width
+from jaxstack.features.xielu import with_xielu
 from jaxstack.models import decoder, shape_errors
 from jaxstack.models.batches import BatchSpec
 from jaxstack.models.blocks import Stack
@@ -67,14 +70,22 @@ def of(cfg: ModelConfig) -> Family:
         family = with_attention_gate(family)
     if cfg.attention_sinks:
         family = with_sinks(family)
+    if cfg.activation == "xielu":
+        family = with_xielu(family)
     if cfg.moe.num_experts:
         family = with_experts(family)
     if cfg.delta.every:
         family = with_delta_rule(family)
+    if not cfg.ssm.mlp:
+        family = without_mlp(family)
+    if cfg.ssm.layers:
+        family = with_state_space(family)
     if cfg.base_width:
         family = with_width(family)
     if cfg.lora.rank:
         family = with_adapters(family)
+    if not cfg.norm_weights:
+        family = with_plain_norms(family)
     if cfg.reward_head:
         family = with_reward_head(family)
     return family
@@ -102,6 +113,7 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
         "pair_weights": replace(ids, values="ones"),
         "wanted_weights": replace(ids, values="ones"),
         "unwanted_weights": replace(ids, values="ones"),
+        "margins": replace(ids, values="ones"),
         "reference_log_probs": replace(ids, values="normal"),
         "divergence": replace(ids, values="ones"),
     }

@@ -50,7 +50,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
 
     Per layer, the two attention matmuls of the forward pass cost 2 * H * (K + value width) FLOPs for each (query, key)
     pair. The gated delta rule reads, corrects and reads a state of K * V numbers of each head, which costs 6 * K * V
-    for each token; computing it in chunks takes about twice as many.
+    for each token, and a state space writes and reads, 4 * K * V. Computing it in chunks takes about twice as many.
 
     Args:
       seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads, of a contrastive
@@ -66,7 +66,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
     if cfg.family == "branches":
         return _of_branches(cfg, S)
     per_pair = 2 * cfg.num_heads * (cfg.head_width + cfg.value_width)
-    attends = cfg.num_layers // (cfg.delta.every or 1)  # layers with attention
+    attends = cfg.attention_layers
     seen = 0.0  # keys that a token sees on average, summed over layers
     for window in cfg.layer_windows[:attends]:
         w = min(window or S, S)
@@ -76,9 +76,15 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
     dense = 6.0 * matmul_params(cfg) - 2.0 * matmul_params(cfg, frozen=True)
     if cfg.family == "diffusion":
         dense += diffusion.flops_correction(cfg, S, target_len)
-    state = cfg.delta.value_heads * cfg.delta.key_dim * cfg.delta.value_dim
-    dense += 3.0 * 6 * state * (cfg.num_layers - attends)
+    dense += 3.0 * _state_flops(cfg) * (cfg.num_layers - attends)
     return Flops(dense + 3.0 * per_pair * S * attends, dense + 3.0 * per_pair * seen)
+
+
+def _state_flops(cfg: ModelConfig) -> float:
+    """Returns the FLOPs of a forward pass of one token and layer with the states of all heads."""
+    if cfg.ssm.layers:
+        return 4.0 * cfg.ssm.heads * cfg.ssm.head_dim * cfg.ssm.state_dim
+    return 6.0 * cfg.delta.value_heads * cfg.delta.key_dim * cfg.delta.value_dim
 
 
 def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:

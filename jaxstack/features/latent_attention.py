@@ -95,13 +95,13 @@ def latent_attention(
     assert inputs.rope is not None, "a part of each key is rotated"
     L = cfg.latent.kv_rank
     R = cfg.latent.rotary_dim
-    down = _narrow(params, "w_kv_down", x, ctx)  # [B, S/n, L + R]
-    narrow = replace(cfg, norm_eps=EPS)
-    latent = layers.norm(narrow, params["kv_norm"], down[..., :L], ctx, "rms")
+    down = narrow(params, "w_kv_down", x, ctx)  # [B, S/n, L + R]
+    inner = replace(cfg, norm_eps=EPS)
+    latent = layers.norm(inner, params["kv_norm"], down[..., :L], ctx, "rms")
     shared = ctx.layout.gather_activations(down[..., L:], "heads")[:, :, None]  # [B, S, 1, R]
     latent = ctx.layout.gather_activations(latent, "heads")  # [B, S, L]
     if cfg.latent.q_rank:
-        x = layers.norm(narrow, params["q_norm"], _narrow(params, "w_q_down", x, ctx), ctx, "rms")
+        x = layers.norm(inner, params["q_norm"], narrow(params, "w_q_down", x, ctx), ctx, "rms")
     q = layers.linear(cfg, params, "q", ctx.layout.gather_activations(x, "heads"), ctx, "heads")  # [B, S, H, K + R]
     shared = rotate(shared, inputs.rope, cfg.rotary_interleaved)
     turned = rotate(q[..., -R:], inputs.rope, cfg.rotary_interleaved)
@@ -145,7 +145,7 @@ def _score_options(cfg: ModelConfig) -> dict[str, Any]:
     return options
 
 
-def _narrow(params: Params, name: str, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S/n, D] -> [B, S/n, L]
+def narrow(params: Params, name: str, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S/n, D] -> [B, S/n, L]
     """Returns the narrow vectors of the tokens, which the residual stream is split over."""
     tokens = ctx.layout.axes("batch", "residual")
     return kernels.linear(x, params[name], quant=ctx.ops.quant, implementation=ctx.ops.linear, split_tokens=tokens)

@@ -23,6 +23,7 @@ from jaxstack.generate.engine import CALL, Added, Engine, Programs, Sampling, ne
 from jaxstack.generate.prompt_cache import PromptCache
 from jaxstack.generate.prompts import BUCKET, Rows, align_rows, power_of_buckets, row_seeds, whole_buckets
 from jaxstack.generate.sampling import Logprobs, RowSample
+from jaxstack.runtime import distributed
 
 _LAST_SLOT = 2**30
 """Beyond this the counter of slots begins again, long before int32 ends."""
@@ -150,7 +151,7 @@ class ContinuousBatch:
         self._state, results = self._programs.extend(
             self._state, alive.reshape(-1), count, wait=bool(self.waiting), scored=bool(self._scored)
         )
-        added: Added = jax.device_get(results)
+        added: Added = distributed.fetch(results)
         self._slot += int(added.lengths[alive.reshape(-1)].max())
         parts = []
         for place, name in enumerate(self._texts.reshape(-1).tolist()):
@@ -193,7 +194,7 @@ class ContinuousBatch:
             cached, read = self._read([prompt.tokens for prompt in prompts])
             self._resize(max([*ends.tolist(), *self._lengths[self._texts >= 0].tolist()]) + 1)
             self._state, results = self._programs.admit(self._state, read, self._rows(prompts), (ends, places))
-            added: Added = jax.device_get(results)
+            added: Added = distributed.fetch(results)
             for replica, prompt in enumerate(taken):
                 if prompt is not None:
                     if prompt.logprobs:

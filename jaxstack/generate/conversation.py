@@ -91,7 +91,7 @@ class Conversation:
         pairs = zip(self.tokens, tokens[:-1], strict=False)  # the last token is read again, for its logits
         common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self.tokens), len(tokens) - 1))
         windows = [window for window in self._programs.engine.cfg.windows if window]
-        if common < len(self.tokens) and self._programs.engine.cfg.delta.every:
+        if common < len(self.tokens) and self._programs.engine.cfg.states_key:
             return 0  # a state cannot drop tokens again
         if common < len(self.tokens) and windows and len(self.tokens) >= min(windows):
             return 0  # the tokens before have made room for those that are dropped now

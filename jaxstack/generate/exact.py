@@ -27,6 +27,7 @@ from jaxstack.generate.prompts import Rows, check_prompts, row_seeds
 from jaxstack.generate.score import Scorer
 from jaxstack.models import decoder
 from jaxstack.models.params import Params
+from jaxstack.runtime import distributed
 from jaxstack.sharding import collectives
 
 
@@ -125,7 +126,7 @@ class Exact:
                     tokens[row, : len(text)] = text
                     ends[row] = len(prompts[i])
                     seeds[row] = marks[i]
-                chosen = jax.device_get(self._program(self.scorer.params, tokens, ends, seeds, np.uint32(seed)))
+                chosen = distributed.fetch(self._program(self.scorer.params, tokens, ends, seeds, np.uint32(seed)))
                 for row, i in enumerate(part):
                     first = len(prompts[i]) - 1
                     found.append((i, chosen[row, first : first + len(added[i])].tolist()))

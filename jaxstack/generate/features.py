@@ -3,7 +3,8 @@
 Suffixes: N pictures or texts, E width of the features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -18,6 +19,9 @@ from jaxstack.families import contrastive
 from jaxstack.generate.engine import jit_on_mesh
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+
+Program: TypeAlias = Callable[..., jax.Array]
+"""Computes the features of one tower."""
 
 
 def image_features(cfg: ModelConfig, params: Params, pixels: np.ndarray, ctx: Context) -> np.ndarray:
@@ -37,26 +41,38 @@ def image_features(cfg: ModelConfig, params: Params, pixels: np.ndarray, ctx: Co
 
 
 def text_features(
-    cfg: ModelConfig, params: Params, texts: Sequence[str], tokenizer: Tokenizer, length: int, ctx: Context
+    cfg: ModelConfig,
+    params: Params,
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    ctx: Context,
+    program: Program | None = None,
 ) -> np.ndarray:
     """Returns the features of texts, float32 [N, E]; each has length 1.
 
     Args:
       texts: of at most `length` tokens with a start and an end.
       length: `data.target_length` of the run.
+      program: from `make_program`, to compile it once for several calls.
 
     Raises:
       ConfigError: a text is too long.
     """
     rows = encode_texts(texts, tokenizer, special_ids(tokenizer), length)
-    return _features(cfg, params, rows, length, ctx, 1)
+    return _features(cfg, params, rows, length, ctx, 1, program)
 
 
 def _features(
-    cfg: ModelConfig, params: Params, rows: dict[str, np.ndarray], length: int, ctx: Context, which: int
+    cfg: ModelConfig,
+    params: Params,
+    rows: dict[str, np.ndarray],
+    length: int,
+    ctx: Context,
+    which: int,
+    program: Program | None = None,
 ) -> np.ndarray:
     """Returns the features of one tower; what the other one would read is zeros, and nothing of it is computed."""
-    ctx = ctx.whole_sequences()
     count = len(next(iter(rows.values())))
     padded = count + -count % ctx.layout.replicas
     size = cfg.contrastive
@@ -68,10 +84,18 @@ def _features(
     for name in arrays.keys() & rows.keys():
         arrays[name][:count] = rows[name]
 
+    program = program or make_program(cfg, ctx, which)
+    computed = program(params, *arrays.values(), np.int32(0))
+    return np.asarray(jax.device_get(computed))[:count]
+
+
+def make_program(cfg: ModelConfig, ctx: Context, which: int) -> Program:
+    """Returns the program that computes features: of pictures (0), or of texts (1)."""
+    ctx = ctx.whole_sequences()
+
     def work(params: Params, patches: jax.Array, tokens: jax.Array, pair_weights: jax.Array, _: jax.Array) -> jax.Array:
         batch: Batch = {"patches": patches, "tokens": tokens, "pair_weights": pair_weights}
         hidden = contrastive.FAMILY.hidden_states(cfg, params, batch, ctx)[0]
         return contrastive.features(cfg, params, hidden, batch, ctx)[which]
 
-    computed = jit_on_mesh(work, cfg, ctx, parts=3)(params, *arrays.values(), np.int32(0))
-    return np.asarray(jax.device_get(computed))[:count]
+    return jit_on_mesh(work, cfg, ctx, parts=3)

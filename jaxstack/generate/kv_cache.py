@@ -92,10 +92,9 @@ class CachedDecoder:
         token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
         """Returns a decoder whose parameters are cast and copied once, unless they are already."""
-        if cfg.delta.every and ctx.layout.pipeline is not None:
+        if cfg.states_key and ctx.layout.pipeline is not None:
             raise ConfigError(
-                f"model.delta.every={cfg.delta.every} has states, with which a pipeline does not generate. Use "
-                f"--mesh.pipe=1."
+                f"{cfg.states_key} has states, with which a pipeline does not generate. Use --mesh.pipe=1."
             )
         if cfg.moe.num_experts and not all(cfg.has_experts) and ctx.layout.pipeline is not None:
             raise ConfigError(

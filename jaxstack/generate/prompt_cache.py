@@ -35,7 +35,7 @@ class PromptCache:
         Args:
           limit: largest number of bytes.
         """
-        windows = [1] if cfg.delta.every else [window for window in cfg.windows if window]
+        windows = [1] if cfg.states_key else [window for window in cfg.windows if window]
         self.bytes = 0
         self._limit = limit
         self._window = min(windows, default=None)

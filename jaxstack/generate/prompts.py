@@ -30,8 +30,8 @@ def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
         raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")
     if cfg.reward_head and not scores:
         raise ConfigError(
-            "model.reward_head=true scores texts, and does not continue them. Use jaxstack eval with --preferences, or "
-            "another run."
+            "model.reward_head=true scores texts, and does not continue them. Use jaxstack serve, jaxstack eval with "
+            "--preferences, or another run."
         )
 
 
@@ -50,11 +50,10 @@ def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int)
                 f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
             )
         scaling = cfg.rope_scaling
-        short = scaling.kind == "longrope" and not scaling.long_context
-        if short and len(prompt) + tokens > scaling.original_max_position:
+        if scaling.is_short and len(prompt) + tokens > scaling.original_max_position:
             raise ConfigError(
                 f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but "
-                f"model.rope_scaling.short_factors are for {scaling.original_max_position}. Use "
+                f"model.rope_scaling has frequencies for {scaling.original_max_position}. Use "
                 f"--model.rope_scaling.long_context=true."
             )
 

@@ -31,10 +31,12 @@ from jaxstack.generate.engine import Engine
 from jaxstack.generate.exact import Exact
 from jaxstack.generate.prompts import Rows, row_seeds
 from jaxstack.generate.score import Scorer
+from jaxstack.generate.turns import Answer, Completion, Turns, open_turns
 from jaxstack.models.params import Params
 from jaxstack.posttrain import losses, rewards, tasks
 from jaxstack.posttrain.rewards import Reward
 from jaxstack.runtime import distributed
+from jaxstack.training.features.policy import trainer_log_probs
 from jaxstack.training.features.preference import Refer
 from jaxstack.training.losses import EvalSums, Metrics
 from jaxstack.training.services.batches import Batches, Evaluate, Timer
@@ -53,22 +55,6 @@ Arrays = dict[str, np.ndarray]
 
 Figures = dict[str, np.generic]
 """What is logged of the completions of a step, by name."""
-
-
-class Completion(NamedTuple):
-    """A completion of a prompt.
-
-    Attributes:
-      tokens: its ids, with the token that ends it.
-      old_log_probs: log-probability of each token under the trainer's forward pass, float32 [tokens].
-      log_probs: the same under the sampler; equal to them if it is exact.
-      redrafted: number of tokens that the forward pass has chosen in place of drafts.
-    """
-
-    tokens: list[int]
-    old_log_probs: np.ndarray
-    log_probs: np.ndarray
-    redrafted: int = 0
 
 
 class Judged(NamedTuple):
@@ -121,13 +107,9 @@ class Sampler:
         if self.rl.exact:
             found = exact.texts(prompts, seed)
             return [Completion(one.tokens, one.log_probs, one.log_probs, one.redrafted) for one in found]
-        tokens, log_probs = self._sample_fast(exact.engine, prompts, seed)
-        whole = [[*prompt, *new] for prompt, new in zip(prompts, tokens, strict=True)]
-        scores = dict(exact.scorer.scores(whole, exact.rows))
-        return [
-            Completion(new, scores[i].log_probs[len(prompts[i]) - 1 :], np.concatenate(log_probs[i]))
-            for i, new in enumerate(tokens)
-        ]
+        tokens, parts = self._sample_fast(exact.engine, prompts, seed)
+        log_probs = map(np.concatenate, parts)
+        return [Completion(new, each, each) for new, each in zip(tokens, log_probs, strict=True)]
 
     def _sample_fast(self, engine: Engine, prompts: Rows, seed: int) -> tuple[Rows, list[list[np.ndarray]]]:
         """Returns tokens with their log-probabilities, from the KV cache alone."""
@@ -187,7 +169,10 @@ class Rollouts(Batches):
       tokenizer: its tokenizer.
       prompts: all prompts, training and held out, by their numbers.
       rewards: functions of completions.
+      turns: what continues a completion after a call of a tool. `None` means that nothing does.
       sampler: samples completions.
+      rescore: computes the log-probabilities of a batch as its step will, where the sampler's may have other bits.
+        `None` means that they have the same.
       rows: where the rows of a batch are on the devices.
       waiting: batches that were made for later steps, by their index, with what is logged of them.
       samples: completions of the newest evaluation, for the log.
@@ -197,7 +182,9 @@ class Rollouts(Batches):
     tokenizer: Tokenizer
     prompts: PromptTokens
     rewards: list[Reward | ModelReward]
+    turns: Turns | None
     sampler: Sampler
+    rescore: Callable[[Params, Batch], jax.Array] | None
     rows: jax.sharding.Sharding
     waiting: dict[int, tuple[Arrays, Figures]] = field(default_factory=dict)
     samples: list[dict[str, object]] = field(default_factory=list)
@@ -209,11 +196,6 @@ class Rollouts(Batches):
         Raises:
           ConfigError: a reward does not exist or does not suit the rows, or a prompt is too long.
         """
-        if jax.process_count() > 1:
-            raise ConfigError(
-                "data.source=prompts samples completions in one process, but this run has several. Use one process "
-                "with all devices of a machine."
-            )
         cfg = setup.cfg
         train = setup.dataset.train
         assert isinstance(train, PromptTokens)
@@ -235,7 +217,12 @@ class Rollouts(Batches):
             for one in functions:
                 one.check(row.name, row.fields)
         rows = setup.ctx.layout.sharding(setup.ctx.layout.batch)
-        return cls(loader, cfg, setup.dataset.tokenizer, prompts, functions, Sampler.create(setup), rows)
+        sampler = Sampler.create(setup)
+        turns = open_turns(cfg.rl, str(cfg.data.path), setup.dataset.tokenizer, sampler.exact.stop)
+        rescore = None
+        if not cfg.rl.exact or cfg.mesh.tensor > 1 or cfg.model.moe.num_experts or turns is not None:
+            rescore = trainer_log_probs(cfg.model, setup.ctx, cfg.train.grad_accum)
+        return cls(loader, cfg, setup.dataset.tokenizer, prompts, functions, turns, sampler, rescore, rows)
 
     # ---- training
 
@@ -257,10 +244,30 @@ class Rollouts(Batches):
             after = (index // self.cfg.rl.updates + 1) * self.cfg.rl.updates
             self.waiting = self._roll_out(params, range(index, after))
         arrays, figures = self.waiting.pop(index)
+        return self._to_devices(arrays), figures
+
+    def _to_devices(self, arrays: Arrays) -> Batch:
+        """Returns a batch on the devices; every process has all of its rows."""
         rows = self.cfg.data.batch_size
         local = distributed.local_rows(self.rows, rows)
         own = {name: array[local] for name, array in arrays.items()}
-        return distributed.to_global_batch(own, self.rows, local, rows), figures
+        return distributed.to_global_batch(own, self.rows, local, rows)
+
+    def _rescored(self, params: Params, groups: list[list[Judged]]) -> list[list[Judged]]:
+        """Returns the completions of a batch with the log-probabilities that its step will compute."""
+        if self.rescore is None:
+            return groups
+        arrays = make_arrays(self.cfg.rl, groups, self.cfg.data.seq_len)
+        own = {name: arrays[name] for name in ("tokens", "targets")}
+        log_probs = iter(distributed.fetch(self.rescore(params, self._to_devices(own))))
+
+        def one(judged: Judged) -> Judged:
+            first = len(judged.ids) - 1
+            completion = judged.completion
+            old = next(log_probs)[first : first + len(completion.tokens)]
+            return judged._replace(completion=completion._replace(old_log_probs=old))
+
+        return [[one(judged) for judged in group] for group in groups]
 
     def _roll_out(self, params: Params, indices: range) -> dict[int, tuple[Arrays, Figures]]:
         """Returns the batches of some steps."""
@@ -288,7 +295,7 @@ class Rollouts(Batches):
         speed = {"rollout_s": np.float64(seconds / len(indices)), "rollout_tokens_per_s": np.float64(sampled / seconds)}
         found = {}
         for i in indices:
-            own = [groups[i, p] for p in range(P)]
+            own = self._rescored(params, [groups[i, p] for p in range(P)])
             share = {"groups_without_spread": np.float64(flat[i] / drawn[i]), "groups_drawn": np.int64(drawn[i])}
             found[i] = make_arrays(rl, own, self.cfg.data.seq_len), self._figures(own) | share | speed
         return found
@@ -296,39 +303,68 @@ class Rollouts(Batches):
     def judge(self, params: Params, numbers: Sequence[int], group: int, key: tuple[int, ...]) -> list[list[Judged]]:
         """Returns completions of prompts with their rewards, `group` of each; random numbers depend on the key."""
         rl = self.cfg.rl
-        ids = self.prompts.ids_of(numbers)
+        rows = [self.prompts.rows[number] for number in numbers for _ in range(group)]
+        ids = [one for one in self.prompts.ids_of(numbers) for _ in range(group)]
         seed = int(np.random.SeedSequence((self.cfg.run.seed, *key)).generate_state(1)[0])
-        completions = self.sampler.sample(params, [one for one in ids for _ in range(group)], seed)
+        if self.turns is None:
+            sampled = self.sampler.sample(params, ids, seed)
+            answers = [Answer(one, one.tokens) for one in sampled]
+        else:
+            answers = self.turns.sample(partial(self.sampler.sample, params), rows, ids, seed, self.cfg.data.seq_len)
         stop = self.sampler.exact.stop
-        whole = [[*ids[i // group], *one.tokens] for i, one in enumerate(completions)]
-        models = [one for one in self.rewards if isinstance(one, ModelReward)]
-        scores = {one.name: one.scorer.rewards(whole, self.cfg.microbatch_size) for one in models}
+        endings = [last[-1] in stop for _, last in answers]
+        texts = [
+            self.tokenizer.decode(last[: len(last) - end]) for (_, last), end in zip(answers, endings, strict=True)
+        ]
+        completions = [one for one, _ in answers]
+        parts = self._parts(rows, texts, [[*own, *one.tokens] for own, one in zip(ids, completions, strict=True)])
         judged = []
-        for i, number in enumerate(numbers):
-            row = self.prompts.rows[number]
-            own = []
-            for k, completion in enumerate(completions[i * group : (i + 1) * group], i * group):
-                ended = completion.tokens[-1] in stop
-                text = self.tokenizer.decode(completion.tokens[: len(completion.tokens) - ended])
-                parts = [
-                    float(scores[one.name][k])
-                    if isinstance(one, ModelReward)
-                    else one(row.name, row.text, text, row.fields)
-                    for one in self.rewards
-                ]
-                reward = sum(one.weight * value for one, value in zip(self.rewards, parts, strict=True))
-                if rl.overlong_buffer:
-                    length = jnp.float32(len(completion.tokens))
-                    reward += float(losses.overlong_penalty(length, longest=rl.tokens, buffer=rl.overlong_buffer))
-                own.append(Judged(row, ids[i], completion, ended, text, parts, reward))
-            judged.append(own)
-        return judged
+        for i, completion in enumerate(completions):
+            reward = sum(one.weight * value for one, value in zip(self.rewards, parts[i].tolist(), strict=True))
+            if rl.overlong_buffer:
+                length = jnp.float32(len(completion.tokens))
+                reward += float(losses.overlong_penalty(length, longest=rl.tokens, buffer=rl.overlong_buffer))
+            judged.append(Judged(rows[i], ids[i], completion, endings[i], texts[i], parts[i].tolist(), reward))
+        return [judged[i : i + group] for i in range(0, len(judged), group)]
+
+    def _parts(self, rows: Sequence[RewardedPrompt], texts: Sequence[str], whole: Rows) -> np.ndarray:
+        """Returns the value of each reward for each completion, float64 [completions, rewards].
+
+        Functions run once for each completion, whatever the number of processes, which share them. So a function may
+        be random, or ask another program.
+
+        Args:
+          whole: ids of each prompt with its completion.
+
+        Raises:
+          ConfigError: a function fails, on every process.
+        """
+        count = jax.process_count()
+        found = np.zeros((len(texts), len(self.rewards)))
+        failure = None
+        try:
+            for i in range(jax.process_index(), len(texts), count):
+                for k, one in enumerate(self.rewards):
+                    if isinstance(one, Reward):
+                        found[i, k] = one(rows[i].name, rows[i].text, texts[i], rows[i].fields)
+        except ConfigError as error:
+            if count == 1:
+                raise
+            failure = str(error)
+        if count > 1:
+            if reason := distributed.first_reason(failure):
+                raise ConfigError(failure or reason)
+            found = distributed.gather_numbers(found).sum(0)
+        for k, one in enumerate(self.rewards):
+            if isinstance(one, ModelReward):
+                found[:, k] = one.scorer.rewards(whole, self.cfg.microbatch_size)
+        return found
 
     def _figures(self, groups: Sequence[Sequence[Judged]]) -> Figures:
         """Returns what is logged of the completions of a step."""
         flat = [one for group in groups for one in group]
         values = np.array([one.reward for one in flat])
-        lengths = np.array([len(one.completion.tokens) for one in flat])
+        lengths = np.array([one.completion.mask.sum() for one in flat])
         figures = {
             "reward": values.mean(),
             "reward_std": values.std(),
@@ -338,10 +374,13 @@ class Rollouts(Batches):
         if len(self.rewards) > 1:
             for k, one in enumerate(self.rewards):
                 figures[f"reward/{one.name}"] = np.mean([each.parts[k] for each in flat])
+        if self.turns is not None:
+            figures["turns"] = np.mean([one.completion.turns for one in flat])
         if self.cfg.rl.exact:
             figures["redrafted"] = sum(one.completion.redrafted for one in flat) / lengths.sum()
-        else:
-            apart = np.concatenate([one.completion.old_log_probs - one.completion.log_probs for one in flat])
+        if self.rescore is not None:
+            pairs = [one.completion for one in flat]
+            apart = np.concatenate([(one.old_log_probs - one.log_probs)[one.mask] for one in pairs])
             figures["sampler_kl"] = float(np.mean(np.expm1(apart) - apart))
             figures["sampler_difference"] = np.abs(apart).max()
         return {name: np.float64(value) for name, value in figures.items()}
@@ -358,14 +397,14 @@ class Rollouts(Batches):
 
         def evaluate(params: Params, batch: Batch) -> EvalSums:
             nonlocal count
-            numbers = np.asarray(jax.device_get(batch["prompts"]))[:, 0].tolist()
+            numbers = np.asarray(distributed.fetch(batch["prompts"]))[:, 0].tolist()
             judged = [one for (one,) in self.judge(params, numbers, 1, (0, 0, 1))]
             if count % self.cfg.train.eval_steps == 0:
                 self.samples = [_sample(one) for one in judged[:SAMPLES]]
             count += 1
             sums = {
                 "reward": float(sum(one.reward for one in judged)),
-                "length": float(sum(len(one.completion.tokens) for one in judged)),
+                "length": float(sum(one.completion.mask.sum() for one in judged)),
             }
             weights = dict.fromkeys(("policy", "reward", "length"), float(len(judged)))
             sums["policy"] = -sums["reward"]
@@ -393,10 +432,14 @@ class Rollouts(Batches):
             part = [[one] for one in judged[at : at + rows]]
             arrays = make_arrays(self.cfg.rl, part, self.cfg.data.seq_len)
             padded = {name: np.pad(a, ((0, rows - len(a)), (0, 0))) for name, a in arrays.items()}
-            batch = refer(params, jax.device_put(padded, self.rows))
-            reference = np.asarray(jax.device_get(batch["reference_log_probs"]))
+            batch = refer(params, self._to_devices(padded))
+            reference = distributed.fetch(batch["reference_log_probs"])
+            log_probs = padded["old_log_probs"]
+            if self.rescore is not None:
+                inputs = {name: batch[name] for name in ("tokens", "targets")}
+                log_probs = distributed.fetch(self.rescore(params, inputs))
             mask = padded["loss_weights"] > 0
-            own = padded["old_log_probs"][mask]
+            own = log_probs[mask]
             total += float(losses.divergence(jnp.asarray(own), jnp.asarray(reference[mask]), self.cfg.rl.kl).sum())
             count += float(mask.sum())
         return total, count
@@ -405,6 +448,8 @@ class Rollouts(Batches):
 
     def save(self, step: int) -> None:
         """Writes the batches that wait beside the checkpoint of a step; removes files of checkpoints that are gone."""
+        if jax.process_index():
+            return
         folder = Path(self.cfg.run.dir) / "rollouts"
         kept = {*manifest.steps(run_dir.checkpoints(Path(self.cfg.run.dir))), step}
         for old in folder.glob("*.npz"):
@@ -435,6 +480,7 @@ class Rollouts(Batches):
         if index % self.cfg.rl.updates == 0:
             return ""
         path = Path(self.cfg.run.dir) / "rollouts" / f"{step}.npz"
+        failure = None
         try:
             with np.load(path, allow_pickle=False) as content:
                 for key in content.files:
@@ -445,11 +491,12 @@ class Rollouts(Batches):
                     else:
                         figures[name] = content[key][()]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            failure = type(error).__name__
+        if jax.process_count() > 1:
+            failure = distributed.first_reason(failure)  # all processes sample again, or none
+        if failure:
             self.waiting = {}
-            return (
-                f"{path} with completions for the next steps cannot be read ({type(error).__name__}); new ones are "
-                f"sampled"
-            )
+            return f"{path} with completions for the next steps cannot be read ({failure}); new ones are sampled"
         return ""
 
 
@@ -498,7 +545,7 @@ def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) 
     Returns:
       Arrays [B, S]:
       - `tokens` and `targets`, int32: the targets are the tokens that follow.
-      - `loss_weights`, float32: 1 where the target is of the completion.
+      - `loss_weights`, float32: 1 where the target is of the completion, and not of a tool's result.
       - `row_weights`, float32: 1 at the first position.
       - `token_weights`, float32: the weight of each token in the sum that `RLConfig.terms` divides.
       - `importance`, float32: ratio of the trainer's and the sampler's probability, at most `rl.importance_limit`.
@@ -520,13 +567,12 @@ def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) 
         arrays["tokens"][row, : len(text) - 1] = text[:-1]
         arrays["targets"][row, : len(text) - 1] = text[1:]
         where = row, slice(len(one.ids) - 1, len(text) - 1)
-        arrays["loss_weights"][where] = 1
-        arrays["old_log_probs"][where] = one.completion.old_log_probs
-        if rl.exact:
-            arrays["importance"][where] = 1
-        else:
-            pair = (jnp.asarray(one.completion.old_log_probs), jnp.asarray(one.completion.log_probs))
-            arrays["importance"][where] = losses.truncated_importance(*pair, limit=rl.importance_limit)
+        sampled = one.completion.mask
+        arrays["loss_weights"][where] = sampled
+        arrays["old_log_probs"][where] = np.where(sampled, one.completion.old_log_probs, 0)
+        pair = (jnp.asarray(one.completion.old_log_probs), jnp.asarray(one.completion.log_probs))
+        weights = losses.truncated_importance(*pair, limit=rl.importance_limit)  # 1 where the bits are equal
+        arrays["importance"][where] = np.where(sampled, weights, 0)
     arrays["row_weights"][:, 0] = 1
     arrays["advantages"][:] = np.asarray(scaled).reshape(-1, 1)
     mask = arrays["loss_weights"]
@@ -534,7 +580,7 @@ def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) 
         case "grpo" | "gspo":
             arrays["token_weights"] = mask / np.maximum(mask.sum(1, keepdims=True), 1)
         case "dr_grpo":
-            arrays["token_weights"] = mask / np.float32(rl.tokens)
+            arrays["token_weights"] = mask / np.float32(rl.tokens * rl.turns)
         case _:
             arrays["token_weights"] = mask.copy()
     return arrays

@@ -26,6 +26,7 @@ from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
+from jaxstack.runtime import distributed
 from jaxstack.sharding import collectives
 
 
@@ -91,7 +92,7 @@ class Scorer:
         """
         self.check(texts)
         for tokens, indices in self._calls(texts, rows):
-            arrays = jax.device_get(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
+            arrays = distributed.fetch(self._score(self.params, tokens[:, :-1], tokens[:, 1:]))
             for i, log_probs, greedy in zip(indices, *arrays, strict=False):
                 yield i, Scores(log_probs[: len(texts[i]) - 1], greedy[: len(texts[i]) - 1])
 
@@ -114,7 +115,7 @@ class Scorer:
         self.check(texts)
         program = self._program_with(alternatives, vocabulary or self.cfg.vocab)
         for tokens, indices in self._calls(texts, rows):
-            packed = jax.device_get(program(self.params, tokens[:, :-1], tokens[:, 1:]))  # [B, S, 1 + 2K]
+            packed = distributed.fetch(program(self.params, tokens[:, :-1], tokens[:, 1:]))  # [B, S, 1 + 2K]
             for i, row in zip(indices, packed, strict=False):
                 chosen, values, ids = np.split(row[: len(texts[i]) - 1], (1, 1 + alternatives), axis=1)
                 yield i, Logprobs(chosen[:, 0], ids.astype(np.int32), values)
@@ -133,7 +134,7 @@ class Scorer:
         self.check(longer)
         found = np.zeros(len(texts), np.float32)
         for tokens, indices in self._calls(longer, rows):
-            for i, scores in zip(indices, jax.device_get(self._rewards(self.params, tokens[:, :-1])), strict=False):
+            for i, scores in zip(indices, distributed.fetch(self._rewards(self.params, tokens[:, :-1])), strict=False):
                 found[i] = scores[len(texts[i]) - 1]
         return found
 
@@ -182,7 +183,7 @@ class Scorer:
         if self.cfg.positions == "learned":
             slots = min(slots, self.cfg.max_positions or slots)
         padded = np.pad(tokens, ((0, -count % self.ctx.layout.replicas), (0, slots - length))).astype(np.int32)
-        found = np.asarray(jax.device_get(self._logits(self.params, padded)))[:count, :length]
+        found = np.asarray(distributed.fetch(self._logits(self.params, padded)))[:count, :length]
         return found[..., : self.cfg.vocab]  # without padding
 
     @property

@@ -107,9 +107,9 @@ class Speculation:
         """
         check(sample)
         for engine in (self.engine, self.draft):
-            if engine.cfg.delta.every:
+            if engine.cfg.states_key:
                 raise ConfigError(
-                    f"model.delta.every={engine.cfg.delta.every} has states, which cannot drop the tokens of a draft. "
+                    f"{engine.cfg.states_key} has states, which cannot drop the tokens of a draft. "
                     f"Leave the draft away, or use models without it."
                 )
             check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)

@@ -21,6 +21,7 @@ from jaxstack.config import (
     ModelConfig,
     MoEConfig,
     RopeScaling,
+    StateSpaceConfig,
     flat,
 )
 from jaxstack.config.branches import BranchesConfig
@@ -103,11 +104,7 @@ def from_json(where: str, values: object) -> Description:
     _drop_without_effect(keys, family)
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
 
-    if "num_decoder_layers" in family.fields:  # an older file of T5 has a decoder as deep as the encoder
-        keys.set_default("num_decoder_layers", keys.value_of("num_layers"))
-    for key in ("n_group", "topk_group"):  # null means one group, as the absence of the key in most classes
-        if key in family.fields and key in keys:
-            keys.set_default(key, 1)
+    _set_defaults(keys, family)
     ours: JsonObject = dict(family.fixed) | labels
     for key, path in family.fields.items():
         ours[path] = _typed(keys, key, keys.take(key, *family.default_of(key)), path)
@@ -123,6 +120,8 @@ def from_json(where: str, values: object) -> Description:
         ours |= _latent(keys, ours["num_heads"])
     if family.delta:
         ours["delta.every"] = _delta_every(keys, ours["num_layers"])
+    if family.expansion:
+        ours = _state_space(keys, family, ours)
     if family.rope:
         ours |= _rope(keys, family, ours.get("max_positions"))
     if ours.get("moe.router") == "sigmoid" and ours["moe.top_k"] == 1 and ours["moe.normalize"]:
@@ -135,14 +134,29 @@ def from_json(where: str, values: object) -> Description:
     moe = _group(ours, "moe.")
     latent = _group(ours, "latent.")
     delta = _group(ours, "delta.")
+    ssm = _group(ours, "ssm.")
     scaling = ours.pop("rope_scaling", {})
     try:
         scaled = RopeScaling(**scaling)
-        groups: JsonObject = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent), "delta": DeltaConfig(**delta)}
+        groups: JsonObject = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent)}
+        groups |= {"delta": DeltaConfig(**delta), "ssm": StateSpaceConfig(**ssm)}
         model = ModelConfig(**ours, **groups, rope_scaling=scaled)
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
     return Description(name, model, ignored, unknown, code)
+
+
+def _set_defaults(keys: Keys, family: Family) -> None:
+    """Gives keys that follow from others, or may be null, their values."""
+    if keys.value_of("mamba_d_head") == "auto":
+        keys.take("mamba_d_head")
+    if "mamba_d_head" in family.fields:
+        keys.set_default("mamba_d_head", _even_head(keys, family))
+    if "num_decoder_layers" in family.fields:  # an older file of T5 has a decoder as deep as the encoder
+        keys.set_default("num_decoder_layers", keys.value_of("num_layers"))
+    for key in ("n_group", "topk_group"):  # null means one group, as the absence of the key in most classes
+        if key in family.fields and key in keys:
+            keys.set_default(key, 1)
 
 
 def _group(ours: JsonObject, prefix: str) -> JsonObject:
@@ -164,6 +178,8 @@ def _switches(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
     if family.parallel is not None:
         key, kind = family.parallel
         found["parallel"] = kind if _flag(keys, family, key) else "no"
+    if family.falcon:
+        found |= _falcon(keys, family, ours["num_heads"])
     if family.interleaved_key:
         found["rotary_interleaved"] = keys.take(family.interleaved_key, True) is not False
     if family.group_key:
@@ -250,6 +266,75 @@ def _delta_types(every: int, layers: int) -> list[str]:
     return [LINEAR if (i + 1) % every else FULL for i in range(layers)]
 
 
+def _even_head(keys: Keys, family: Family) -> object:
+    """Returns the width of a state-space head for which a file says that it follows from the others."""
+    expand, width, heads = (
+        keys.value_of(key) or family.defaults.get(key, 2) for key in (family.expansion, "hidden_size", "mamba_n_heads")
+    )
+    whole = all(type(size) is int and size > 0 for size in (expand, width, heads))
+    return expand * width // heads if whole else None  # type: ignore[operator]
+
+
+def _state_space(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
+    """Returns the fields of a model with state spaces, after checking their keys that have no field.
+
+    These are the width of all heads together, and the activation.
+    """
+    together = ours["ssm.heads"] * ours["ssm.head_dim"]
+    expand = keys.take(family.expansion, 2)
+    if type(expand) is not int or expand * ours["d_model"] != together:
+        raise keys.error(family.expansion, expand, f"Its heads have {together} elements for {ours['d_model']}")
+    if ours["activation"] != "silu":
+        raise keys.error(family.activation, ours["activation"], "Use silu, the activation of state spaces")
+    return _hybrid(keys, ours) if "mamba_d_head" in family.fields else ours
+
+
+def _hybrid(keys: Keys, ours: JsonObject) -> JsonObject:
+    """Returns the fields with those of a model that may have state spaces, attention, experts and a shared MLP."""
+    found = dict(ours)
+    layers = ours["num_layers"]
+    types = keys.take("layer_types", None) or [LINEAR] * layers
+    names = {"mamba": LINEAR, "attention": FULL}
+    if not isinstance(types, list) or len(types) != layers or any(names.get(t, t) not in (LINEAR, FULL) for t in types):
+        raise keys.error("layer_types", types, f"Give mamba or attention for each of {layers} layers")
+    states = tuple(names.get(kind, kind) == LINEAR for kind in types)
+    if any(states):
+        found["ssm.layers"] = _period(states, cut=False)
+    else:
+        found = {path: value for path, value in found.items() if not path.startswith("ssm.")}
+    positions = keys.take("position_embedding_type", None)
+    if positions not in (None, "nope", "rope"):
+        raise keys.error("position_embedding_type", positions, "Use rope or nope")
+    found["positions"] = "rope" if positions == "rope" else "none"
+    shared = "shared_intermediate_size"
+    if found["moe.num_experts"]:
+        found["moe.shared_experts"] = _shared_experts(keys, shared, ours["d_ff"])
+    else:
+        found = {path: value for path, value in found.items() if not path.startswith("moe.")}
+        width = keys.take(shared, 1024)
+        found["d_ff"] = _typed(keys, shared, width, "d_ff")
+    return found
+
+
+def _hybrid_keys(family: Family, model: ModelConfig) -> JsonObject:
+    """Returns the keys of state spaces, and of a hybrid the kinds of its layers and the width of its shared MLP."""
+    ssm = model.ssm
+    values: JsonObject = {family.expansion: ssm.heads * ssm.head_dim / model.d_model}
+    if values[family.expansion].is_integer():
+        values[family.expansion] = int(values[family.expansion])
+    if "mamba_d_head" not in family.fields:
+        return values
+    if not ssm.layers:  # attention alone; the class still asks for sizes that fit
+        values |= {"mamba_n_heads": model.num_heads, "mamba_d_head": "auto", family.expansion: 2}
+    states = (ssm.layers or (False,)) * model.num_layers
+    values["layer_types"] = ["mamba" if state else "attention" for state in states[: model.num_layers]]
+    values["position_embedding_type"] = "rope" if model.positions == "rope" else "nope"
+    values["shared_intermediate_size"] = model.ff_width
+    if model.moe.num_experts:
+        values["shared_intermediate_size"] = model.moe.shared_experts * model.expert_width
+    return values
+
+
 def _latent_keys(model: ModelConfig) -> JsonObject:
     """Returns the keys of latent attention."""
     latent = model.latent
@@ -260,6 +345,33 @@ def _latent_keys(model: ModelConfig) -> JsonObject:
         "qk_nope_head_dim": model.head_width - latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "num_key_value_heads": model.num_heads,
+    }
+
+
+def _falcon(keys: Keys, family: Family, heads: int) -> JsonObject:
+    """Returns how many heads share keys and values, and how many norms attention and MLP have together."""
+    new = _flag(keys, family, "new_decoder_architecture")
+    multi_query = keys.take("multi_query", True)
+    shared = keys.take("num_kv_heads", None) or heads
+    norms = keys.take("num_ln_in_parallel_attn", None) or 1 + new
+    if type(shared) is not int or shared < 1:
+        raise keys.error("num_kv_heads", shared, "Give a positive number")
+    if norms not in (1, 1 + new):
+        raise keys.error("num_ln_in_parallel_attn", norms, f"Use 1{' or 2' if new else ''}")
+    if not new:
+        shared = 1 if multi_query else heads
+    return {"num_kv_heads": shared, "parallel": "two_norms" if norms == 2 else "one_norm"}
+
+
+def _falcon_keys(model: ModelConfig) -> JsonObject:
+    """Returns the keys of `_falcon`."""
+    norms = 2 if model.parallel == "two_norms" else 1
+    shared = model.kv_heads
+    return {
+        "new_decoder_architecture": norms == 2 or shared not in (1, model.num_heads),
+        "multi_query": shared == 1,
+        "num_kv_heads": shared,
+        "num_ln_in_parallel_attn": norms,
     }
 
 
@@ -344,7 +456,7 @@ def _is_name(value: object) -> bool:
 def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
     """Returns the value of a key after checking that it has the type of the field."""
     prefix, _, name = path.rpartition(".")
-    group = {"": ModelConfig, "moe": MoEConfig, "delta": DeltaConfig}[prefix]
+    group = {"": ModelConfig, "moe": MoEConfig, "delta": DeltaConfig, "ssm": StateSpaceConfig}[prefix]
     kind = get_type_hints(group)[name]  # without the bounds
     kinds = get_args(kind) or (kind,)
     if name in ("vocab_size", "max_positions", "swiglu_limit"):  # the fields allow null, but a file must give a number
@@ -411,8 +523,10 @@ def _rope(keys: Keys, family: Family, max_positions: int | None) -> dict[str, An
         scaling = _yarn(rope)
     elif kind == "longrope":
         scaling = _longrope(rope, original, max_positions)
+    elif kind == "dynamic" and max_positions:
+        scaling = {"factor": _number(rope, "factor"), "original_max_position": max_positions}
     elif kind != "default":
-        raise rope.error("rope_type", kind, "Use default, linear, llama3, longrope or yarn")
+        raise rope.error("rope_type", kind, "Use default, dynamic, linear, llama3, longrope or yarn")
     if kind in ("llama3", "yarn"):
         scaling["original_max_position"] = int(_number(rope, "original_max_position_embeddings", original))
     rope.require_empty()
@@ -610,7 +724,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
         ours["d_ff"] = dense_width
     values: JsonObject = {"architectures": [family.architecture], "model_type": name, **_head_keys(family, model)}
     values |= {key: ours[path] for key, path in family.fields.items()}
-    activations = {name: name for name in ("silu", "gelu", "relu", "relu2")} | {"gelu_tanh": family.tanh_gelu}
+    activations = {name: name for name in ("silu", "gelu", "relu", "relu2", "xielu")} | {"gelu_tanh": family.tanh_gelu}
     values |= {family.activation: activations[model.activation], **family.required}
     if family.gated_names and model.gated:
         values[family.activation] = gated_name(values[family.activation])
@@ -656,6 +770,10 @@ def _switch_keys(family: Family, model: ModelConfig) -> JsonObject:
     if family.delta:
         every = model.delta.every or model.num_layers
         values |= {"full_attention_interval": every, "layer_types": _delta_types(every, model.num_layers)}
+    if family.expansion:
+        values |= _hybrid_keys(family, model)
+    if family.falcon:
+        values |= _falcon_keys(model)
     if family.interleaved_key:
         values[family.interleaved_key] = model.rotary_interleaved
     if family.group_key:
@@ -701,6 +819,7 @@ def _rope_keys(family: Family, model: ModelConfig) -> JsonObject:
         names = {
             "llama3": ("low_freq_factor", "high_freq_factor"),
             "linear": (),
+            "dynamic": (),
             "yarn": ("beta_fast", "beta_slow"),
             "longrope": (),
         }
@@ -709,7 +828,7 @@ def _rope_keys(family: Family, model: ModelConfig) -> JsonObject:
         if scaling.kind == "longrope":
             keys |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
             keys["attention_factor"] = scaling.attention_factor
-        if scaling.kind != "linear":
+        if scaling.kind not in ("linear", "dynamic"):
             keys["original_max_position_embeddings"] = scaling.original_max_position
         if scaling.kind == "yarn":
             keys |= {"attention_factor": scaling.attention_factor, "truncate": scaling.truncate}
@@ -762,7 +881,7 @@ def model_differences(there: ModelConfig, here: ModelConfig) -> list[str]:
     before = run_dir.shaping(_plain(there))
     now = run_dir.shaping(_plain(here))
     keys = [key for key in now if now[key] != before[key]]
-    if now["model.positions"] == "rope":  # the number of positions does not change any parameter
+    if now["model.positions"] in ("rope", "none"):  # the number of positions does not change any parameter
         keys = [key for key in keys if key != "model.max_positions"]
     return [f"{key}={before[key]}, not {now[key]}" for key in keys]
 
@@ -776,15 +895,16 @@ def _plain(model: ModelConfig) -> ModelConfig:
     layers = moe.layers
     if layers.is_list and model.family != "encoder_decoder":
         layers = rule_of(model.has_experts)
-    every_layer = all(all(one.kinds) for parts in model.expert_segments.values() for one in parts)
     rotated: tuple[bool, ...] = (True,)
     if rope and not all(model.rope_layers):
         windows, rotated = _shortest(model.layer_windows, model.layer_rotations)
+    if not model.attends:
+        model = replace(model, num_heads=1, num_kv_heads=None, head_dim=None, attention_scale=None)
     return replace(
         model,
         num_kv_heads=model.kv_heads,
         head_dim=model.head_width,
-        d_ff=model.expert_width if moe.num_experts and every_layer else model.ff_width,
+        d_ff=_dense_width(model),
         latent=replace(model.latent, mscale=model.latent.mscale if _scales(model) else 0.0),
         moe=replace(moe, d_ff=model.expert_width, layers=layers) if moe.num_experts else MoEConfig(),
         attention_scale=scale,
@@ -806,6 +926,14 @@ def _plain(model: ModelConfig) -> ModelConfig:
         ),
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
+
+
+def _dense_width(model: ModelConfig) -> int | None:
+    """Returns the hidden width of the MLP; where all layers have experts, their width, and without an MLP null."""
+    if not model.ssm.mlp:
+        return None
+    all_routed = all(all(one.kinds) for parts in model.expert_segments.values() for one in parts)
+    return model.expert_width if model.moe.num_experts and all_routed else model.ff_width
 
 
 def _plain_scaling(model: ModelConfig) -> RopeScaling:

@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 """Maps their names of activations to values of `ModelConfig.activation`."""
 
@@ -84,6 +85,8 @@ class Family:
         the last one of each group, without listed ones, as in Qwen. `counts`: how many of each stack, as in Switch
         Transformers.
       delta: whether layers have the gated delta rule or full attention, as `layer_types` says.
+      falcon: whether shared keys and norms beside each other have the keys of Falcon.
+      expansion: if layers may be state spaces, the key of the width of their heads together over the model's width.
     """
 
     architecture: str
@@ -129,6 +132,8 @@ class Family:
     group_key: str = ""
     expert_keys: Literal["", "first", "step", "counts"] = ""
     delta: bool = False
+    expansion: str = ""
+    falcon: bool = False
     default_rope: dict[str, Any] = field(default_factory=dict)
     original_context: int = 0
 
@@ -222,6 +227,12 @@ _LLAMA_DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
+_QWEN_EXPERTS = {
+    "num_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.d_ff",
+    "norm_topk_prob": "moe.normalize",
+}
 _MIXTRAL_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN3_DEFAULTS = _LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128}
 _BERT_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
@@ -265,6 +276,17 @@ _GRANITE = {key: path for key, path in _LLAMA.items() if key != "head_dim"} | {
 _GRANITE_DEFAULTS = _LLAMA_DEFAULTS | dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
 )
+_GRANITE_HYBRID = _GRANITE | {
+    "mamba_n_heads": "ssm.heads",
+    "mamba_d_head": "ssm.head_dim",
+    "mamba_n_groups": "ssm.groups",
+    "mamba_d_state": "ssm.state_dim",
+    "mamba_d_conv": "ssm.taps",
+    "num_local_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+}
+_NO_LIMIT = {"time_step_limit": ([0.0, float("inf")], [0, float("inf")])}
+"""Steps of state spaces that files do not limit."""
 _ROUTED = {
     "n_routed_experts": "moe.num_experts",
     "num_experts_per_tok": "moe.top_k",
@@ -494,13 +516,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        _LLAMA
-        | {
-            "num_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.top_k",
-            "moe_intermediate_size": "moe.d_ff",
-            "norm_topk_prob": "moe.normalize",
-        },
+        _LLAMA | _QWEN_EXPERTS,
         bias_key="attention_bias",
         fixed={"qk_norm": True},
         expert_keys="step",
@@ -511,13 +527,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        _LLAMA
-        | {
-            "num_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.top_k",
-            "moe_intermediate_size": "moe.d_ff",
-            "norm_topk_prob": "moe.normalize",
-        },
+        _LLAMA | _QWEN_EXPERTS,
         bias_key="qkv_bias",
         biased="qkv",
         shared_width="shared_expert_intermediate_size",
@@ -533,11 +543,8 @@ FAMILIES = {
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         _LLAMA
+        | _QWEN_EXPERTS
         | {
-            "num_experts": "moe.num_experts",
-            "num_experts_per_tok": "moe.top_k",
-            "moe_intermediate_size": "moe.d_ff",
-            "norm_topk_prob": "moe.normalize",
             "linear_num_key_heads": "delta.key_heads",
             "linear_num_value_heads": "delta.value_heads",
             "linear_key_head_dim": "delta.key_dim",
@@ -635,6 +642,59 @@ FAMILIES = {
         reciprocals={"logits_scaling": "head_scale"},
         defaults=_GRANITE_DEFAULTS | {"num_experts_per_tok": 2},
     ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        _GRANITE_HYBRID,
+        expansion="mamba_expand",
+        required={"attention_bias": False, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        reciprocals={"logits_scaling": "head_scale"},
+        defaults=_GRANITE_DEFAULTS
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+        },
+        aliases={"layers_block_type": "layer_types"},
+        ignored=frozenset({"mamba_chunk_size"}),
+        harmless=_NO_LIMIT | {"normalization_function": ("rmsnorm",), "init_method": ("mup",)},
+    ),
+    "mamba2": Family(
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": "vocab_size",
+            "hidden_size": "d_model",
+            "num_hidden_layers": "num_layers",
+            "num_heads": "ssm.heads",
+            "head_dim": "ssm.head_dim",
+            "n_groups": "ssm.groups",
+            "state_size": "ssm.state_dim",
+            "conv_kernel": "ssm.taps",
+            "layer_norm_epsilon": "norm_eps",
+            "tie_word_embeddings": "tied_embeddings",
+        },
+        expansion="expand",
+        fixed={"num_heads": 1, "positions": "none", "ssm.layers": (True,), "ssm.mlp": False},
+        required={"use_bias": False, "use_conv_bias": True},
+        defaults={
+            "hidden_act": "silu",
+            "num_heads": 128,
+            "head_dim": 64,
+            "n_groups": 8,
+            "state_size": 128,
+            "conv_kernel": 4,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        rope=False,
+        # How the class computes and begins, and what the files name from other programs that trained the model.
+        ignored=frozenset({"chunk_size", "intermediate_size", "norm_before_gate", "rescale_prenorm_residual"})
+        | {"residual_in_fp32", "rms_norm", "time_step_floor", "time_step_init_scheme", "time_step_max"}
+        | {"time_step_min", "time_step_rank", "time_step_scale"},
+        harmless=_NO_LIMIT,
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _LLAMA
@@ -681,6 +741,59 @@ FAMILIES = {
         layer_types=(FULL,),
         lists_layer_types=True,
         ignored=frozenset({"pretraining_tp"}),
+    ),
+    "olmo": Family(
+        "OlmoForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key not in ("head_dim", "rms_norm_eps")}
+        | {"clip_qkv": "clip_qkv"},
+        bias_key="attention_bias",
+        fixed={"norm": "layer", "norm_weights": False, "norm_eps": 1e-5},
+        defaults=_LLAMA_DEFAULTS | {"clip_qkv": None},
+        ignored=frozenset({"pretraining_tp"}),
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        {
+            "vocab_size": "vocab_size",
+            "hidden_size": "d_model",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "ffn_hidden_size": "d_ff",
+            "max_position_embeddings": "max_positions",
+            "layer_norm_epsilon": "norm_eps",
+            "tie_word_embeddings": "tied_embeddings",
+        },
+        activation="activation",
+        falcon=True,
+        fixed={"norm": "layer", "norm_bias": True, "gated": False},
+        required={"alibi": False, "bias": False, "parallel_attn": True},
+        defaults={
+            "activation": "gelu",
+            "ffn_hidden_size": None,
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 10000.0,
+        },
+        dropout_keys=("hidden_dropout",),
+        zero_keys=("attention_dropout",),
+        harmless={"apply_residual_connection_post_layernorm": (False,), "hidden_act": ("gelu",)},
+    ),
+    "apertus": Family(
+        "ApertusForCausalLM",
+        {key: path for key, path in _LLAMA.items() if key != "head_dim"},
+        bias_key="attention_bias",
+        fixed={"gated": False, "qk_norm": True},
+        required={"mlp_bias": False},
+        defaults=_LLAMA_DEFAULTS | {"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12_000_000.0},
+        default_rope={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        harmless={"post_norm": (False,), "qk_norm": (True,)},
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",

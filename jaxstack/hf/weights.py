@@ -173,6 +173,33 @@ def _neox() -> WeightMap:
     return _norm_biases(rows)
 
 
+def _falcon() -> WeightMap:
+    """Returns the weight map of Falcon, with a norm for attention and one for the MLP beside it."""
+    layer = "transformer.h.{}"
+    rows: WeightMap = {
+        "embedding/tokens": ("transformer.word_embeddings.weight", SAME),
+        "layers/attention_norm/scale": (f"{layer}.ln_attn.weight", SAME),
+        "layers/mlp_norm/scale": (f"{layer}.ln_mlp.weight", SAME),
+        **{f"layers/attention/w_{x}": (f"{layer}.self_attention.query_key_value.weight", TRANSPOSED) for x in "qkv"},
+        "layers/attention/w_o": (f"{layer}.self_attention.dense.weight", TRANSPOSED),
+        "layers/mlp/w_up": (f"{layer}.mlp.dense_h_to_4h.weight", TRANSPOSED),
+        "layers/mlp/w_down": (f"{layer}.mlp.dense_4h_to_h.weight", TRANSPOSED),
+        "final_norm/scale": ("transformer.ln_f.weight", SAME),
+        "head/w": ("lm_head.weight", TRANSPOSED),
+    }
+    return _norm_biases(rows)
+
+
+def _apertus() -> WeightMap:
+    """Returns the weight map of Apertus: other names of norms, and an activation with two learned numbers."""
+    rows = _renamed(QWEN3, input_layernorm="attention_layernorm", post_attention_layernorm="feedforward_layernorm")
+    slopes: WeightMap = {
+        "layers/mlp/slope_positive": ("model.layers.{}.mlp.act_fn.alpha_p", SAME),
+        "layers/mlp/slope_negative": ("model.layers.{}.mlp.act_fn.alpha_n", SAME),
+    }
+    return _without(rows, "layers/mlp/w_gate") | slopes
+
+
 def _bert(base: str, head: str, dense: str, norm: str) -> WeightMap:
     """Returns the weight map of BERT or RoBERTa, whose modules `base` and `head` have other names."""
     layer = f"{base}.encoder.layer.{{}}"
@@ -240,6 +267,33 @@ _DELTA_RULE: WeightMap = {
     "w_o": ("out_proj.weight", TRANSPOSED),
 }
 """The weights of the delta rule within a layer. `in_proj_qkvz` and `in_proj_ba` join them key head by key head."""
+_STATE_SPACE: WeightMap = {
+    **{f"w_{name}": ("in_proj.weight", TRANSPOSED) for name in ("z", "x", "b", "c", "step")},
+    **{f"taps_{name}": ("conv1d.weight", replace(TRANSPOSED, depthwise=True)) for name in ("x", "b", "c")},
+    **{f"offset_{name}": ("conv1d.bias", SAME) for name in ("x", "b", "c")},
+    "rate": ("A_log", SAME),
+    "step_bias": ("dt_bias", SAME),
+    "skip": ("D", SAME),
+    "norm/scale": ("norm.weight", SAME),
+    "w_o": ("out_proj.weight", TRANSPOSED),
+}
+"""The weights of a state-space layer."""
+_MIXERS = {
+    "qwen3_next": ("model.layers.{}.linear_attn", _DELTA_RULE),
+    "mamba2": ("backbone.layers.{}.mixer", _STATE_SPACE),
+    "granitemoehybrid": ("model.layers.{}.mamba", _STATE_SPACE),
+}
+"""The module of the layers with states, and their weights within it."""
+_SHARED_MLP = {
+    "w_gate": ("model.layers.{}.shared_mlp.input_linear.weight", TRANSPOSED),
+    "w_up": ("model.layers.{}.shared_mlp.input_linear.weight", TRANSPOSED),
+    "w_down": ("model.layers.{}.shared_mlp.output_linear.weight", TRANSPOSED),
+}
+_GRANITE_HYBRID: WeightMap = {
+    **_GRANITE_MOE,
+    **{f"layers/mlp/{name}": row for name, row in _SHARED_MLP.items()},
+    **{f"layers/moe/shared/{name}": row for name, row in _SHARED_MLP.items()},
+}
 _ROBERTA = ("roberta", "xlm-roberta")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 """The families with DeepSeek's latent attention."""
@@ -291,7 +345,17 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "dots1": _deepseek(QWEN3),
     "gpt_oss": _GPT_OSS,
     "granitemoe": _GRANITE_MOE,
+    "granitemoehybrid": _GRANITE_HYBRID,
+    "mamba2": {
+        "embedding/tokens": ("backbone.embeddings.weight", SAME),
+        "layers/attention_norm/scale": ("backbone.layers.{}.norm.weight", SAME),
+        "final_norm/scale": ("backbone.norm_f.weight", SAME),
+        "head/w": ("lm_head.weight", TRANSPOSED),
+    },
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
+    "olmo": _without(LLAMA, *_READ_NORMS, "final_norm/scale"),
+    "falcon": _falcon(),
+    "apertus": _apertus(),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
     **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),
     **dict.fromkeys(("cohere", "cohere2"), _without(LLAMA, "layers/mlp_norm/scale")),
@@ -344,9 +408,10 @@ COPIES = {
 
 BUFFERS = (
     r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids|(.*\.)?pooler\..*"
-    r"|cls\.seq_relationship\..*"
+    r"|cls\.seq_relationship\..*|.*\.act_fn\.(beta|eps)"
 )
-"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, and BERT's heads for sentences."""
+"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, BERT's heads for sentences, and
+constants of xIELU."""
 
 CLASSIFIERS = {
     "bert": ("bert.pooler.dense", "classifier"),
@@ -440,22 +505,27 @@ def _with_query(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     return _without(rows, "layers/attention/w_q_down", "layers/attention/q_norm/scale")
 
 
-def _with_delta_rule(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
-    """Returns the weight map of a model whose units of layers have the delta rule in all but the last."""
-    size = len({path.split("/")[1] for path in declared if path.startswith("layers/layer_")})
-    found: WeightMap = {}
-    for path, (name, layout) in rows.items():
-        stack, _, rest = path.partition("/")
-        if stack != "layers" or not size:
-            found[path] = name, layout
-            continue
-        first = size - 1 if rest.startswith("attention/") else 0
-        for i in range(first, size):
-            found[f"layers/layer_{i}/{rest}"] = name, replace(layout, layers=(size, i))
-    for i in range(size - 1):
-        for own, (name, layout) in _DELTA_RULE.items():
-            path = f"layers/layer_{i}/attention/{own}"
-            found[path] = f"model.layers.{{}}.linear_attn.{name}", replace(layout, layers=(size, i))
+def _with_states(declared: dict[str, Param], rows: WeightMap, module: str, mixer: WeightMap) -> WeightMap:
+    """Returns the weight map of a model whose layers, or some of each unit, have states in place of attention.
+
+    Args:
+      rows: as all layers would have them with attention. An MLP, experts and shared experts that are not declared are
+        left out.
+      module: of such a layer.
+      mixer: weights within this module.
+    """
+    size = len({path.split("/")[1] for path in declared if path.startswith("layers/layer_")}) or 1
+    units = [f"layers/layer_{i}" if size > 1 else "layers" for i in range(size)]
+    found = {path: row for path, row in rows.items() if not path.startswith("layers/")}
+    for i, unit in enumerate(units):
+        groups = {path.removeprefix(f"{unit}/").split("/")[0] for path in declared if path.startswith(f"{unit}/")}
+        own = {path.removeprefix("layers/"): row for path, row in rows.items() if path.startswith("layers/")}
+        own = {path: row for path, row in own.items() if path.split("/")[0] in groups | {"attention"}}
+        if f"{unit}/attention/rate" in declared:
+            own = {path: row for path, row in own.items() if not path.startswith("attention/")}
+            own |= {f"attention/{path}": (f"{module}.{name}", layout) for path, (name, layout) in mixer.items()}
+        for path, (name, layout) in own.items():
+            found[f"{unit}/{path}"] = name, replace(layout, layers=(size, i))
     return found
 
 
@@ -497,6 +567,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     rows = dict(WEIGHT_MAPS[family])
     if "layers/attention_norm/scale" in declared and "layers/mlp_norm/scale" not in declared:  # both read one norm
         rows = {path: row for path, row in rows.items() if not path.startswith("layers/mlp_norm/")}
+    if family == "falcon" and "layers/mlp_norm/scale" not in declared:
+        rows = {path: (name.replace(".ln_attn.", ".input_layernorm."), layout) for path, (name, layout) in rows.items()}
     if "head/w" not in declared:  # tied to the embedding
         rows.pop("head/w", None)
     if family in DEEPSEEK:
@@ -505,8 +577,8 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows = _with_dense_layers(declared, rows, ("mlp/", "moe/"))
     if family in ("qwen2_moe", "qwen3_moe"):
         rows = _with_dense_layers(declared, rows, ("mlp/",))
-    if family == "qwen3_next":
-        rows = _with_delta_rule(declared, rows)
+    if family in _MIXERS:
+        rows = _with_states(declared, rows, *_MIXERS[family])
     if family in ("t5", "mt5"):
         rows = _with_gate(declared, rows)
     if family == "switch_transformers":
@@ -529,7 +601,7 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
     return _join(family, declared, rows)
 
 
-BY_HEAD = frozenset({"gpt_neox", *DEEPSEEK})
+BY_HEAD = frozenset({"falcon", "gpt_neox", *DEEPSEEK})
 """The families that join queries, keys and values head by head: each key head behind the query heads that it serves.
 
 DeepSeek joins keys and values alone.

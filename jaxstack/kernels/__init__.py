@@ -14,14 +14,12 @@ from jaxstack.kernels.attention import (
     cached_cross_attention,
 )
 from jaxstack.kernels.attention.latent import cached_latent_attention
+from jaxstack.kernels.causal_convolution import causal_convolution, same_document, tokens_before
 from jaxstack.kernels.coded_weight import IMPLEMENTATIONS as _CODES
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
 from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding, token_log_probs
-from jaxstack.kernels.delta_rule import before as tokens_before
-from jaxstack.kernels.delta_rule import causal_convolution, context_delta_rule, gated_delta_rule, same_document
-from jaxstack.kernels.delta_rule import recurrent as recurrent_delta_rule
 from jaxstack.kernels.distillation import Mix, distillation_loss
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
@@ -33,6 +31,10 @@ from jaxstack.kernels.linear import Adapted, add_in_float32, linear, multiply_in
 from jaxstack.kernels.norm import IMPLEMENTATIONS as _NORM
 from jaxstack.kernels.norm import layer_norm, rms_norm
 from jaxstack.kernels.quantized_matmul import quantized_matmul
+from jaxstack.kernels.states import StateTokens
+from jaxstack.kernels.states import chunked as chunked_states
+from jaxstack.kernels.states import over_devices as context_states
+from jaxstack.kernels.states import recurrent as recurrent_states
 from jaxstack.kernels.taps import find_sites
 
 OP_IMPLEMENTATIONS: dict[str, Implementations] = {
@@ -52,20 +54,21 @@ __all__ = [
     "AttentionMask",
     "Mix",
     "RelativeBias",
+    "StateTokens",
     "add_in_float32",
     "attention",
     "cached_attention",
     "cached_cross_attention",
     "cached_latent_attention",
     "causal_convolution",
+    "chunked_states",
     "context_attention",
-    "context_delta_rule",
     "context_order",
+    "context_states",
     "cross_entropy",
     "distillation_loss",
     "embedding_lookup",
     "find_sites",
-    "gated_delta_rule",
     "gelu",
     "grouped_matmul",
     "largest_logit",
@@ -74,7 +77,7 @@ __all__ = [
     "mask_vocab_padding",
     "multiply_in_float32",
     "quantized_matmul",
-    "recurrent_delta_rule",
+    "recurrent_states",
     "rms_norm",
     "same_document",
     "token_log_probs",

@@ -32,9 +32,9 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
             f"--placement={path} places experts, but the run has model.family={model.family} and model.moe.num_experts="
             f"{model.moe.num_experts}. Leave --placement away."
         )
-    if model.delta.every:
+    if model.states_key:
         raise ConfigError(
-            f"--placement={path} stores the experts of single layers, but model.delta.every={model.delta.every} has "
+            f"--placement={path} stores the experts of single layers, but {model.states_key} has "
             f"units of layers. Leave --placement away."
         )
     if not all(model.has_experts):

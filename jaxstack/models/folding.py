@@ -34,7 +34,9 @@ def shared_inputs(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
         found["attention_norm"] = attention + mlp
     elif cfg.pre_norm:
         found = {"attention_norm": attention, "mlp_norm": mlp}
-    if cfg.num_heads == cfg.kv_heads:
+    if not cfg.norm_weights:  # nothing could be divided
+        found = {}
+    if cfg.num_heads == cfg.kv_heads and cfg.clip_qkv is None:
         found["attention/w_v"] = ("attention/w_o",)
     if cfg.gated:
         found["mlp/w_up"] = ("mlp/w_down",)

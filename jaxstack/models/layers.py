@@ -151,6 +151,7 @@ def attention(
     q = linear(cfg, params, "q", x, ctx, "heads")  # [B, S, H, K]
     k = linear(cfg, params, "k", x, ctx, "heads")  # [B, S, G, K]
     v = linear(cfg, params, "v", x, ctx, "heads")
+    q, k, v = (clipped(cfg, a) for a in (q, k, v))
     if cfg.qk_norm:
         q = head_norm(cfg, params["q_norm"], q, ctx)
         k = head_norm(cfg, params["k_norm"], k, ctx)
@@ -183,6 +184,11 @@ def attention(
     y = project_out(cfg, params, gated(cfg, params, mixed, x, ctx), ctx)
     ctx.observe("attention/out", y, *RESIDUAL)
     return y
+
+
+def clipped(cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """Returns queries, keys or values whose elements are at most `clip_qkv` in size (OLMo 1)."""
+    return x if cfg.clip_qkv is None else jnp.clip(x, -cfg.clip_qkv, cfg.clip_qkv)
 
 
 def gated(cfg: ModelConfig, params: Params, mixed: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:

@@ -35,14 +35,20 @@ def rope_tables(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.
 def _scaled(cfg: ModelConfig, frequencies: jax.Array) -> tuple[jax.Array, float]:
     """Returns the frequencies [R/2] for a longer context, and the factor on cosine and sine.
 
-    `llama3` is Llama 3.1's rule, `yarn` is by Peng et al. 2023 (arXiv:2309.00071, section 3.2), and `longrope` by Ding
-    et al. 2024 (arXiv:2402.13753), with the factor on cosine and sine of Phi-3.5.
+    `llama3` is Llama 3.1's rule, and `dynamic` raises RoPE's base (NTK). `yarn` is by Peng et al. 2023
+    (arXiv:2309.00071, section 3.2), and `longrope` by Ding et al. 2024 (arXiv:2402.13753), with the factor on cosine
+    and sine of Phi-3.5.
     """
     scaling = cfg.rope_scaling
     if scaling.kind == "longrope":
         wider = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
         sharper = wider if scaling.attention_factor is None else scaling.attention_factor
         return frequencies / jnp.asarray(scaling.factors, jnp.float32), sharper
+    if scaling.kind == "dynamic":
+        half = len(frequencies)
+        longer = scaling.factor if scaling.long_context else 1.0  # than the original context
+        base = scaling.factor * longer - (scaling.factor - 1)
+        return frequencies * base ** -(jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)), 1.0
     if scaling.kind == "linear":
         return frequencies / scaling.factor, 1.0
     # `keep` is 0 where few turns fit in the original context (the frequency is scaled in full), and 1 where many do.

@@ -29,7 +29,7 @@ from jaxstack.planner.sizes import (
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
-from jaxstack.training.state import Recipe, TrainState, abstract_state
+from jaxstack.training.state import TrainState
 
 GROUPS = 16
 """Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
@@ -44,7 +44,7 @@ MUON_WORK = "work of Muon's update"
 
 def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
     """Returns the abstract state of a run and an abstract batch, whose mesh may be abstract too."""
-    return abstract_state(Recipe.of(job.cfg), job.ctx), abstract_batch(job)
+    return job.state, abstract_batch(job)
 
 
 def abstract_batch(job: Job) -> Batch:

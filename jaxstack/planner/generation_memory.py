@@ -35,14 +35,26 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
     _, elements = cached_vectors(m, sizes["tensor"])
     cache = itemsize * rows * kept * elements
-    if m.delta.every:  # the states are in float32
-        delta = m.delta
-        states = 4 * delta.value_heads * delta.key_dim * delta.value_dim
-        channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
-        layers = m.num_layers - m.num_layers // delta.every
-        cache = cache // delta.every
-        cache += layers * rows * (states + itemsize * (delta.taps - 1) * channels) // sizes["tensor"]
+    if m.states_key:
+        cache = cache * m.attention_layers / m.num_layers
+        cache += (m.num_layers - m.attention_layers) * rows * state_bytes(m, itemsize, sizes["tensor"])
     return params, cache
+
+
+def state_bytes(m: ModelConfig, itemsize: int, tensor: int) -> float:
+    """Returns the bytes that a device of a tensor group keeps of a sequence in a layer with states.
+
+    These are the states in float32, and the last tokens that the convolution reads.
+    """
+    if m.ssm.layers:
+        ssm = m.ssm
+        values = ssm.heads * ssm.head_dim / tensor
+        groups = ssm.groups / tensor if ssm.groups > 1 else 1
+        return 4 * values * ssm.state_dim + itemsize * (ssm.taps - 1) * (values + 2 * groups * ssm.state_dim)
+    delta = m.delta
+    states = 4 * delta.value_heads * delta.key_dim * delta.value_dim
+    channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+    return (states + itemsize * (delta.taps - 1) * channels) / tensor
 
 
 def cached_tokens(window: int, slots: float) -> float:

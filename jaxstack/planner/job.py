@@ -1,6 +1,6 @@
 """A training step to plan: what it computes, and on which mesh. Commands and searches resolve it once."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jaxstack.config import (
     Config,
@@ -13,6 +13,7 @@ from jaxstack.config import (
     TrainConfig,
 )
 from jaxstack.models.context import Context
+from jaxstack.training.state import Recipe, TrainState, abstract_state
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,17 @@ class Job:
     Attributes:
       cfg: the configuration, with the values that follow from the data.
       ctx: execution context for the mesh.
+      known_state: the abstract state, if the caller has it. A search over meshes has the same one for many steps.
     """
 
     cfg: Config
     ctx: Context
+    known_state: TrainState | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def state(self) -> TrainState:
+        """Returns shapes, dtypes and shardings of the state."""
+        return self.known_state or abstract_state(Recipe.of(self.cfg), self.ctx)
 
     @property
     def model(self) -> ModelConfig:

@@ -141,7 +141,7 @@ def need_of(job: Job, state: TrainState, platform: str) -> Need:
     computed = job.cfg
     if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
         computed = replace(job.cfg, train=replace(job.train, dtype="float32"))
-    parts = estimate.memory(Job(computed, job.ctx), state, estimate.abstract_batch(job))
+    parts = estimate.memory(replace(job, cfg=computed, known_state=state), state, estimate.abstract_batch(job))
     return Need(parts, platform, not has_formulas(job.model))
 
 

@@ -7,14 +7,16 @@ the checks of the configuration, of the pipeline and of the sharding rules: a ca
 Families without formulas are traced, in a second or more for each candidate. For these, a pipeline has the schedule and
 chunks that are given, or 1f1b without chunks, and about four microbatches for each stage.
 
-A candidate fits if `estimate.memory` is at most `HEADROOM` of the memory. Meshes are visited in the order of a lower
-bound of their time, and no mesh is visited whose bound exceeds the times found. Nothing is compiled, and all meshes are
-abstract.
+A candidate fits if `estimate.memory` is at most `HEADROOM` of the memory. The search is branch and bound: each set of
+candidates has seconds that none of them beats (`step_floor`), and no candidate is examined whose bound exceeds the
+times found. The result equals the result of trying all candidates. Nothing is compiled, and all meshes are abstract.
 """
 
+import heapq
+import itertools
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args, get_type_hints
 
 from jaxstack import families
@@ -24,8 +26,10 @@ from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
 from jaxstack.planner.sizes import has_formulas
+from jaxstack.planner.step_floor import Floor
 from jaxstack.sharding import AXES
-from jaxstack.training.state import Recipe, TrainState, abstract_state
+from jaxstack.sharding.mesh import BATCH_AXES
+from jaxstack.training.state import TrainState
 
 PIPELINE_KEYS = ("pipeline.schedule", "pipeline.chunks", "pipeline.microbatches")
 
@@ -38,6 +42,9 @@ LESS = {"none": (), "dots": ("none",), "selective": ("none",), "full": ("none", 
 HEADROOM = 0.9
 """Fraction of the memory that a candidate may need by formula, whose error is up to a tenth."""
 
+SAME = 1e-5
+"""Relative difference of two times that are compared by memory, see `Candidate.order`."""
+
 
 class Clock(Protocol):
     """Predicts the time of a training step."""
@@ -45,8 +52,11 @@ class Clock(Protocol):
     def seconds(self, job: Job) -> float:
         """Returns the seconds of a step."""
 
-    def bound(self, job: Job) -> float:
-        """Returns seconds that no candidate on the mesh of one with the least recomputation and accumulation beats."""
+    def floor(self, job: Job) -> Floor:
+        """Returns seconds that no candidate beats which does the same or more on the same mesh.
+
+        Other candidates may have more microbatches or recomputation, and another schedule.
+        """
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,8 @@ class Space:
             return [{}]
         kept = {key: getattr(cfg.pipeline, key.partition(".")[2]) for key in PIPELINE_KEYS if key in self.given}
         groups = cfg.model.layer_groups
+        if stages > groups:
+            return []
         chunks = [n for n in divisors(groups // stages) if n > 1] if groups % stages == 0 else []
         if kept.get("pipeline.chunks", 1) > 1:
             chunks = [kept["pipeline.chunks"]]
@@ -175,6 +187,7 @@ class Space:
             {"pipeline.schedule": schedule, "pipeline.chunks": n, "pipeline.microbatches": count}
             for schedule, n in shapes
             for count in self._microbatches(cfg.data.batch_size // accum // replicas, stages)
+            if n == 1 or count % stages == 0  # chunks need groups of as many microbatches as stages
         ]
         return [one for one in found if one.items() >= kept.items()]
 
@@ -219,8 +232,35 @@ def _divides(job: Job) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Candidates of one mesh that share some values, with a bound of their times.
+
+    Attributes:
+      sizes: of the mesh.
+      floor: seconds that no candidate of the branch beats, and what its layers take.
+      accum: value of `train.grad_accum`. `None` means that candidates have any.
+      pipelines: pipelines of the candidates, which have one number of microbatches.
+      remat: value of `train.remat`. `None` means that candidates have any.
+    """
+
+    sizes: Flags
+    floor: Floor
+    accum: int | None = None
+    pipelines: tuple[Flags, ...] = ()
+    remat: str | None = None
+
+    @property
+    def values(self) -> Flags:
+        """The values of the first candidate."""
+        return self.sizes | self.pipelines[0] | {"train.grad_accum": self.accum, "train.remat": self.remat}
+
+
 class Search:
-    """Visits meshes, and keeps what it finds in `found`.
+    """Finds the fastest candidates that fit, by branch and bound, and keeps what it finds in `found`.
+
+    The branch with the least bound is divided first: by accumulation and number of microbatches, then by recomputation,
+    then by schedule. So a candidate is examined only if no better one is known by then.
 
     Args of the constructor: see `search`.
     """
@@ -230,31 +270,31 @@ class Search:
         self.room = room
         self.clock = clock
         self.found = Found()
+        self._bounds_time = has_formulas(space.cfg.model)
         self._states: dict[tuple[tuple[int, ...], tuple[int, ...]], TrainState | None] = {}
+        self._fitted: set[tuple[object, ...]] = set()
+        self._shares: dict[tuple[object, ...], float] = {}
 
-    def need(self, job: Job) -> Need | None:
-        """Returns the memory of a device, or None if a rule does not divide a parameter. Counts the candidate."""
-        state = self.state(job)
-        return None if state is None else memory.need_of(job, state, self.space.platform)
-
-    def state(self, job: Job) -> TrainState | None:
-        """Returns the abstract state of a candidate, or None if a rule does not divide a parameter."""
+    def job(self, values: Flags) -> Job | None:
+        """Returns a candidate with its state, or None if a check refuses it or a rule does not divide a parameter."""
+        job = self.space.make(values)
+        if job is None:
+            return None
         slots: tuple[int, ...] = ()
         if job.ctx.layout.pipeline is not None:
             slots = tuple(len(part.layer_of_slot) for part in job.ctx.layout.pipeline.stages.parts.values())
         key = tuple(job.cfg.mesh.sizes.values()), slots
         if key not in self._states:
             try:
-                self._states[key] = abstract_state(Recipe.of(job.cfg), job.ctx)
+                self._states[key] = job.state
             except ConfigError:
                 self._states[key] = None
-        return self._states[key]
+        state = self._states[key]
+        return None if state is None else replace(job, known_state=state)
 
     def fits(self, job: Job) -> Need | None:
         """Returns the memory of a candidate that fits, or None; counts it."""
-        need = self.need(job)
-        if need is None:
-            return None
+        need = memory.need_of(job, job.state, self.space.platform)
         self.found.examined += 1
         if need.formula * self.room.sharing <= HEADROOM * self.room.bytes:
             return need
@@ -264,14 +304,29 @@ class Search:
             self.found.least = Candidate(job.cfg, math.inf, need)
         return None
 
-    def first(self, sizes: Flags) -> tuple[float, Flags] | None:
-        """Returns the lower bound of a mesh and its sizes, or None if no candidate has it."""
-        for accum in self.space.accums:
-            for piped in reversed(self.space.pipelines(sizes, accum)):
-                job = self.make(sizes, accum, piped, self.space.remats[0])
-                if job is not None and self.state(job) is not None:
-                    return self.clock.bound(job), sizes
+    def first(self, sizes: Flags) -> Branch | None:
+        """Returns the branch of all candidates of a mesh, or None if there are none.
+
+        Fewer microbatches have larger matmuls, which are never slower.
+        """
+        for accum in self._accums(sizes):
+            for piped in _fewest_first(self.space.pipelines(sizes, accum)):
+                values = sizes | piped | {"train.grad_accum": accum, "train.remat": self.space.remats[0]}
+                try:
+                    self.space.require(values)
+                except ConfigError as error:
+                    if not any(word in str(error) for word in ("accum", "pipeline", "batch")):
+                        return None  # a message names what it refuses: it is the mesh, whatever these keys are
+                    continue
+                job = self.job(values)
+                if job is not None:
+                    return Branch(sizes, self.clock.floor(job))
         return None
+
+    def _accums(self, sizes: Flags) -> list[int]:
+        """Returns the values of `train.grad_accum` whose microbatches the devices divide."""
+        replicas = math.prod(sizes[f"mesh.{axis}"] for axis in BATCH_AXES)
+        return [n for n in self.space.accums if self.space.cfg.data.batch_size % (n * replicas) == 0]
 
     def can_fit(self, sizes: Flags) -> bool:
         """Returns whether any candidate of a mesh may fit: one of those that need the least memory does.
@@ -279,10 +334,10 @@ class Search:
         The most recomputation and microbatches need the least memory. A model with few activations needs less without
         accumulation, because accumulated gradients are arrays of their own.
         """
-        accums = self.space.accums
+        accums = self._accums(sizes)
         for ordered in (accums, accums[::-1]):
             tried = (
-                self.make(sizes, accum, piped, remat)
+                self.job(sizes | piped | {"train.grad_accum": accum, "train.remat": remat})
                 for accum in ordered
                 for piped in self.space.pipelines(sizes, accum)[:1]
                 for remat in self.space.remats[-2:]
@@ -292,39 +347,116 @@ class Search:
                 return True
         return False
 
-    def make(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> Job | None:
-        """Returns a candidate, or None if a check refuses it."""
-        return self.space.make(sizes | piped | {"train.grad_accum": accum, "train.remat": remat})
+    def divide(self, branch: Branch) -> list[Branch]:
+        """Returns the parts of a branch, each with its own bound.
 
-    def visit(self, sizes: Flags) -> Candidate | None:
-        """Returns the fastest candidate of a mesh that fits, or None if none does.
-
-        More accumulation helps only where less does not fit, since it repeats what is done once for a microbatch. A
-        pipeline has microbatches of its own.
+        More microbatches in a pipeline do what accumulation does, and with less idle time.
         """
-        if not self.can_fit(sizes):
-            return None
-        found: list[Candidate] = []
-        accums = self.space.accums
-        for piped in self.space.pipelines(sizes, accums[0]):
-            fitted: dict[str, int] = {}  # by policy, the least accumulation that fits
-            for remat in self.space.remats:
-                enough = min((fitted[less] for less in LESS[remat] if less in fitted), default=math.inf)
-                for accum in accums if sizes["mesh.pipe"] == 1 else accums[:1]:
-                    if accum < enough and remat not in fitted and (one := self._fitting(sizes, accum, piped, remat)):
-                        fitted[remat] = accum
-                        found.append(one)
-        return min(found, key=lambda one: one.order, default=None)
+        if branch.accum is None:
+            return self._by_microbatches(branch)
+        if branch.remat is None:
+            return self._by_remat(branch)
+        stages = branch.sizes["mesh.pipe"]
+        return [
+            replace(branch, pipelines=(piped,), floor=branch.floor.with_idle(self.space.cfg.model, stages, piped))
+            for piped in branch.pipelines
+        ]
 
-    def _fitting(self, sizes: Flags, accum: int, piped: Flags, remat: str) -> Candidate | None:
-        job = self.make(sizes, accum, piped, remat)
+    def _by_microbatches(self, branch: Branch) -> list[Branch]:
+        if not self._bounds_time and not self.can_fit(branch.sizes):  # each candidate is traced, in seconds
+            return []
+        accums = self._accums(branch.sizes)
+        groups: dict[tuple[int, int | None], list[Flags]] = {}
+        for accum in accums if branch.sizes["mesh.pipe"] == 1 else accums[:1]:
+            for piped in self.space.pipelines(branch.sizes, accum):
+                groups.setdefault((accum, piped.get("pipeline.microbatches")), []).append(piped)
+        parts = []
+        for (accum, _), pipelines in groups.items():
+            part = replace(branch, accum=accum, pipelines=tuple(pipelines))
+            if len(pipelines) > 1 and (job := self.job(replace(part, remat=self.space.remats[0]).values)) is not None:
+                part = replace(part, floor=self.clock.floor(job))
+            parts.append(part)
+        return parts
+
+    def _by_remat(self, branch: Branch) -> list[Branch]:
+        parts = [replace(branch, remat=remat) for remat in self.space.remats]
+        if len(branch.pipelines) == 1:
+            return parts
+        return [replace(part, floor=branch.floor.with_recomputation(self._repeated(part))) for part in parts]
+
+    def _repeated(self, branch: Branch) -> float:
+        """Returns which share of the forward units the backward units repeat beyond the first policy.
+
+        It depends on the policy and on the shapes of one layer and microbatch, which many meshes share.
+        """
+        assert branch.accum is not None
+        rows = self.space.cfg.data.batch_size // branch.accum // branch.pipelines[0]["pipeline.microbatches"]
+        split = math.prod(branch.sizes[f"mesh.{axis}"] for axis in BATCH_AXES)
+        inner = (branch.sizes[f"mesh.{axis}"] for axis in ("context", "expert", "tensor"))
+        key = branch.remat, rows // split, *inner
+        if key not in self._shares:
+            jobs = [self.job(replace(branch, remat=remat).values) for remat in (self.space.remats[0], branch.remat)]
+            before, after = (None if job is None else self.clock.floor(job) for job in jobs)
+            if before is None or after is None or not before.forward:
+                return 0.0
+            self._shares[key] = (after.backward - before.backward) / before.forward
+        return self._shares[key]
+
+    def examine(self, branch: Branch) -> Candidate | None:
+        """Returns the only candidate of a branch, or None if it does not fit or one that fits is never slower.
+
+        More accumulation helps only where less does not fit, since it repeats what is done once for a microbatch. More
+        recomputation helps only where less does not fit, too.
+        """
+        assert branch.accum is not None
+        assert branch.remat is not None
+        others = (*branch.sizes.values(), *branch.pipelines[0].values())
+        faster = (
+            (*others, accum, remat)
+            for accum in self._accums(branch.sizes)
+            for remat in (branch.remat, *LESS[branch.remat])
+            if accum <= branch.accum
+        )
+        if not self._fitted.isdisjoint(faster):
+            return None
+        job = self.job(branch.values)
         need = None if job is None else self.fits(job)
-        return None if job is None or need is None else Candidate(job.cfg, self.clock.seconds(job), need)
+        if job is None or need is None:
+            return None
+        self._fitted.add((*others, branch.accum, branch.remat))
+        return Candidate(job.cfg, self.clock.seconds(job), need)
+
+    def best(self, branches: Sequence[Branch], count: int) -> list[Candidate]:
+        """Returns the fastest candidate of each of the `count` fastest meshes, from the branches of all meshes."""
+        numbers = itertools.count()
+        queue = [(branch.floor.seconds, next(numbers), branch) for branch in branches]
+        heapq.heapify(queue)
+        found: dict[tuple[int, ...], Candidate] = {}
+        while queue:
+            bound, _, branch = heapq.heappop(queue)
+            # Candidates whose times differ in rounding alone are compared by their memory.
+            limits = sorted(one.seconds * (1 + SAME) for one in found.values())
+            if len(limits) >= count and bound > limits[count - 1]:
+                break
+            mesh = tuple(branch.sizes.values())
+            if mesh in found and bound > found[mesh].seconds * (1 + SAME):
+                continue
+            if branch.remat is None or len(branch.pipelines) > 1:
+                for part in self.divide(branch):
+                    heapq.heappush(queue, (max(bound, part.floor.seconds), next(numbers), part))
+            elif (one := self.examine(branch)) is not None:
+                found[mesh] = min(one, found.get(mesh, one), key=lambda c: c.order)
+        return sorted(found.values(), key=lambda c: c.order)[:count]
 
     @property
     def any_fits(self) -> bool:
         """Whether a mesh of the devices fits."""
         return any(self.can_fit(sizes) for sizes in self.space.meshes())
+
+
+def _fewest_first(pipelines: list[Flags]) -> list[Flags]:
+    """Returns pipelines by their number of microbatches; among equals the order stays."""
+    return sorted(pipelines, key=lambda piped: piped.get("pipeline.microbatches") or 1)
 
 
 def smaller_batches(data: DataConfig) -> list[int]:
@@ -340,13 +472,8 @@ def search(space: Space, room: Room, clock: Clock, count: int = 8) -> Found:
       count: meshes to return at most.
     """
     run = Search(space, room, clock)
-    bounds = [one for sizes in space.meshes() if (one := run.first(sizes)) is not None]
-    run.found.meshes = len(bounds)
-    ranked: list[Candidate] = []
-    for bound, sizes in sorted(bounds, key=lambda one: (one[0], *one[1].values())):
-        if len(ranked) >= count and bound > ranked[count - 1].seconds:
-            break
-        if (best := run.visit(sizes)) is not None:
-            ranked = sorted([*ranked, best], key=lambda c: c.order)
-    run.found.ranked = ranked[:count]
+    meshes = list(space.meshes())
+    branches = [branch for sizes in meshes if (branch := run.first(sizes)) is not None]
+    run.found.meshes = len(branches)
+    run.found.ranked = run.best(branches, count)
     return run.found

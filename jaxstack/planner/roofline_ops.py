@@ -329,11 +329,11 @@ class OpBuilder:
 
 def keys_seen(m: ModelConfig, seq_len: int) -> float:
     """Returns the keys that a token attends to under its mask and windows, as a mean over tokens and layers."""
-    m = replace(m, windows=m.layer_windows)
+    windows = m.layer_windows
     total = 0.0
-    for window in m.windows:
+    for window in windows:
         w = min(window or seq_len, seq_len)
         total += (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len
     if m.family != "decoder":  # as many keys after a token as before it
-        total = 2 * total - len(m.windows)
-    return total / len(m.windows)
+        total = 2 * total - len(windows)
+    return total / len(windows)

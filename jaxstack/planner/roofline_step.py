@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxstack import families
 from jaxstack.config import ModelConfig
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, find_role, pad_to_slots
+from jaxstack.models.params import Param
 from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import (
@@ -21,7 +20,6 @@ from jaxstack.planner.roofline_ops import (
     pointwise_op,
 )
 from jaxstack.planner.sizes import has_formulas, require_formulas
-from jaxstack.training.state import Recipe, abstract_state
 
 
 def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
@@ -220,9 +218,9 @@ def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
 def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
     """Returns embedding, final norm, head and loss, forward and backward, on one microbatch."""
     e = build.itemsize
-    spec = pad_to_slots(families.spec(model), ctx.layout.stages)
-    (_, embedding) = find_role(spec, "token_table")
-    (_, weight) = find_role(spec, "head")
+    spec = shards.flat_params(model, ctx)
+    (embedding,) = (p for p in spec.values() if "token_table" in p.roles)
+    (weight,) = (p for p in spec.values() if "head" in p.roles)
     table = shards.used_shape(embedding, ctx)
     vocab = table[0] if weight is embedding else shards.used_shape(weight, ctx)[1]
     logits = float(s.tokens * vocab)
@@ -241,10 +239,11 @@ def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -
         build.elementwise("embedding", s.stream, 2),
     ]
     norms = ["embedding"] if encoder else []
-    if "transform" in spec:
+    transform = [path for path in spec if path.startswith("transform/")]
+    if transform:
         found += build.matmul(Matmul("transform", s.stream / inputs, inputs, inputs))
         found += build.elementwise_pair("activation of the transform", s.stream, (2, 3))
-        norms += ["transform"] if "norm" in spec["transform"] else []
+        norms += ["transform"] if any(path.startswith("transform/norm") for path in transform) else []
     found += [op for name in norms for op in build.norm(f"norm of the {name}", s.stream, False)]
     if not embedding.frozen:
         size = e * (s.stream + math.prod(table))
@@ -270,9 +269,8 @@ def _update(job: Job) -> list[Op]:
     if sums:
         summed = float(sum(math.prod(shards.summed_shape(spec[path], job.ctx)) for path in trained))
         found.append(pointwise_op("sums of gradients", summed, 8 * summed, accum))
-    state = abstract_state(Recipe.of(job.cfg), job.ctx)
     gradients = (4 if sums else e) * count
-    moved = 8 * count + 2 * shards.bytes_of(state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
+    moved = 8 * count + 2 * shards.bytes_of(job.state.opt_state) + (2 if job.optim.clip_norm else 1) * gradients
     if job.ctx.layout.update_axes:  # the gathered changes are added to all parameters that a device stores
         moved += 12 * sum(stored[path] for path in trained)
     found.append(Op(job.optim.name, "optimizer", "pointwise", FLOPS_PER_ELEMENT["adamw"] * count, moved))

@@ -100,8 +100,14 @@ def _uncounted(model: ModelConfig) -> str | None:
         return "model.moe.layers with layers without experts"
     if model.latent.kv_rank:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
-    if model.delta.every:
-        return f"model.delta.every={model.delta.every}"
+    if model.states_key:
+        return model.states_key
+    if not model.norm_weights:
+        return "model.norm_weights=false"
+    if model.clip_qkv is not None:
+        return f"model.clip_qkv={model.clip_qkv}"
+    if model.activation == "xielu":
+        return "model.activation=xielu"
     if model.attention_gate:
         return "model.attention_gate=true"
     if model.attention_sinks:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxstack.moe import rounds
+from jaxstack.pipeline import Program
 from jaxstack.planner import shards
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.sizes import has_formulas
+from jaxstack.planner.step_floor import Floor
 from jaxstack.planner.step_time import step_time
 from jaxstack.planner.traffic import EXPERT, traffic
 
@@ -33,19 +35,33 @@ class ChipClock:
         """Returns the seconds of a step."""
         return step_time(job, self.limits).total
 
-    def bound(self, job: Job) -> float:
+    def floor(self, job: Job) -> Floor:
         """Returns the seconds without idle stages.
 
         More microbatches shorten the idle time, in which stages communicate too. They make nothing else shorter.
         """
         if not has_formulas(job.model):  # every mesh is visited, as each of its candidates is traced anyway
-            return 0.0
+            return Floor(0.0)
         time = step_time(job, self.limits)
-        turns = 1.0
-        if job.ctx.layout.pipeline is not None:
-            turns += job.ctx.layout.pipeline.bubble
+        turns = _turns(job.ctx.layout.pipeline)
         waits = math.fsum(each for axes, each in time.exposed.items() if "pipe" not in axes.split("+"))
-        return time.layers + time.head + time.update + waits / turns
+        layers = time.layers + time.recomputation
+        return Floor(
+            seconds=layers + time.head + time.update + waits / turns,
+            forward=time.forward,
+            backward=layers - time.forward,
+            weights=time.weights,
+            waiting=1 + time.exposed.get("tensor", 0.0) / turns / layers,
+        )
+
+
+def _turns(program: Program | None) -> float:
+    """Returns how often a stage communicates in its layers, as a multiple of what its units need."""
+    if program is None:
+        return 1.0
+    needed = program.schedule.microbatches * int((program.stages.group_of_slot >= 0).sum()) / program.stages.stages
+    taken = (float(program.layer_trips[name].sum(0).mean()) for name in ("forward", "backward"))
+    return max(1 + program.bubble, *(trips / needed for trips in taken))
 
 
 class CpuWork(NamedTuple):
@@ -112,6 +128,6 @@ class CpuClock:
         work = sum(amount * each for amount, each in zip(cpu_work(job), self.constants, strict=True))
         return work * devices / min(devices, self.cores)
 
-    def bound(self, job: Job) -> float:
+    def floor(self, job: Job) -> Floor:
         """Returns 0: a CPU has few devices, so that every mesh is visited."""
-        return 0.0
+        return Floor(0.0)

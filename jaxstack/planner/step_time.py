@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from jaxstack.families import flops
 from jaxstack.models.context import Context
@@ -51,6 +52,8 @@ class StepTime:
         kernel of attention repeats on its own is not counted.
       peak: FLOP/s of all devices.
       interval: lowest and highest seconds of the step; of published steps that the fit has not seen, 90% are within.
+      forward: seconds of the layers' operations in the forward pass, a part of `layers`.
+      weights: seconds of the gradients of the layers' weights, a part of `layers`.
     """
 
     layers: float
@@ -65,6 +68,8 @@ class StepTime:
     recomputed_flops: float
     peak: float
     interval: tuple[float, float]
+    forward: float
+    weights: float
 
     @property
     def total(self) -> float:
@@ -140,9 +145,9 @@ class Placement:
         network = min(link, rings * self.limits.network_bandwidth)
         return link, network
 
-    def seconds(self, c: Collective) -> float:
-        """Returns the time of all runs of a collective in a step, alone."""
-        link, network = self.bandwidth(c.axes, c.kind)
+    def seconds(self, c: Collective, speed: tuple[float, float] | None = None) -> float:
+        """Returns the time of all runs of a collective in a step, alone; `speed` is its `bandwidth`, if it is known."""
+        link, network = speed or self.bandwidth(c.axes, c.kind)
         if math.isinf(network):
             return c.sent / link
         if c.kind != "all-to-all":
@@ -181,11 +186,14 @@ def work_of(job: Job, limits: ChipLimits) -> Work:
 def collectives_of(job: Job, limits: ChipLimits) -> list[tuple[Collective, str, float]]:
     """Returns the collectives of a step with their kinds, and their seconds if nothing hides them."""
     place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
+    speeds: dict[tuple[tuple[str, ...], str], tuple[float, float]] = {}
     found = []
     for of_weights, traffic in ((False, activation_traffic(job)), (True, parameter_traffic(job))):
         for c in traffic:
-            inside = math.isinf(place.bandwidth(c.axes, c.kind)[1])
-            found.append((c, rates.family(c, of_weights, inside), place.seconds(c)))
+            if (c.axes, c.kind) not in speeds:
+                speeds[c.axes, c.kind] = place.bandwidth(c.axes, c.kind)
+            speed = speeds[c.axes, c.kind]
+            found.append((c, rates.family(c, of_weights, math.isinf(speed[1])), place.seconds(c, speed)))
     return found
 
 
@@ -203,9 +211,10 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
     fitted = fitted or rates.rates()
     work = work or work_of(job, limits)
     ops = work.ops
+    taken = {id(op): op.times * fitted.of_op(op, limits, work.kernel) for op in ops}
 
     def seconds(ops: Iterable[Op]) -> float:
-        return math.fsum(op.times * fitted.of_op(op, limits, work.kernel) for op in ops)
+        return math.fsum(taken[id(op)] for op in ops)
 
     in_layers = [op for op in ops if op.of_layer]
     repeated = seconds(op for op in in_layers if op.for_remat)
@@ -220,9 +229,9 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
     head = seconds(op for op in ops if not op.of_layer and not op.of_update)
     update = seconds(op for op in ops if op.of_update)
     tokens = job.data.batch_size * job.data.seq_len
-    per_token = flops.flops_per_token(job.model, job.data.seq_len, job.data.target_length, job.cfg.microbatch_size)
+    per_token = _flops_per_token(job.model, job.data.seq_len, job.data.target_length, job.cfg.microbatch_size)
     total = layers + repeated + head + update + bubble + math.fsum(exposed.values())
-    low, high = fitted.interval["experts" if job.model.base.moe.num_experts else "dense"]
+    low, high = fitted.interval["experts" if job.model.moe.num_experts else "dense"]
     return StepTime(
         layers=layers,
         recomputation=repeated,
@@ -236,7 +245,13 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
         recomputed_flops=_recomputed_flops(job, ops),
         peak=limits.peak(job.train.dtype) * shards.device_count(job.ctx),
         interval=(low * total, high * total),
+        forward=seconds(op for op in in_layers if not op.in_backward),
+        weights=seconds(filter(_is_weight_gradient, in_layers)),
     )
+
+
+_flops_per_token = lru_cache(maxsize=64)(flops.flops_per_token)
+"""The same function, which a search over meshes asks for the same model many times."""
 
 
 def _is_weight_gradient(op: Op) -> bool:

@@ -16,8 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeAlias
 
 from jaxstack.config import ConfigError
+
+Function: TypeAlias = Callable[..., Any]
+"""A function of a user."""
 
 GIVEN = ("prompt", "completion")
 """Arguments that are not fields of a row."""
@@ -112,7 +116,9 @@ def load(names: Sequence[str], weights: Sequence[float]) -> list[Reward]:
       ConfigError: a function does not exist, or its module cannot be imported.
     """
     factors = weights or [1.0] * len(names)
-    return [Reward.of(name, _find(name), factor) for name, factor in zip(names, factors, strict=True)]
+    return [
+        Reward.of(name, find_function("rl.rewards", name), factor) for name, factor in zip(names, factors, strict=True)
+    ]
 
 
 def total(rewards: Sequence[Reward], row: str, prompt: str, completion: str, fields: Mapping[str, object]) -> float:
@@ -120,25 +126,29 @@ def total(rewards: Sequence[Reward], row: str, prompt: str, completion: str, fie
     return sum(one.weight * one(row, prompt, completion, fields) for one in rewards)
 
 
-def _find(name: str) -> Callable[..., float]:
-    """Returns the function of a name `module:function` or `file.py:function`."""
+def find_function(key: str, name: str) -> Function:
+    """Returns the function that a key of the configuration names, as `module:function` or `file.py:function`.
+
+    Raises:
+      ConfigError: the function does not exist, or its module cannot be imported.
+    """
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute.isidentifier():
-        raise ConfigError(f"rl.rewards={name} is not the name of a function. Write module:function.")
+        raise ConfigError(f"{key}={name} is not the name of a function. Write module:function.")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import(place)
+        module = _import_file(key, Path(place)) if place.endswith(".py") else _import(place)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"rl.rewards={name}: {place} cannot be imported ({type(error).__name__}: {_one_line(str(error))}). Run in "
+            f"{key}={name}: {place} cannot be imported ({type(error).__name__}: {_one_line(str(error))}). Run in "
             f"the folder that has it, or name a file such as rewards.py:function."
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        names = [own for own, value in vars(module).items() if inspect.isfunction(value) and not own.startswith("_")]
         raise ConfigError(
-            f"rl.rewards={name}: {place} has no function {attribute}. It has {', '.join(sorted(names)) or 'none'}."
+            f"{key}={name}: {place} has no function {attribute}. It has {', '.join(sorted(names)) or 'none'}."
         )
     return function
 
@@ -152,10 +162,10 @@ def _import(name: str) -> ModuleType:
         sys.path.pop()
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(key: str, path: Path) -> ModuleType:
     """Imports a file of Python."""
     if not path.is_file():
-        raise ConfigError(f"rl.rewards names {path}, which is not a file. Check the path.")
+        raise ConfigError(f"{key} names {path}, which is not a file. Check the path.")
     spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

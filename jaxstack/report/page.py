@@ -5,9 +5,8 @@ import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
-from string import Template
 
-from jaxstack.report import charts, evaluations, heat_maps, style
+from jaxstack.report import charts, evaluations, heat_maps, html, style
 from jaxstack.report.comparison import Comparison, LossChart, compare, summary_rows
 from jaxstack.report.runs import (
     MISSING,
@@ -30,28 +29,27 @@ def render(runs: Sequence[LoggedRun]) -> str:
     """Returns the whole page as HTML."""
     found = compare(runs)
     gaps = [f"{_name(run, runs)}{escape(gap)}" for run in runs for gap in run.gaps] + [*map(escape, found.notes)]
+    summary = html.section("Summary", _summary(runs))
+    time_spent = html.section("Where the time went", _goodput(runs))
     sections = [
-        f"<div class=pair>{_section('Summary', _summary(runs))}{_section('Where the time went', _goodput(runs))}</div>",
-        _section("Training", _charts(runs, found)),
-        _section("Evaluations", _evaluations(runs)),
-        _section("Watched values", "".join(_watched(run, runs) for run in runs)),
-        _section("Pictures", "".join(map(_drawn, runs))),
-        _section("Completions", "".join(_completions(run, runs) for run in runs)),
-        _section("Events", _events(runs)),
-        _section("Differences", _differences(runs) if len(runs) > 1 else ""),
-        _section("Configuration", "".join(map(_config, runs))),
+        f"<div class=pair>{summary}{time_spent}</div>",
+        html.section("Training", _charts(runs, found)),
+        html.section("Evaluations", _evaluations(runs)),
+        html.section("Watched values", "".join(_watched(run, runs) for run in runs)),
+        html.section("Pictures", "".join(map(_drawn, runs))),
+        html.section("Completions", "".join(_completions(run, runs) for run in runs)),
+        html.section("Events", _events(runs)),
+        html.section("Differences", _differences(runs) if len(runs) > 1 else ""),
+        html.section("Configuration", "".join(map(_config, runs))),
     ]
-    return _PAGE.substitute(
+    return html.PAGE.substitute(
         title=escape(", ".join(run.name for run in runs)),
         style=style.style_sheet(len(runs)),
+        heading="Training report",
         runs="".join(_run(i, run) for i, run in enumerate(runs)),
         gaps="".join(f"<p class=gap>{gap}</p>" for gap in gaps),
         sections="".join(sections),
     )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>" if body else ""
 
 
 def _run(i: int, run: LoggedRun) -> str:
@@ -77,25 +75,16 @@ def _name(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
     return f"{_breakable(run.name)}: " if len(runs) > 1 else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
-    """Returns a table of cells that are HTML already. The first cell of a row is its heading."""
-    top = f"<thead><tr>{''.join(f'<th scope=col>{cell}</th>' for cell in head)}</tr></thead>" if any(head) else ""
-    body = "".join(
-        f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
-    )
-    return f'<div class=scroll><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
-
-
 def _compared(runs: Sequence[LoggedRun], rows: Iterable[Sequence[str]], kind: str) -> str:
     """Returns a table of one value for each run. Each value has the name of its run, for windows without columns."""
     if len(runs) == 1:
-        return _table([], rows, kind)
+        return html.table([], rows, kind)
     names = [_named(i, run) for i, run in enumerate(runs)]
 
     def beside(cells: Sequence[str]) -> list[str]:
         return [f"<span class=of>{name}</span><span>{cell}</span>" for name, cell in zip(names, cells, strict=True)]
 
-    return _table(["", *names], ([first, *beside(cells)] for first, *cells in rows), f"{kind} stacked compared")
+    return html.table(["", *names], ([first, *beside(cells)] for first, *cells in rows), f"{kind} stacked compared")
 
 
 def _summary(runs: Sequence[LoggedRun]) -> str:
@@ -230,7 +219,7 @@ def _completions(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
         for one in samples
     ]
     title = f"<p>{_name(run, runs)}completions of held-out prompts</p>"
-    return title + _table(["Step", "Prompt", "Completion", "Reward"], rows, "events") if rows else ""
+    return title + html.table(["Step", "Prompt", "Completion", "Reward"], rows, "events") if rows else ""
 
 
 def _events(runs: Sequence[LoggedRun]) -> str:
@@ -242,7 +231,7 @@ def _events(runs: Sequence[LoggedRun]) -> str:
     ]  # fmt: skip
     more = f"<p class=note>The last {MAX_EVENTS} of {len(found):,}.</p>" if len(found) > MAX_EVENTS else ""
     head = ["step", *(["run"] if len(runs) > 1 else []), "event", ""]
-    return _table(head, rows, "events stacked") + more if rows else ""
+    return html.table(head, rows, "events stacked") + more if rows else ""
 
 
 def _differences(runs: Sequence[LoggedRun]) -> str:
@@ -254,26 +243,5 @@ def _config(run: LoggedRun) -> str:
     if not run.config:
         return ""
     rows = [[escape(key), escape(format_value(value))] for key, value in run.config.items()]
-    table = _table([], rows, "config stacked")
+    table = html.table([], rows, "config stacked")
     return f"<details><summary>{_breakable(run.name)}: {len(rows)} values</summary>{table}</details>"
-
-
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-$style</style>
-</head>
-<body>
-<main>
-<header><h1>Training report</h1><div class="runs">$runs</div>$gaps</header>
-$sections
-</main>
-</body>
-</html>
-""")

@@ -22,6 +22,7 @@ import numpy as np
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.jax_private import private_module
+from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, DistributedConfig
 from jaxstack.runtime.launchers import Processes
 
@@ -271,6 +272,34 @@ def first_reason(reason: str | None) -> str | None:
     gathered = np.reshape(multihost_utils.process_allgather(buffer), (-1, buffer.size))
     reasons = (row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered)
     return next((reason for reason in reasons if reason), None)
+
+
+def fetch(arrays: PyTree) -> PyTree:
+    """Returns global arrays, or a tree of them, as complete NumPy arrays on every process.
+
+    All processes call it with the same arrays in the same order.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    def one(array: PyTree) -> PyTree:
+        if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+            return jax.device_get(array)
+        return multihost_utils.process_allgather(array, tiled=True)
+
+    return jax.device_get(arrays) if jax.process_count() == 1 else jax.tree.map(one, arrays)
+
+
+def gather_numbers(numbers: np.ndarray) -> np.ndarray:
+    """Returns the numbers of all processes, float64 [processes, *shape], given those of this process.
+
+    Their bits are kept, which JAX would round to float32.
+    """
+    from jax.experimental import multihost_utils
+
+    bits = np.ascontiguousarray(numbers, np.float64).view(np.uint32)
+    gathered = np.asarray(multihost_utils.process_allgather(bits))
+    return gathered.reshape(-1, *bits.shape).view(np.float64)
 
 
 def gather_to_process_0(key: str, text: str, timeout_s: float) -> list[str]:

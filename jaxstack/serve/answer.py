@@ -11,13 +11,13 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from jaxstack.generate.answer_text import AnswerText
 from jaxstack.generate.continuous import Part, Prompt
 from jaxstack.generate.prompts import row_seeds
 from jaxstack.generate.sampling import Logprobs
 from jaxstack.serve.errors import ApiError, error_response, too_late
 from jaxstack.serve.replies import Piece, Reply, Usage
 from jaxstack.serve.requests import MAX_LOGPROBS, JsonValue, Model, TextRequest
-from jaxstack.serve.texts import AnswerText
 from jaxstack.serve.worker import PromptScores, Worker
 
 SHUTTING_DOWN = ApiError("the server is shutting down.", status=503, code="shutting_down", retry_after=10)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from starlette.applications import Starlette
@@ -44,12 +45,30 @@ class Limits:
     connections: int = 256
 
 
+class ModelThread(Protocol):
+    """The thread that has the model.
+
+    Attributes:
+      error: what ended the thread, if it has failed.
+      on_failure: is called by the thread then.
+    """
+
+    error: BaseException | None
+    on_failure: Callable[[], object]
+
+    def stop(self) -> None:
+        """Ends the thread, and waits for it."""
+
+
 class Server:
     """Answers requests; `app` is the ASGI application. All methods run in the event loop."""
 
+    routes_note = "/v1/completions, /v1/chat/completions, /v1/models, /health and the chat page /"
+    """The paths of the server, for messages."""
+
     def __init__(
         self,
-        worker: Worker,
+        worker: ModelThread,
         model: Model,
         limits: Limits,
         end: tuple[int, ...],
@@ -75,18 +94,29 @@ class Server:
         self._started = int(time.time())
         self._seeds = np.random.default_rng()
         routes = [
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            *self.routes(),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
             Route("/health", self._health),
-            Route("/", _chat_page),
         ]
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(_LogRequests, log=log), Middleware(Guard, access=access or Access())],
-            exception_handlers={ApiError: _send_error, HTTPException: _send_http_error, Exception: _send_failure},
+            middleware=[Middleware(LogRequests, log=log), Middleware(Guard, access=access or Access())],
+            exception_handlers={ApiError: send_error, HTTPException: self._send_http_error, Exception: send_failure},
         )
+
+    def routes(self) -> list[Route]:
+        """Returns what answers which path, beside the routes that all servers have."""
+        return [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/", _chat_page),
+        ]
+
+    @property
+    def unfinished(self) -> int:
+        """Number of texts that are not complete."""
+        return sum(texts.unfinished for texts in self.open)
 
     def close(self, grace: float) -> None:
         """Refuses new requests, and ends those that are not complete after some seconds."""
@@ -105,20 +135,25 @@ class Server:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, chat: bool) -> Response:
-        self._check_open()
-        try:
-            async with asyncio.timeout(self.limits.receive_s):
-                body = await self._body(request)
-        except TimeoutError:
-            raise too_slow(self.limits.receive_s) from None
+        body = await self.body(request)
         asked = await run_in_threadpool(read_request, body, self.model, chat=chat)
-        self._check_open(len(asked.prompts) * asked.count)
+        self.check_open(len(asked.prompts) * asked.count)
         seed = int(self._seeds.integers(2**32))
+        assert isinstance(self.worker, Worker)
         texts = Texts(asked, self.model, self.worker, seed=seed, end=self.end)
         self.open.add(texts)  # nothing waits between this line and the response, which removes it
         return TextsResponse(asked, self.model, texts, self.limits.seconds, lambda: self.open.discard(texts))
 
-    def _check_open(self, more: int = 1) -> None:
+    async def body(self, request: Request) -> bytes:
+        """Returns the body of a request.
+
+        Raises:
+          ApiError: the server takes no requests, or the body is too long, too slow or not JSON.
+        """
+        self.check_open()
+        return await read_body(request, self.limits)
+
+    def check_open(self, more: int = 1) -> None:
         """Checks that the server accepts more texts.
 
         Raises:
@@ -128,7 +163,7 @@ class Server:
             raise FAILED
         if self.closing:
             raise SHUTTING_DOWN
-        busy = sum(texts.unfinished for texts in self.open)
+        busy = self.unfinished
         if busy + more > self.limits.texts:
             raise ApiError(
                 f"{busy} texts are written or wait, and this server takes {self.limits.texts}. Try again later.",
@@ -136,20 +171,6 @@ class Server:
                 code="rate_limit_exceeded",
                 retry_after=1,
             )
-
-    async def _body(self, request: Request) -> bytes:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of another site cannot send it without being asked for permission
-            raise ApiError("the header Content-Type is not application/json. Send JSON with it.", status=415)
-        body = bytearray()
-        try:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > self.limits.body_bytes:
-                    raise ApiError(f"the body has more than {self.limits.body_bytes} bytes. Send less.", status=413)
-        except ClientDisconnect:
-            raise ApiError("the client has gone before its request was complete.") from None
-        return bytes(body)
 
     async def _models(self, request: Request) -> Response:
         one = {"id": self.model.name, "object": "model", "created": self._started, "owned_by": "jaxstack"}
@@ -160,14 +181,46 @@ class Server:
             raise unknown_model(name, self.model)
         return JSONResponse(one)
 
+    async def _send_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        reason = f"{request.method} {request.url.path[:100]}: {error.detail}. This server has {self.routes_note}."
+        return error_response(ApiError(reason, status=error.status_code))
+
     async def _health(self, _: Request) -> Response:
         failed = self.worker.error is not None
         status = "failed" if failed else "closing" if self.closing else "ok"
-        texts = sum(texts.unfinished for texts in self.open)
-        return JSONResponse({"status": status, "texts": texts}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": status, "texts": self.unfinished}, 200 if status == "ok" else 503)
 
 
-class _LogRequests:
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+      ApiError: it is not JSON by its header, too large, or does not arrive in time.
+    """
+    try:
+        async with asyncio.timeout(limits.receive_s):
+            return await _receive(request, limits.body_bytes)
+    except TimeoutError:
+        raise too_slow(limits.receive_s) from None
+
+
+async def _receive(request: Request, most: int) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site cannot send it without being asked for permission
+        raise ApiError("the header Content-Type is not application/json. Send JSON with it.", status=415)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise ApiError(f"the body has more than {most} bytes. Send less.", status=413)
+    except ClientDisconnect:
+        raise ApiError("the client has gone before its request was complete.") from None
+    return bytes(body)
+
+
+class LogRequests:
     """Prints a line for each request, without any text of it."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
@@ -207,17 +260,12 @@ async def _chat_page(_: Request) -> Response:
     return HTMLResponse(await run_in_threadpool(chat_page), headers={"Content-Security-Policy": policy})
 
 
-async def _send_error(_: Request, error: Exception) -> Response:
+async def send_error(_: Request, error: Exception) -> Response:
+    """Sends an error of a request."""
     assert isinstance(error, ApiError)
     return error_response(error)
 
 
-async def _send_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    routes = "/v1/completions, /v1/chat/completions, /v1/models, /health and the chat page /"
-    reason = f"{request.method} {request.url.path[:100]}: {error.detail}. This server has {routes}."
-    return error_response(ApiError(reason, status=error.status_code))
-
-
-async def _send_failure(_: Request, error: Exception) -> Response:
+async def send_failure(_: Request, error: Exception) -> Response:
+    """Sends an error of the server."""
     return error_response(ApiError("the server has failed at this request.", status=500, code="server_error"))

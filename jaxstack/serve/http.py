@@ -13,12 +13,13 @@ import uvicorn
 from jaxstack.runtime import preemption
 from jaxstack.serve.app import Server
 from jaxstack.serve.connections import Connection, Listener
+from jaxstack.serve.several import SeveralModels
 
 
 class Http(uvicorn.Server):
     """The HTTP server. It leaves signals to `run`, since uvicorn would raise them again at its end."""
 
-    def __init__(self, server: Server, grace: float) -> None:
+    def __init__(self, server: Server | SeveralModels, grace: float) -> None:
         """Prepares the server.
 
         Args:
@@ -62,7 +63,7 @@ class Http(uvicorn.Server):
         return Connection(self.config, self.server_state, seconds=self._server.limits.receive_s, closed=closed)
 
 
-def run(server: Server, listener: socket.socket, grace: float) -> None:
+def run(server: Server | SeveralModels, listener: socket.socket, grace: float) -> None:
     """Serves until SIGTERM or SIGINT has come and running texts have ended. A second signal ends them at once.
 
     Args:

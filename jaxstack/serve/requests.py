@@ -93,11 +93,11 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
     Raises:
       ApiError: it is not valid, or it asks for something that this server does not do.
     """
-    fields = _Fields(body)
+    fields = RequestFields(body)
     name = fields.take("model", model.name)
     if name != model.name:
         raise unknown_model(name, model)
-    prompts, texts = _chat_prompt(fields, model) if chat else _prompts(fields, model)
+    prompts, texts = _chat_prompt(fields, model) if chat else read_prompts(fields, model)
     echo = fields.flag("echo", False) if not chat else False
     count = fields.integer("n", 1, 1, model.max_texts)
     if len(prompts) * count > model.max_texts:
@@ -210,15 +210,18 @@ def _harmless(model: Model, count: int, chat: bool) -> dict[str, tuple[JsonValue
 def unknown_model(name: JsonValue, model: Model) -> ApiError:
     """Returns the error for another model than the one that is served."""
     return ApiError(
-        f"the model {_shown(name)} does not exist. This server has {_shown(model.name)}.",
+        f"the model {shown_value(name)} does not exist. This server has {shown_value(model.name)}.",
         "model",
         status=404,
         code="model_not_found",
     )
 
 
-class _Fields:
-    """The parameters of a request, which are taken one after the other. A parameter that is null has its default."""
+class RequestFields:
+    """The parameters of a request, which are taken one after the other. A parameter that is null has its default.
+
+    Each method raises an `ApiError` that names the parameter if its value does not fit.
+    """
 
     def __init__(self, body: bytes) -> None:
         try:
@@ -230,10 +233,18 @@ class _Fields:
             raise ApiError("the body is not a JSON object.")
         if wrong:
             param = wrong[0] if _is_unicode(wrong[0]) else None
-            raise ApiError(f"{_shown(wrong[0])} has half of a surrogate pair, which is not a character.", param)
+            raise ApiError(f"{shown_value(wrong[0])} has half of a surrogate pair, which is not a character.", param)
         self._left: dict[str, JsonValue] = {key: value for key, value in found.items() if value is not None}
 
+    @classmethod
+    def of(cls, values: dict[str, JsonValue]) -> "RequestFields":
+        """Returns the parameters of an object within a request."""
+        fields = cls(b"{}")
+        fields._left = {key: value for key, value in values.items() if value is not None}
+        return fields
+
     def take(self, name: str, default: JsonValue = None) -> JsonValue:
+        """Returns a parameter of any kind."""
         return self._left.pop(name, default)
 
     def discard(self, name: str, value: JsonValue) -> None:
@@ -242,23 +253,26 @@ class _Fields:
             del self._left[name]
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
+        """Returns a number from `least` to `most`."""
         found = self.take(name, default)
         if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
-            raise ApiError(f"{name}={_shown(found)} is not a number from {least} to {most}.", name)
+            raise ApiError(f"{name}={shown_value(found)} is not a number from {least} to {most}.", name)
         if name == "top_p" and not found:
             raise ApiError("top_p=0 leaves no token. Use temperature=0 for the most probable token.", name)
         return float(found)
 
     def integer(self, name: str, default: int | None, least: int, most: int) -> JsonValue:
+        """Returns an integer from `least` to `most`, or the default."""
         found = self.take(name, default)
         if found is not default and (type(found) is not int or not least <= found <= most):
-            raise ApiError(f"{name}={_shown(found)} is not an integer from {least} to {most}.", name)
+            raise ApiError(f"{name}={shown_value(found)} is not an integer from {least} to {most}.", name)
         return found
 
     def flag(self, name: str, default: bool) -> bool:
+        """Returns true or false."""
         found = self.take(name, default)
         if not isinstance(found, bool):
-            raise ApiError(f"{name}={_shown(found)} is neither true nor false.", name)
+            raise ApiError(f"{name}={shown_value(found)} is neither true nor false.", name)
         return found
 
     def usage(self, stream: bool) -> bool:
@@ -283,13 +297,13 @@ class _Fields:
             self.take(name)
         bias = self.take("logit_bias", {})
         if not isinstance(bias, dict) or not all(_is_one_of(value, (0,)) for value in bias.values()):
-            raise ApiError(f"logit_bias={_shown(bias)} is not supported. Leave it out.", "logit_bias")
+            raise ApiError(f"logit_bias={shown_value(bias)} is not supported. Leave it out.", "logit_bias")
         for name, value in self._left.items():
             if name not in harmless:
                 raise ApiError(f"{name[:100]} is not supported by this server. Leave it out.", name[:100])
             if not _is_one_of(value, harmless[name]):
-                shown = " or ".join(map(_shown, harmless[name]))
-                raise ApiError(f"{name}={_shown(value)} is not supported. Leave it out, or use {shown}.", name)
+                shown = " or ".join(map(shown_value, harmless[name]))
+                raise ApiError(f"{name}={shown_value(value)} is not supported. Leave it out, or use {shown}.", name)
 
 
 def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
@@ -297,7 +311,7 @@ def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     found: dict[str, JsonValue] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{_shown(name)} occurs twice in an object")
+            raise ValueError(f"{shown_value(name)} occurs twice in an object")
         found[name] = value
     return found
 
@@ -316,49 +330,62 @@ def _is_one_of(value: JsonValue, values: Sequence[JsonValue]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-def _shown(value: JsonValue) -> str:
+def shown_value(value: JsonValue) -> str:
+    """Returns a value for a message."""
     return json.dumps(value)[:60]
 
 
-def _prompts(fields: _Fields, model: Model) -> tuple[list[list[int]], list[str]]:
-    """Returns the ids and the text of each prompt of a completion: a string, ids, or a list of either."""
-    given = fields.take("prompt")
+def read_prompts(fields: RequestFields, model: Model, key: str = "prompt") -> tuple[list[list[int]], list[str]]:
+    """Returns the ids and the text of each prompt of a completion: a string, ids, or a list of either.
+
+    Raises:
+      ApiError: they are something else.
+    """
+    given = fields.take(key)
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ApiError("prompt is neither a string, nor a list of token ids, nor a list of prompts.", "prompt")
+        raise ApiError(f"{key} is neither a string, nor a list of token ids, nor a list of prompts.", key)
     framed = fields.flag("add_special_tokens", True)
     prompts = []
     texts = []
     for one in given:
         if isinstance(one, str):
-            ids = _encode(one, model, "prompt")
+            ids = _encode(one, model, key)
             ids = [*missing_before(model.tokenizer, ids), *ids] if framed else ids
         elif isinstance(one, list) and one and all(type(i) is int and 0 <= i < model.vocabulary for i in one):
             ids = one
         else:
-            raise ApiError(f"prompt has an item that is neither text nor ids below {model.vocabulary}.", "prompt")
+            raise ApiError(f"{key} has an item that is neither text nor ids below {model.vocabulary}.", key)
         prompts.append(ids)
         texts.append(one if isinstance(one, str) else model.tokenizer.decode(ids))
     return prompts, texts
 
 
-def _chat_prompt(fields: _Fields, model: Model) -> tuple[list[list[int]], list[str]]:
+def _chat_prompt(fields: RequestFields, model: Model) -> tuple[list[list[int]], list[str]]:
     """Returns the ids before the answer to some messages."""
     if model.template is None:
         raise ApiError(
             "this run has no chat template. Use /v1/completions, or a run that trained with data.source=chat.",
             code="no_chat_template",
         )
-    given = fields.take("messages")
-    if not isinstance(given, list) or not given:
-        raise ApiError("messages is not a list of one or more messages.", "messages")
-    messages = [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
+    messages = read_messages(fields.take("messages"))
     try:
         text = model.template.prompt(messages)
     except ConfigError as error:
         raise ApiError(str(error), "messages") from None
     return [_encode(text, model, "messages")], [""]
+
+
+def read_messages(given: JsonValue) -> list[Message]:
+    """Returns the messages of a request.
+
+    Raises:
+      ApiError: they are not a list of messages.
+    """
+    if not isinstance(given, list) or not given:
+        raise ApiError("messages is not a list of one or more messages.", "messages")
+    return [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
 
 
 def _message(given: JsonValue, where: str) -> Message:
@@ -369,7 +396,7 @@ def _message(given: JsonValue, where: str) -> Message:
     role = given.get("role")
     content = given.get("content")
     if role not in ROLES:
-        raise ApiError(f"{where}.role={_shown(role)} is not one of {', '.join(ROLES)}.", f"{where}.role")
+        raise ApiError(f"{where}.role={shown_value(role)} is not one of {', '.join(ROLES)}.", f"{where}.role")
     if isinstance(content, list):  # parts
         if not all(map(_is_text_part, content)):
             raise ApiError(f"{where}.content has a part that is not text.", f"{where}.content")
@@ -417,7 +444,7 @@ def _limit(prompt: Sequence[int], asked: int | None, model: Model) -> int:
     return min(model.sample.tokens or model.max_tokens, model.max_tokens, room) if asked is None else asked
 
 
-def _stop(fields: _Fields) -> tuple[str, ...]:
+def _stop(fields: RequestFields) -> tuple[str, ...]:
     given = fields.take("stop", [])
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or len(given) > 4 or not all(isinstance(one, str) and one for one in given):
@@ -429,7 +456,7 @@ MAX_LOGPROBS = 20
 """Largest number of tokens with log-probabilities beside the chosen one, as with OpenAI's chat."""
 
 
-def _logprobs(fields: _Fields, chat: bool) -> int | None:
+def _logprobs(fields: RequestFields, chat: bool) -> int | None:
     if not chat:
         fields.discard("logprobs", False)
         found: int | None = fields.integer("logprobs", None, 0, MAX_LOGPROBS)

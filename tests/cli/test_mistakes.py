@@ -22,7 +22,7 @@ import pytest
 from jaxstack import train
 from jaxstack.cli import parser, supervise
 from jaxstack.common import errors, files
-from jaxstack.config import resolve
+from jaxstack.config import ConfigError, resolve
 from jaxstack.config.reading import parse
 from jaxstack.runtime import platform, preemption
 from jaxstack.sharding import mesh
@@ -330,3 +330,21 @@ def test_an_interrupt_of_a_prompt_does_not_end_the_command(monkeypatch):
         assert not ended.wait(0.2)
         os.kill(os.getpid(), signal.SIGINT)
         assert ended.wait(10), "the thread listens again"
+
+
+@pytest.mark.parametrize("name", ["sft_quickstart", "dpo_quickstart", "grpo_quickstart", "speedrun/dpo"])
+def test_a_configuration_whose_step_before_is_missing_names_the_first_command(tmp_path, monkeypatch, name):
+    """It is the line `# First: ...` of the file. A file of the user has none, and then nothing is added."""
+    from jaxstack.cli import train
+    from jaxstack.cli.parser import read_arguments
+    from jaxstack.config.reading.shipped import shipped
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        train.main(read_arguments(["train", "--config", name]))
+    (line,) = (line for line in shipped()[name].read_text().splitlines() if line.startswith("# First: "))
+    assert error.value.advice == line.removeprefix("# ")
+    (tmp_path / "mine.yaml").write_text("data: {source: chat, path: none.jsonl}\n")
+    with pytest.raises(ConfigError) as error:
+        train.main(read_arguments(["train", "--config=mine.yaml"]))
+    assert error.value.advice == ""

@@ -41,6 +41,8 @@ PARAMETERS = {  # published counts, embeddings counted once
     "deepseek_v3": 671_026_419_200,  # 671,026,404,352 and the biases of 58 routers
     "dots1": 142_774_381_696,
     "qwen3_next_80b_a3b": 79_674_391_296,  # of the class in `transformers`; its authors say 80 billion
+    "mamba_codestral_7b": 7_285_403_648,
+    "granite4_h_small": 32_207_337_984,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
 }

@@ -98,6 +98,11 @@ def mixed(*sources, **changes):
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
 DELTA = {"model.delta.every": 2}
+STATES = {"model.ssm.layers": (True, False)}
+MAMBA = {"model.ssm.layers": (True,), "model.ssm.mlp": False, "model.positions": "none"}
+XIELU = {"model.activation": "xielu", "model.gated": False}
+DYNAMIC = {"model.rope_scaling.kind": "dynamic", "model.rope_scaling.factor": 2.0}
+DYNAMIC |= {"model.rope_scaling.original_max_position": 512}
 LONGROPE = {"model.rope_scaling.kind": "longrope", "model.rope_scaling.original_max_position": 512}
 LONGROPE |= {f"model.rope_scaling.{name}_factors": (1.0,) * 32 for name in ("short", "long")}
 SCORES = {"preference.loss": "reward", "model.reward_head": True}
@@ -162,6 +167,24 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (DELTA | {"mesh.pipe": 2}, DELTA | {"mesh.pipe": 2, "sample.prompts": ()}),
     (DELTA | {"mesh.context": 2, "data.seq_len": 8}, DELTA | {"mesh.context": 2, "data.seq_len": 12}),
     (LATENT | {"model.attention_gate": True}, {"model.attention_gate": True}),
+    ({"model.ssm.taps": 3}, STATES | {"model.ssm.taps": 3}),
+    (STATES | {"model.ssm.groups": 3}, STATES | {"model.ssm.groups": 4}),
+    ({"model.ssm.layers": (False, False)}, STATES),
+    (STATES | DELTA, STATES),
+    (STATES | {"model.num_layers": 5}, {"model.num_layers": 5}),
+    (STATES | {"model.ssm.layers": (True,)}, STATES | {"model.ssm.layers": (True,), "model.positions": "none"}),
+    (STATES | {"model.ssm.heads": 30, "mesh.tensor": 4}, STATES | {"model.ssm.heads": 32, "mesh.tensor": 4}),
+    (STATES | {"model.ssm.groups": 2, "mesh.tensor": 4}, STATES | {"model.ssm.groups": 1, "mesh.tensor": 4}),
+    (STATES | {"mesh.context": 2, "data.seq_len": 8}, STATES | {"mesh.context": 2, "data.seq_len": 12}),
+    (MAMBA | MOE, STATES | MOE),
+    (MAMBA | {"model.parallel": "one_norm"}, {"model.parallel": "one_norm"}),
+    (MAMBA | {"model.d_ff": 512}, MAMBA),
+    ({"model.norm_weights": False, "model.norm_unit_offset": True}, {"model.norm_weights": False}),
+    (XIELU | {"model.gated": True}, XIELU),
+    (LATENT | {"model.clip_qkv": 8.0}, {"model.clip_qkv": 8.0}),
+    (DYNAMIC | {"data.seq_len": 513}, DYNAMIC | {"data.seq_len": 512}),
+    (DYNAMIC | {"model.rope_scaling.long_context": True, "model.rope_scaling.kind": "yarn"},
+     DYNAMIC | {"model.rope_scaling.long_context": True, "data.seq_len": 1024}),
     ({"model.rope_layers": (True, False)}, {"model.rope_layers": (True, False), "model.windows": (0, 0)}),
     ({"model.rope_layers": (False,)}, {"model.rope_layers": (True,)}),
     (MOE | {"model.moe.shared_gate": True}, MOE | {"model.moe.shared_gate": True, "model.moe.shared_experts": 1}),
@@ -391,6 +414,9 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (PROMPTS | {"rl.rewards": ("a:b",), "rl.weights": (1.0, 2.0)},
      PROMPTS | {"rl.rewards": ("a:b", "a:c"), "rl.weights": (1.0, 2.0)}),
     (PROMPTS | {"rl.updates": 2, "rl.loss": "rloo"}, PROMPTS | {"rl.updates": 2}),
+    (PROMPTS | {"rl.tool": "a:b"}, PROMPTS | {"rl.tool": "a:b", "rl.turns": 2}),
+    (PROMPTS | {"rl.overlong_buffer": 2, "rl.turns": 2}, PROMPTS | {"rl.overlong_buffer": 2}),
+    (PROMPTS | {"mesh.pipe": 2, "sample.prompts": ()}, PROMPTS | {"sample.prompts": ()}),
     (PROMPTS | {"rl.clip_low": 0.1, "rl.loss": "cispo"}, PROMPTS | {"rl.clip_high": 0.1, "rl.loss": "cispo"}),
     (PROMPTS | {"rl.clip_high": 0.1, "rl.loss": "rloo"}, PROMPTS | {"rl.clip_high": 0.1, "rl.loss": "gspo"}),
     (PROMPTS | {"run.init_from": None}, PROMPTS),
@@ -586,6 +612,7 @@ def test_every_check_refuses_what_is_past_its_edge_and_nothing_before_it():
 
 FAMILIES = {"encoder": ENCODER, "branches": TWO, "encoder_decoder": PAIRS, "diffusion": DIT, "contrastive": TOWERS}
 OTHER_VALUES = {
+    "model.ssm.layers": (True, False), "model.clip_qkv": 8.0,
     "model.windows": (1,), "model.logit_softcap": 1.0, "model.pad_vocab_to": 512, "model.lora.rank": 1,
     "model.base_width": 64, "data.domains": ("a",), "data.languages": ("en",), "data.target_len": 16,
     "data.tokenizer": "chars", "data.mask_id": 4, "sample.prompts": ("a",), "sample.beams": 4,

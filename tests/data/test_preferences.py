@@ -8,7 +8,9 @@ import pytest
 
 from jaxstack import data
 from jaxstack.config import ConfigError, DataConfig
-from jaxstack.data.preferences import read_preferences
+from jaxstack.data.chat import PlainTemplate
+from jaxstack.data.preferences import PreferenceWindows, as_pairs, encode_preferences, read_preferences
+from jaxstack.data.tokenizers import ByteTokenizer
 from jaxstack.data.windows import batches, eval_batches
 
 USER = {"role": "user", "content": "q"}
@@ -65,7 +67,7 @@ BROKEN = [
     ({"prompt": "q", "completion": "a"}, "the keys are completion, prompt. Write prompt, chosen and rejected"),
     ({"prompt": "q", "completion": "a", "label": 1}, "label is neither true nor false"),
     ({"prompt": "q", "completion": 3, "label": True}, "completion is neither text nor a list of messages"),
-    ({"completion": "a", "label": True}, "there is no prompt, and completion is not a list of messages"),
+    ({"completion": "a", "label": True}, "the row has no prompt, and its completion is not a list"),
     ({"completion": [GOOD], "label": True}, "the prompt is empty"),
     ({"prompt": "q", "completion": [USER], "label": True}, "completion has nothing after the prompt"),
     ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt is neither text nor a list of messages"),
@@ -78,12 +80,14 @@ BROKEN = [
     ({"prompt": "q", "chosen": [{"role": [], "content": "a"}], "rejected": "b"}, "chosen: message 1 has the role"),
     ({"prompt": [GOOD], "chosen": "a", "rejected": "b"}, "the prompt ends with an answer"),
     ({"prompt": [], "chosen": "a", "rejected": "b"}, "the prompt is empty"),
-    ({"chosen": "a", "rejected": "b"}, "there is no prompt, and chosen or rejected is not a list"),
+    ({"chosen": "a", "rejected": "b"}, "the row has no prompt, and chosen or rejected is not a list"),
     ({"chosen": [USER, GOOD], "rejected": [BAD, BAD]}, "chosen and rejected differ before their last messages"),
     ({"chosen": [], "rejected": []}, "the prompt is empty"),
     ({"prompt": "q", "chosen": "a", "rejected": "b", "tools": [1]}, "tools is not supported"),
     ({"system": "s", "prompt": [{"role": "system", "content": "t"}, USER], "chosen": "a", "rejected": "b"},
      "beside the key system"),
+    *(({"prompt": "q", "chosen": "a", "rejected": "b", "margin": wrong}, "margin is not a number of at most 1e.06")
+      for wrong in ("1", True, 1e7, [1])),
     ({"prompt": "\ud800", "chosen": "a", "rejected": "b"}, "prompt: message 1 contains half a character"),
 ]  # fmt: skip
 
@@ -257,3 +261,27 @@ def test_a_batch_is_a_function_of_seed_and_step_and_an_epoch_has_each_pair_once(
         count += len(texts[-1]) // 2
     flat = [text for row in texts for text in row]
     assert len(flat) == len({*flat}) == 2 * found.starts.size
+
+
+def test_each_pair_has_its_own_margin(tmp_path):
+    """It is at the first position of the pair, for scores alone; rows without one have 0."""
+    margins = [1.5, 0, None, -2, 3, 0.25]
+    lines = [{"prompt": f"{i}", "chosen": f"c{i}", "rejected": f"r{i}", "margin": m} for i, m in enumerate(margins)]
+    del lines[2]["margin"]
+    path = write(tmp_path / "pairs.jsonl", *lines)
+    pairs = as_pairs(read_preferences(path))
+    assert [one.margin for one in pairs] == [1.5, 0, 0, -2, 3, 0.25]
+    tokens, _, _ = encode_preferences(pairs, PlainTemplate(), ByteTokenizer(), 200, scores=True)
+    some = tokens.documents(np.array([4, 0, 3]))
+    for packing in (False, True):
+        windows = PreferenceWindows.of(some, 200, packing)
+        batch = windows.make_batch(np.arange(windows.first_W.size), 200, packing, 256)
+        assert sorted(batch["margins"][batch["pair_weights"] > 0].tolist()) == [-2, 1.5, 3]
+        assert not batch["margins"][batch["pair_weights"] == 0].any()
+        for row, ids in zip(batch["margins"], batch["tokens"], strict=True):
+            text = bytes(ids.tolist()).decode()
+            first = int(text.split("\n")[1])
+            assert row[0] == margins[first]
+    plain, _, _ = encode_preferences(pairs, PlainTemplate(), ByteTokenizer(), 200)
+    windows = PreferenceWindows.of(plain, 200, False)
+    assert "margins" not in windows.make_batch(np.arange(2), 200, False, 256)

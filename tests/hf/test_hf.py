@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from families import DELTA, EXPERTS, FAMILIES
+from families import DELTA, EXPERTS, FAMILIES, STATE_SPACE
 from random_runs import write_run
 from test_train import ROOT, SMALL, environment, run
 
@@ -69,6 +69,9 @@ MODELS = {
 }
 PLAIN = dataclasses.replace(FAMILIES["llama3"], rope_scaling=RopeScaling())
 NEAR = {
+    "olmo": {"norm": "layer", "norm_weights": False, "norm_eps": 1e-5, "clip_qkv": 2.5},
+    "falcon": {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu", "parallel": "two_norms"},
+    "apertus": {"qk_norm": True, "gated": False, "activation": "xielu"},
     "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_over": "all"},
     "exaone4": {"pre_norm": False, "post_norm": True, "qk_norm": True},
     "smollm3": {"num_layers": 4, "windows": (0, 0), "rope_layers": (True, False)},
@@ -101,6 +104,16 @@ NEAR |= {
 }
 MODELS |= {name: dataclasses.replace(PLAIN, **changes) for name, changes in NEAR.items()}
 MODELS["qwen3_next"] = dataclasses.replace(DELTA["qwen3_next"], num_layers=6)  # three units of two layers
+_WHOLE = {"heads": 8, "head_dim": 8}  # together twice as wide as the model
+MODELS["mamba2"] = dataclasses.replace(
+    STATE_SPACE["mamba2"], ssm=dataclasses.replace(STATE_SPACE["mamba2"].ssm, **_WHOLE)
+)
+MODELS["granitemoehybrid"] = dataclasses.replace(
+    STATE_SPACE["hybrid_moe"], d_ff=24, ssm=dataclasses.replace(STATE_SPACE["hybrid_moe"].ssm, **_WHOLE)
+)
+HYBRID_DENSE = dataclasses.replace(
+    STATE_SPACE["hybrid"], ssm=dataclasses.replace(STATE_SPACE["hybrid"].ssm, **_WHOLE), tied_embeddings=True
+)
 
 
 def random_values(cfg, rng):
@@ -241,7 +254,9 @@ def in_their_words(name, cfg, values):
                 found[f"{h}mlp.{theirs}.weight"] = linear(L["mlp"][f"w_{ours}"][i])
                 found[f"{h}mlp.{theirs}.bias"] = L["mlp"][f"b_{ours}"][i]
         return found
-    found |= {"model.embed_tokens.weight": V["embedding"]["tokens"], "model.norm.weight": V["final_norm"]["scale"]}
+    found["model.embed_tokens.weight"] = V["embedding"]["tokens"]
+    if cfg.norm_weights:
+        found["model.norm.weight"] = V["final_norm"]["scale"]
     if not cfg.tied_embeddings:
         found["lm_head.weight"] = linear(V["head"]["w"])
     norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -251,6 +266,8 @@ def in_their_words(name, cfg, values):
     if name == "glm4":
         norms = {"input_layernorm": "attention_norm", "post_self_attn_layernorm": "attention_post_norm"}
         norms |= {"post_attention_layernorm": "mlp_norm", "post_mlp_layernorm": "mlp_post_norm"}
+    if name == "apertus":
+        norms = {"attention_layernorm": "attention_norm", "feedforward_layernorm": "mlp_norm"}
     norms = {theirs: ours for theirs, ours in norms.items() if ours in L}  # some families have fewer
     if cfg.norm_bias:
         found["model.norm.bias"] = V["final_norm"]["bias"]
@@ -276,6 +293,9 @@ def in_their_words(name, cfg, values):
                 found[f"{h}mlp.{theirs}.bias"] = L["mlp"][f"b_{ours}"][i]
             found["model.norm.bias"] = V["final_norm"]["bias"]
             continue
+        if name == "apertus":
+            found[f"{h}mlp.act_fn.alpha_p"] = L["mlp"]["slope_positive"][i]
+            found[f"{h}mlp.act_fn.alpha_n"] = L["mlp"]["slope_negative"][i]
         if name == "granitemoe":
             moe, room = jax.tree.map(lambda a, i=i: a[i], L["moe"]), f"{h}block_sparse_moe."
             both = np.concatenate([moe["w_gate"], moe["w_up"]], -1)
@@ -399,6 +419,81 @@ def in_the_words_of_qwen3_next(cfg, values):
     return found
 
 
+def in_the_words_of_state_spaces(name, cfg, values):
+    """Returns the tensors of a Mamba-2, or of a Granite 4 whose layers are state spaces, have attention, or both."""
+    mamba, D, size = name == "mamba2", cfg.d_model, len(cfg.ssm.layers)
+    base = "backbone." if mamba else "model."
+    found = {f"{base}{'embeddings' if mamba else 'embed_tokens'}.weight": values["embedding"]["tokens"]}
+    found[f"{base}{'norm_f' if mamba else 'norm'}.weight"] = values["final_norm"]["scale"]
+    if not cfg.tied_embeddings:
+        found["lm_head.weight"] = values["head"]["w"].T
+    for i in range(cfg.num_layers):
+        kind = values["layers"][f"layer_{i % size}"] if size > 1 else values["layers"]
+        layer = jax.tree.map(lambda a, unit=i // size: a[unit], kind)
+        h, p = f"{base}layers.{i}.", layer["attention"]
+        found[f"{h}{'norm' if mamba else 'input_layernorm'}.weight"] = layer["attention_norm"]["scale"]
+        if cfg.ssm.layers[i % size]:
+            m = f"{h}{'mixer' if mamba else 'mamba'}."
+            wide = [p[f"w_{x}"].reshape(D, -1) for x in ("z", "x", "b", "c", "step")]
+            found[f"{m}in_proj.weight"] = np.concatenate(wide, 1).T
+            taps = [p[f"taps_{x}"].reshape(cfg.ssm.taps, -1) for x in "xbc"]
+            found[f"{m}conv1d.weight"] = np.concatenate(taps, 1).T[:, None]
+            found[f"{m}conv1d.bias"] = np.concatenate([p[f"offset_{x}"].ravel() for x in "xbc"])
+            found |= {f"{m}A_log": p["rate"], f"{m}dt_bias": p["step_bias"], f"{m}D": p["skip"]}
+            found |= {f"{m}norm.weight": p["norm"]["scale"].ravel(), f"{m}out_proj.weight": p["w_o"].reshape(-1, D).T}
+        else:
+            found |= {f"{h}self_attn.{x}_proj.weight": p[f"w_{x}"].reshape(D, -1).T for x in "qkv"}
+            found[f"{h}self_attn.o_proj.weight"] = p["w_o"].reshape(-1, D).T
+        if mamba:
+            continue
+        found[f"{h}post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
+        shared = layer.get("mlp")
+        if cfg.moe.num_experts:
+            moe, room = layer["moe"], f"{h}block_sparse_moe."
+            shared = moe["shared"]
+            both = np.concatenate([moe["w_gate"], moe["w_up"]], -1)
+            found |= {f"{room}router.layer.weight": moe["router"].T, f"{room}input_linear.weight": both.swapaxes(1, 2)}
+            found[f"{room}output_linear.weight"] = moe["w_down"].swapaxes(1, 2)
+        found[f"{h}shared_mlp.input_linear.weight"] = np.concatenate([shared["w_gate"], shared["w_up"]], 1).T
+        found[f"{h}shared_mlp.output_linear.weight"] = shared["w_down"].T
+    return found
+
+
+def in_the_words_of_falcon(cfg, values):
+    """Returns the tensors of a Falcon, which joins the queries that share a key with that key and its value."""
+    layers = values["layers"]
+    found = {"transformer.word_embeddings.weight": values["embedding"]["tokens"]}
+    found["lm_head.weight"] = values["head"]["w"].T
+    found |= {f"transformer.ln_f.{x}": values["final_norm"][y] for x, y in (("weight", "scale"), ("bias", "bias"))}
+    for i in range(cfg.num_layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], layers)
+        h, p, each = f"transformer.h.{i}.", layer["attention"], cfg.num_heads // cfg.kv_heads
+        for theirs, ours in (("ln_attn", "attention_norm"), ("ln_mlp", "mlp_norm")):
+            found |= {f"{h}{theirs}.weight": layer[ours]["scale"], f"{h}{theirs}.bias": layer[ours]["bias"]}
+        rows = []
+        for g in range(cfg.kv_heads):
+            rows += [p["w_q"][:, g * each + head].T for head in range(each)] + [p["w_k"][:, g].T, p["w_v"][:, g].T]
+        found[f"{h}self_attention.query_key_value.weight"] = np.concatenate(rows)
+        found[f"{h}self_attention.dense.weight"] = p["w_o"].reshape(-1, cfg.d_model).T
+        found[f"{h}mlp.dense_h_to_4h.weight"] = layer["mlp"]["w_up"].T
+        found[f"{h}mlp.dense_4h_to_h.weight"] = layer["mlp"]["w_down"].T
+    return found
+
+
+def test_a_dense_hybrid_goes_out_and_in_again(tmp_path, rng):
+    """It has neither experts nor a head of its own, and its periods of layers are odd."""
+    values = random_values(HYBRID_DENSE, rng)
+    folder = save(tmp_path / "out", HYBRID_DENSE, values)
+    written = safetensors.load_file(folder / tensor_files.SINGLE)
+    expected = in_the_words_of_state_spaces("granitemoehybrid", HYBRID_DENSE, values)
+    assert written.keys() == expected.keys()
+    for tensor, value in expected.items():
+        np.testing.assert_array_equal(written[tensor], value, err_msg=tensor)
+    with hf.PretrainedFolder(folder) as source:
+        assert hf.model_differences(source.model, HYBRID_DENSE) == []
+        equal(source.read_params(), values)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
     cfg = MODELS[name]
@@ -407,6 +502,10 @@ def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
     routed = name in ("deepseek_v2", "deepseek_v3", "dots1")
     expected = in_the_words_of_deepseek(cfg, values) if routed else None
     expected = in_the_words_of_qwen3_next(cfg, values) if name == "qwen3_next" else expected
+    if name in ("mamba2", "granitemoehybrid"):
+        expected = in_the_words_of_state_spaces(name, cfg, values)
+    elif name == "falcon":
+        expected = in_the_words_of_falcon(cfg, values)
     expected = expected or in_their_words(name, cfg, values)
     assert written.keys() == expected.keys()
     for tensor, value in expected.items():

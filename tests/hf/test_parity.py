@@ -29,6 +29,7 @@ from jaxstack.config import (
     MoEConfig,
     OptimConfig,
     RopeScaling,
+    StateSpaceConfig,
     TrainConfig,
 )
 from jaxstack.hf.families import FULL, SLIDING
@@ -52,6 +53,7 @@ _PLAIN = {"rope_scaling": RopeScaling(), "rope_theta": 100.0}
 _OLMO = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_over": "all"}
 _COHERE = {"norm": "layer", "parallel": "one_norm", "rotary_interleaved": True, "head_scale": 0.25}
 _COHERE |= {"tied_embeddings": True, "attention_bias": "all"}
+_FALCON = {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu", "tied_embeddings": True}
 _GLM = {"rotary_interleaved": True, "rotary_fraction": 0.5, "attention_bias": "qkv", "head_dim": 12}
 _NEOX = {"norm": "layer", "bias": True, "gated": False, "activation": "gelu", "rotary_fraction": 0.25}
 _NEOX |= {"num_kv_heads": None}
@@ -63,6 +65,8 @@ _ROUTED = MoEConfig(
 )
 _GROUPED = dataclasses.replace(_ROUTED, num_groups=2, top_k_groups=1, routed_scale=2.5)
 _SIGMOID = dataclasses.replace(_GROUPED, router="sigmoid")
+_HYBRID = _PLAIN | {"num_layers": 3, "positions": "none", "residual_multiplier": 0.22, "attention_scale": 0.3}
+_HYBRID |= {"embedding_multiplier": 12.0, "head_scale": 1 / 6}
 CHANGES: dict[str, dict] = {
     "deepseek_v2": _LATENT | {"latent": _NARROW, "moe": dataclasses.replace(_GROUPED, normalize=False)},
     "deepseek_v2_lite": _LATENT
@@ -113,6 +117,18 @@ CHANGES: dict[str, dict] = {
         "rope_theta_local": 50.0,
     },
     "olmo2": _PLAIN | _OLMO,
+    # A tenth of the elements of queries, keys and values are beyond the limit.
+    "olmo": _PLAIN | {"norm": "layer", "norm_weights": False, "norm_eps": 1e-5, "clip_qkv": 2.5},
+    "falcon": _PLAIN | _FALCON | {"num_kv_heads": 1, "parallel": "one_norm"},
+    "falcon_new": _PLAIN | _FALCON | {"num_kv_heads": 2, "parallel": "two_norms"},
+    "falcon_heads": _PLAIN | _FALCON | {"num_kv_heads": None, "parallel": "one_norm", "tied_embeddings": False},
+    "apertus": {"qk_norm": True, "gated": False, "activation": "xielu", "rope_theta": 100.0}
+    | {"rope_scaling": RopeScaling(factor=4.0, original_max_position=32)},
+    # Texts are four times as long as the original context, and as long as they may be.
+    "dynamic": {"rope_theta": 100.0, "max_positions": 18}
+    | {"rope_scaling": RopeScaling("dynamic", factor=4.0, original_max_position=18, long_context=True)},
+    "dynamic_short": {"rope_theta": 100.0, "max_positions": 128}
+    | {"rope_scaling": RopeScaling("dynamic", factor=4.0, original_max_position=128)},
     # Layers with a window are not scaled, and the others are.
     "olmo3": _OLMO
     | {"num_layers": 4, "windows": (6, 6, 6, 0), "rope_theta_local": 100.0, "rope_theta": 100.0}
@@ -192,6 +208,14 @@ CHANGES: dict[str, dict] = {
     | {"attention_gate": True, "rotary_fraction": 0.5}
     | {"delta": DeltaConfig(every=2, key_heads=2, value_heads=4, key_dim=10, value_dim=6, taps=3)}
     | {"moe": MoEConfig(5, top_k=3, d_ff=24, aux_loss_weight=0, shared_experts=2, shared_gate=True)},
+    # 72 tokens are a chunk of 64 and a part. Their heads together are as wide as a multiple of the model.
+    "mamba2": {"rope_scaling": RopeScaling(), "positions": "none", "num_heads": 1, "num_kv_heads": None, "d_ff": None}
+    | {"ssm": StateSpaceConfig((True,), heads=6, head_dim=16, groups=3, state_dim=10, taps=3, mlp=False)},
+    "granitemoehybrid": _HYBRID
+    | {"ssm": StateSpaceConfig((True, False, True), heads=4, head_dim=24, state_dim=10, taps=3)}
+    | {"d_ff": 24, "moe": MoEConfig(5, top_k=3, aux_loss_weight=0, shared_experts=2)},
+    "hybrid_dense": _HYBRID
+    | {"positions": "rope", "ssm": StateSpaceConfig((False, True, True), heads=12, head_dim=8, groups=1, state_dim=6)},
     "olmoe": _PLAIN
     | {"qk_norm": True, "qk_norm_over": "all"}
     | {"moe": MoEConfig(5, top_k=3, d_ff=96, normalize=False, aux_loss_weight=0)},
@@ -209,11 +233,13 @@ LIKE = {
 LIKE |= dict.fromkeys(CHANGES.keys() - FAMILIES.keys() - {"mixtral"} - LIKE.keys(), "llama3")
 ALL = FAMILIES | {"mixtral": EXPERTS["mixtral"]} | {name: FAMILIES[like] for name, like in LIKE.items()}
 # A large epsilon reveals the place where it is added.
-CONFIGS = {name: dataclasses.replace(ALL[name], norm_eps=0.01, **changes) for name, changes in CHANGES.items()}
+CONFIGS = {name: dataclasses.replace(ALL[name], **{"norm_eps": 0.01} | changes) for name, changes in CHANGES.items()}
 THEIRS = {"llama3": "llama", "biased": "llama", "linear": "llama", "redpajama": "gpt_neox"}
 THEIRS |= {"deepseek_v2_lite": "deepseek_v2", "dots1_unnormalized": "dots1"}
 THEIRS |= {"qwen3_moe_listed": "qwen3_moe", "qwen2_moe_steps": "qwen2_moe"}
 CLASSES = {"kimi_k2": "deepseek_v3"}  # in `transformers` by another name
+THEIRS |= {"hybrid_dense": "granitemoehybrid", "falcon_new": "falcon", "falcon_heads": "falcon"}
+THEIRS |= {"dynamic": "llama", "dynamic_short": "llama"}
 THEIRS |= {"phi3_long": "phi3", "phi3_short": "phi3"}
 THEIRS |= {"stablelm_parallel": "stablelm"}  # their `model_type`, if our name differs
 
@@ -273,7 +299,41 @@ _DEEPSEEK = _ROUTER | {
 _V2 = _DEEPSEEK | {"topk_method": lambda cfg: "group_limited_greedy" if cfg.moe.num_groups > 1 else "greedy"}
 _V3 = _DEEPSEEK | {"norm_topk_prob": lambda cfg: True, "num_mtp_layers": lambda cfg: 0}
 _DOTS = _ROUTER | {"norm_topk_prob": lambda cfg: cfg.moe.normalize}
+_DYNAMIC = {"rope_parameters": _scaled, "max_position_embeddings": lambda cfg: cfg.max_positions}
+_FALCON_KEYS = {
+    "new_decoder_architecture": lambda cfg: cfg.parallel == "two_norms",
+    "multi_query": lambda cfg: cfg.kv_heads == 1,
+    "num_kv_heads": lambda cfg: cfg.kv_heads,
+    "ffn_hidden_size": lambda cfg: cfg.ff_width,
+    "layer_norm_epsilon": lambda cfg: cfg.norm_eps,
+}
+_LOW_AND_HIGH = {"original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_HYBRID_KEYS = _GRANITE | {
+    "num_local_experts": lambda cfg: cfg.moe.num_experts,
+    "num_experts_per_tok": lambda cfg: cfg.moe.top_k,
+    "shared_intermediate_size": lambda cfg: cfg.ff_width * (cfg.moe.shared_experts or 1),
+    "position_embedding_type": lambda cfg: "rope" if cfg.positions == "rope" else "nope",
+    "layer_types": lambda cfg: ["mamba" if states else "attention" for states in cfg.ssm.layers],
+    "mamba_n_heads": lambda cfg: cfg.ssm.heads,
+    "mamba_d_head": lambda cfg: cfg.ssm.head_dim,
+    "mamba_n_groups": lambda cfg: cfg.ssm.groups,
+    "mamba_d_state": lambda cfg: cfg.ssm.state_dim,
+    "mamba_d_conv": lambda cfg: cfg.ssm.taps,
+    "mamba_expand": lambda cfg: cfg.ssm.heads * cfg.ssm.head_dim // cfg.d_model,
+    "mamba_chunk_size": lambda cfg: 16,
+}
 HF_KEYS: dict[str, dict] = {
+    **dict.fromkeys(("granitemoehybrid", "hybrid_dense"), _HYBRID_KEYS),
+    "mamba2": {
+        "num_heads": lambda cfg: cfg.ssm.heads,
+        "head_dim": lambda cfg: cfg.ssm.head_dim,
+        "n_groups": lambda cfg: cfg.ssm.groups,
+        "state_size": lambda cfg: cfg.ssm.state_dim,
+        "conv_kernel": lambda cfg: cfg.ssm.taps,
+        "expand": lambda cfg: cfg.ssm.heads * cfg.ssm.head_dim // cfg.d_model,
+        "layer_norm_epsilon": lambda cfg: cfg.norm_eps,
+        "chunk_size": lambda cfg: 16,
+    },
     **dict.fromkeys(("deepseek_v2", "deepseek_v2_lite"), _V2),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), _V3),
     **dict.fromkeys(("dots1", "dots1_unnormalized"), _DOTS),
@@ -285,6 +345,10 @@ HF_KEYS: dict[str, dict] = {
     "seed_oss": {"attention_dropout": lambda cfg: 0.0, "residual_dropout": lambda cfg: 0.0},
     "arcee": {"rope_parameters": _scaled},
     "linear": {"rope_parameters": _scaled},
+    **dict.fromkeys(("dynamic", "dynamic_short"), _DYNAMIC),
+    "apertus": {"rope_parameters": lambda cfg: _scaled(cfg) | _LOW_AND_HIGH},
+    "olmo": {"clip_qkv": lambda cfg: cfg.clip_qkv},
+    **dict.fromkeys(("falcon", "falcon_new", "falcon_heads"), _FALCON_KEYS),
     "granite": _GRANITE,
     "granitemoe": _GRANITE
     | {"num_local_experts": lambda cfg: cfg.moe.num_experts, "num_experts_per_tok": lambda cfg: cfg.moe.top_k},
@@ -329,7 +393,14 @@ HF_KEYS["qwen2_moe_steps"] = HF_KEYS["qwen2_moe"] | {"decoder_sparse_step": lamb
 NO_HEAD_DIM = {
     "granite",
     "granitemoe",
+    "granitemoehybrid",
+    "hybrid_dense",
     "smollm3",
+    "olmo",
+    "apertus",
+    "falcon",
+    "falcon_new",
+    "falcon_heads",
     "olmo2",
     "olmo3",
     "olmoe",
@@ -373,7 +444,7 @@ def their_config(family: str, cfg: ModelConfig):
         if family in NO_HEAD_DIM:
             del common["head_dim"]
         if family != "linear":
-            common["hidden_act"] = {"gelu": "gelu", "relu2": "relu2"}.get(cfg.activation, "silu")
+            common["hidden_act"] = {"gelu": "gelu", "relu2": "relu2", "xielu": "xielu"}.get(cfg.activation, "silu")
         return kind(**common | own)
     if family == "llama3":
         scaling = dataclasses.asdict(cfg.rope_scaling)
@@ -456,7 +527,7 @@ def as_saved(family: str, named):
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if THEIRS.get(family, family) == "gpt_neox":
             name = name.replace("lm_head.", "embed_out.")
-        if family == "granitemoe":
+        if THEIRS.get(family, family) in ("granitemoe", "granitemoehybrid"):
             names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
             names |= {"router.weight": "router.layer.weight"}
             last = name.rpartition("block_sparse_moe.")[2]
@@ -550,6 +621,44 @@ def test_loss_and_every_gradient(family, context, rng):
     expected = their_loss(theirs, batch)
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), rel=2e-6)
+    assert_near(grads, to_ours(family, ((name, weight.grad) for name, weight in theirs.named_parameters())), 1e-4)
+
+
+PACKED = ("gpt2", "llama3", "gemma3_text", "exaone4", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2")
+PACKED += ("granitemoehybrid", "olmo", "falcon_new", "apertus")
+"""One family of each kind of switch: learned, rotated and no positions, windows, latent attention, sinks, states."""
+DOCUMENTS = (29, 1, 42)
+"""Lengths of the documents of a row: a window, a chunk and a convolution end within them."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", PACKED)
+def test_a_packed_row_is_its_documents_one_by_one(family, rng):
+    """Logits, loss and gradients of a row of documents are those of `transformers` for each document alone."""
+    cfg, theirs = CONFIGS[family], build(family, rng)
+    values, batch = to_ours(family, theirs.named_parameters()), random_batch(cfg, rng)
+    batch["segment_ids"] = np.tile(np.repeat([1, 2, 3], DOCUMENTS), (BATCH, 1))
+    batch["positions"] = np.tile(np.concatenate([np.arange(n) for n in DOCUMENTS]), (BATCH, 1))
+    documents = np.split(np.arange(LENGTH), np.cumsum(DOCUMENTS)[:-1])
+
+    def loss_fn(values):
+        logits, _ = families.forward(
+            cfg, values, batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"]
+        )
+        return losses.loss_sums(cfg, values, batch, CONTEXTS["xla"])[0]["loss"] / batch["loss_weights"].sum(), logits
+
+    (loss, logits), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(values)
+    total = batch["loss_weights"].sum()
+    expected = 0.0
+    for own in documents:
+        tokens = batch["tokens"][:, own]
+        found = theirs(torch.from_numpy(tokens)).logits.numpy(force=True)
+        assert np.abs(logits[:, own] - found).max() <= 5e-5 * np.abs(found).max()
+        part = {name: batch[name][:, own] for name in ("tokens", "targets", "loss_weights")}
+        share = their_loss(theirs, part) * float(part["loss_weights"].sum() / total)
+        share.backward()
+        expected += share.item()
+    assert float(loss) == pytest.approx(expected, rel=2e-6)
     assert_near(grads, to_ours(family, ((name, weight.grad) for name, weight in theirs.named_parameters())), 1e-4)
 
 

@@ -62,11 +62,17 @@ PARAMETERS = {  # in millions, as their authors publish them, or by the names of
     "mistralai/Mixtral-8x22B-v0.1": 141_000,
     "google/gemma-2b": 2_510,
     "google/gemma-3-1b-it": 1_000,
+    "allenai/OLMo-1B-hf": 1_180,
     "allenai/OLMo-2-1124-7B": 7_300,
     "allenai/OLMo-2-1124-13B": 13_700,
     "allenai/OLMo-2-0325-32B": 32_200,
     "allenai/Olmo-3-1025-7B": 7_300,
     "allenai/OLMoE-1B-7B-0924": 6_920,
+    "mistralai/Mamba-Codestral-7B-v0.1": 7_285,
+    "ibm-granite/granite-4.0-h-small": 32_000,
+    "swiss-ai/Apertus-8B-2509": 8_000,
+    "tiiuae/falcon-7b": 7_000,
+    "tiiuae/falcon-40b": 41_500,
     "Qwen/Qwen1.5-MoE-A2.7B": 14_300,
     "microsoft/Phi-3-mini-4k-instruct": 3_820,
     "microsoft/Phi-3.5-mini-instruct": 3_820,
@@ -148,6 +154,8 @@ def test_a_model_of_another_family_is_refused_in_one_line(name):
         ("deepseek_v3", "deepseek-ai/DeepSeek-V3"),
         ("dots1", "rednote-hilab/dots.llm1.inst"),
         ("qwen3_next_80b_a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        ("mamba_codestral_7b", "mistralai/Mamba-Codestral-7B-v0.1"),
+        ("granite4_h_small", "ibm-granite/granite-4.0-h-small"),
         ("gpt_oss_20b", "openai/gpt-oss-20b"),
         ("gpt_oss_120b", "openai/gpt-oss-120b"),
     ],
@@ -165,7 +173,8 @@ SIZES = {
     "max_position_embeddings", "n_positions", "num_experts", "num_local_experts", "num_sparse_encoder_layers",
     "num_sparse_decoder_layers", "shared_expert_intermediate_size", "tie_word_embeddings", "rope_theta", "model_type",
     "n_routed_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "n_shared_experts", "num_experts_per_tok",
+    "n_shared_experts", "num_experts_per_tok", "head_dim", "expand", "shared_intermediate_size", "mamba_d_head",
+    "mamba_n_heads", "mamba_expand", "ffn_hidden_size",
 }  # fmt: skip
 """Keys without which a file may be refused, because it is damaged rather than old."""
 
@@ -206,7 +215,7 @@ def scaled_down(config: dict) -> dict:
     heads = next(config[key] for key in ("num_attention_heads", "n_head", "num_heads") if key in config)
     few = min(heads, 6)
     fours = ("gemma2", "switch_transformers", "smollm3", "exaone4", "cohere2", "olmo3", "qwen3_next")
-    layers = {"modernbert": 7, **dict.fromkeys(fours, 4)}.get(config["model_type"], 2)
+    layers = {"modernbert": 7, "granitemoehybrid": 10, **dict.fromkeys(fours, 4)}.get(config["model_type"], 2)
     width = 8 * few
     sizes = {
         "vocab_size": 97,
@@ -222,6 +231,9 @@ def scaled_down(config: dict) -> dict:
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
         "n_routed_experts": 6, "n_group": min(config.get("n_group", 1), 2), "topk_group": 1,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+        "num_kv_heads": few // 2, "ffn_hidden_size": 44,
+        "n_groups": 2, "state_size": 10, "mamba_n_heads": few, "mamba_d_head": 16, "mamba_d_state": 10,
+        "shared_intermediate_size": 88, "time_step_rank": 4,
         "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
         "sliding_window": 7, "sliding_window_size": 7, "local_attention": 6, "max_window_layers": layers,
     }  # fmt: skip
@@ -238,6 +250,8 @@ def scaled_down(config: dict) -> dict:
     if config["model_type"] == "qwen3_next":
         small["head_dim"] = 16  # of which a quarter is rotated in pairs
         small["rms_norm_eps"] = 0.01  # a first token whose query is nearly orthogonal to its key reads rounding alone
+    if config["model_type"] == "mamba2":
+        small["head_dim"] = 16  # all heads together are twice as wide as the model
     if "no_rope_layers" in small:
         small["no_rope_layers"] = small["no_rope_layers"][:layers]
     if "original_max_position_embeddings" in (small.get("rope_scaling") or {}):

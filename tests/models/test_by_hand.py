@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import DELTA, EXPERTS, FAMILIES, NEAR, SMALL, SPARSE
+from families import DELTA, EXPERTS, FAMILIES, NEAR, SMALL, SPARSE, STATE_SPACE
 
 from jaxstack import families
 from jaxstack.config import LatentConfig, LoraConfig, ModelConfig, MoEConfig, RopeScaling
@@ -21,7 +21,7 @@ from jaxstack.training import losses
 
 # Values that no default has, so that a constant in the wrong place shows.
 ODD = {"norm_eps": 0.07}
-SHARED = FAMILIES | NEAR | EXPERTS | SPARSE | DELTA
+SHARED = FAMILIES | NEAR | EXPERTS | SPARSE | DELTA | STATE_SPACE
 MODELS = {name: dataclasses.replace(cfg, **ODD) for name, cfg in SHARED.items()} | {
     "gated_bias": ModelConfig(
         **SMALL, **ODD, norm="layer", positions="none", activation="gelu", bias=True, head_dim=12, num_kv_heads=1,
@@ -65,6 +65,8 @@ def activate(name, x):
 
 
 def norm(cfg, p, x, kind=None):
+    if p is None:  # without weights
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps)
     if (kind or cfg.norm) == "layer":
         gain = p["scale"] + 1 if cfg.norm_unit_offset else p["scale"]
         y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + cfg.norm_eps) * gain
@@ -92,6 +94,9 @@ def rotated(cfg, x, position):
         sharper = s.attention_factor or 0.1 * np.log(s.factor) + 1
     if s.kind == "linear":
         frequency /= s.factor
+    if s.kind == "dynamic":  # the base of a text that is `factor` times as long as the original context
+        base = cfg.rope_theta * (s.factor * s.factor - (s.factor - 1)) ** (width / (width - 2))
+        frequency = np.array([base ** (-2 * i / width) for i in range(half)])
     for i, f in enumerate(frequency if s.factor > 1 and s.kind == "llama3" else ()):
         wavelength = 2 * np.pi / f
         if wavelength > s.original_max_position / s.low_freq_factor:
@@ -122,6 +127,8 @@ def attention(cfg, p, x, window, segments, positions, rotates=True):
     q, k, v = (np.einsum("sd,dhk->shk", x, p[f"w_{name}"]) for name in "qkv")
     if "b_q" in p:
         q, k, v = q + p["b_q"], k + p["b_k"], v + p["b_v"]
+    if cfg.clip_qkv:
+        q, k, v = (np.minimum(np.maximum(a, -cfg.clip_qkv), cfg.clip_qkv) for a in (q, k, v))
     if cfg.qk_norm:
         q, k = head_norm(cfg, p["q_norm"], q), head_norm(cfg, p["k_norm"], k)
     if cfg.positions == "rope" and rotates:
@@ -176,6 +183,39 @@ def delta_rule(cfg, p, x, window, segments, positions, rotates=True):
     return y
 
 
+def state_space(cfg, p, x, window, segments, positions, rotates=True):
+    """Computes a state-space layer of one sequence [S, D], with a state for each head."""
+    sizes = cfg.ssm
+
+    def convolved(name, head, t):
+        """Returns what the convolution makes of one head's or group's projection of token t."""
+        total = p[f"offset_{name}"][head].copy()
+        for ago in range(min(t + 1, sizes.taps)):
+            if segments[t - ago] == segments[t]:
+                total += p[f"taps_{name}"][sizes.taps - 1 - ago, head] * (x[t - ago] @ p[f"w_{name}"][:, head])
+        return activate("silu", total)
+
+    each = sizes.heads // sizes.groups
+    y = np.zeros_like(x)
+    for g in range(sizes.groups):
+        states = np.zeros((each, sizes.state_dim, sizes.head_dim))
+        for t in range(len(x)):
+            if t == 0 or segments[t] != segments[t - 1]:
+                states[:] = 0
+            key, query = (convolved(name, g, t) for name in "bc")
+            read = np.zeros((each, sizes.head_dim))
+            for i in range(each):
+                h = g * each + i
+                values = convolved("x", h, t)
+                step = np.log1p(np.exp(x[t] @ p["w_step"][:, h] + p["step_bias"][h]))
+                states[i] = states[i] * np.exp(-step * np.exp(p["rate"][h])) + step * np.outer(key, values)
+                read[i] = query @ states[i] + p["skip"][h] * values
+                read[i] *= activate("silu", x[t] @ p["w_z"][:, h])
+            read = read / np.sqrt((read**2).mean() + cfg.norm_eps) * p["norm"]["scale"][g * each : (g + 1) * each]
+            y[t] += np.einsum("hp,hpd->d", read, p["w_o"][g * each : (g + 1) * each])
+    return y
+
+
 def latent_attention(cfg, p, x, window, segments, positions, rotates=True):
     """Computes latent attention of one sequence [S, D]: each head's keys and values come from narrow vectors."""
     sizes, rotary = cfg.latent, cfg.latent.rotary_dim
@@ -206,6 +246,10 @@ def mlp(cfg, p, x, limit=None):
     if limit:
         gate, up = np.minimum(gate, limit), np.maximum(np.minimum(up, limit), -limit)
         return (up + 1) * gate * sigmoid(1.702 * gate) @ p["w_down"] + p["b_down"]
+    if cfg.activation == "xielu":
+        rising, falling = (np.log1p(np.exp(p[f"slope_{sign}"])) for sign in ("positive", "negative"))
+        hidden = np.where(up > 0, rising * up**2, (0.5 + falling) * (np.exp(np.minimum(up, 0)) - 1 - up)) + up / 2
+        return hidden @ p["w_down"]
     hidden = activate(cfg.activation, up) if gate is None else activate(cfg.activation, gate) * up
     return hidden @ p["w_down"] + p.get("b_down", 0)
 
@@ -301,18 +345,25 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
             if cfg.delta.every:
                 at, kind = divmod(at, cfg.delta.every)
                 stacked, attend = stacked[f"layer_{kind}"], attend if kind == cfg.delta.every - 1 else delta_rule
+            if cfg.ssm.layers:
+                size = len(cfg.ssm.layers)
+                attend = state_space if cfg.ssm.layers[at % size] else attend
+                at, kind = divmod(at, size)
+                stacked = stacked[f"layer_{kind}"] if size > 1 else stacked
             p = jax.tree.map(lambda a, i=at: a[i], stacked)
             window = cfg.windows[layer % len(cfg.windows)]
             rotates = cfg.rope_layers[layer % len(cfg.rope_layers)]
-            start, read = x, norm(cfg, p["attention_norm"], x) if cfg.pre_norm else x
+            start, read = x, norm(cfg, p.get("attention_norm"), x) if cfg.pre_norm else x
             y = attend(cfg, p["attention"], read, window, segment, position, rotates)
             x = x + cfg.residual_multiplier * (norm(cfg, p["attention_post_norm"], y) if cfg.post_norm else y)
+            if not cfg.ssm.mlp:
+                continue
             if cfg.parallel != "one_norm":
                 y = x if cfg.parallel == "no" else start
-                read = norm(cfg, p["mlp_norm"], y) if cfg.pre_norm else y
+                read = norm(cfg, p.get("mlp_norm"), y) if cfg.pre_norm else y
             y = experts(cfg, p["moe"], read, gate, counts, sums) if "moe" in p else mlp(cfg, p["mlp"], read)
             x = x + cfg.residual_multiplier * (norm(cfg, p["mlp_post_norm"], y) if cfg.post_norm else y)
-        x = cfg.head_scale * norm(cfg, values["final_norm"], x)
+        x = cfg.head_scale * norm(cfg, values.get("final_norm"), x)
         scores = x @ (values["embedding"]["tokens"].T if cfg.tied_embeddings else values["head"]["w"])
         rows.append(cfg.logit_softcap * np.tanh(scores / cfg.logit_softcap) if cfg.logit_softcap else scores)
     return np.array(rows), sums
@@ -338,12 +389,17 @@ def drawn(cfg, rng):
     return values, batch
 
 
+VECTORS = ("rate", "step_bias", "skip")
+"""Parameters of a state-space layer with a number for each head."""
+
+
 def shapes_of(cfg):
     """Returns every parameter's shape by its path."""
     V, D, L, H = cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads
     G, K, F = cfg.num_kv_heads or H, cfg.head_dim or D // H, cfg.d_ff or 4 * D
     biased = cfg.norm == "layer" and (cfg.bias or cfg.norm_bias)
-    norm = lambda path, width: {f"{path}/{n}": width for n in ("scale", *["bias"] * biased)}  # noqa: E731
+    weights_of_norms = ("scale", *["bias"] * biased) if cfg.norm_weights else ()
+    norm = lambda path, width: {f"{path}/{n}": width for n in weights_of_norms}  # noqa: E731
     block = {"w_q": (D, H, K), "w_k": (D, G, K), "w_v": (D, G, K), "w_o": (H, K, D)}
     all_biased = cfg.bias or cfg.attention_bias == "all"
     block |= {"b_q": (H, K), "b_k": (G, K), "b_v": (G, K), "b_o": (D,)} if all_biased else {}
@@ -364,6 +420,8 @@ def shapes_of(cfg):
     def weights(path, F, *lead):
         names = {"up": ((D, F), (F,)), "down": ((F, D), (D,))} | ({"gate": ((D, F), (F,))} if cfg.gated else {})
         found = {f"{path}/w_{name}": (*lead, *w) for name, (w, _) in names.items()}
+        if cfg.activation == "xielu":
+            found |= {f"{path}/slope_{sign}": (1,) for sign in ("positive", "negative")}
         biased = cfg.bias or (cfg.moe.bias and path == "moe")
         return found | ({f"{path}/b_{name}": (*lead, *b) for name, (_, b) in names.items()} if biased else {})
 
@@ -395,6 +453,20 @@ def shapes_of(cfg):
         rule |= {"w_beta": (D, s.value_heads), "w_decay": (D, s.value_heads), "w_o": (*heads["v"], D)}
         kinds = [kind | {f"attention/{name}": shape for name, shape in rule.items()} for kind in kinds[:-1]] + [block]
         layers = {f"layers/layer_{i}/{path}": (L // n, *w) for i, one in enumerate(kinds) for path, w in one.items()}
+    if cfg.ssm.layers:
+        n, s = len(cfg.ssm.layers), cfg.ssm
+        wide = {"x": (s.heads, s.head_dim), "b": (s.groups, s.state_dim), "c": (s.groups, s.state_dim)}
+        rule = {"w_z": (D, *wide["x"]), "w_step": (D, s.heads), "w_o": (*wide["x"], D), "norm/scale": wide["x"]}
+        for name, sizes in wide.items():
+            rule |= {f"w_{name}": (D, *sizes), f"taps_{name}": (s.taps, *sizes), f"offset_{name}": sizes}
+        rule = {f"attention/{name}": w for name, w in (rule | dict.fromkeys(VECTORS, (s.heads,))).items()}
+        rest = {path: shape for path, shape in block.items() if not path.startswith("attention/")}
+        rest = rest if s.mlp else {path: shape for path, shape in rest.items() if not path.startswith("mlp")}
+        kinds = [rest | rule if states else block for states in s.layers]
+        names = [f"layers/layer_{i}" if n > 1 else "layers" for i in range(n)]
+        layers = {
+            f"{name}/{path}": (L // n, *w) for name, one in zip(names, kinds, strict=True) for path, w in one.items()
+        }
     return (
         layers
         | {"embedding/tokens": (V, D)}

@@ -345,3 +345,40 @@ mistakes(
     ("if keys.keeps_documents:", "if False:"),
     ("return max(reader.most_documents(steps, LIMIT), *evaluated)", "return max(evaluated)"),
 )
+
+CLEAN = "data/test_clean.py"
+
+mistakes(
+    "clean", "data/clean/rules.py", CLEAN,
+    ("return (len(parts) - len(first)) / len(parts)", "return len(first) / len(parts)"),
+    ("np.maximum(starts, np.roll(starts, 1) + n)", "starts"),
+    ("starts = np.flatnonzero(np.bincount(gram)[gram] > 1)", "starts = np.flatnonzero(np.bincount(gram)[gram] > 2)"),
+    ("        if value > getattr(rules, key):\n            yield Failure(f\"repetition", "        if value >= getattr(rules, key):\n            yield Failure(f\"repetition"),
+    ("for word in words) / count,", "for word in words) / len(lines),"),
+    ("line.endswith(rules.line_ends)", "line.rstrip('0123456789').endswith(rules.line_ends[:1])"),
+)  # fmt: skip
+
+mistakes(
+    "clean", "data/clean/overlap.py", CLEAN,
+    ("if first - rules.window > begin:", "if first > begin:"),
+    ("begin = max(begin, last + rules.window)", "begin = max(begin, last)"),
+)  # fmt: skip
+
+mistakes(
+    "clean", "data/clean/cleaning.py", CLEAN,
+    ("if len(found) <= common)", "if len(found) < common)"),
+    ("key=lambda i: (-ordered[i].size,", "key=lambda i: (ordered[i].size,"),
+    ("    return Cleaned(sorted(texts)", "    return Cleaned(texts"),
+    ("            removed |= {*range(i, i + length)}", "            removed |= {i}"),
+)  # fmt: skip
+
+mistakes(
+    "clean", "data/clean/duplicates.py", CLEAN,
+    ("            if similarity >= rules.threshold:", "            if similarity >= 0:"),
+    ("range(max(len(words) - n + 1, 1))", "range(max(len(words) - n, 1))"),
+)  # fmt: skip
+
+mistakes(
+    "clean", "data/clean/workers.py", CLEAN,
+    ("if read_key(task.file) == task.key():", "if read_key(task.file):"),
+)  # fmt: skip

@@ -244,16 +244,31 @@ mistakes(
 )
 
 mistakes(
-    "kernels", "kernels/delta_rule.py", "kernels/test_delta_rule.py",
+    "kernels", "kernels/states.py", "kernels/test_states.py",
     ("sides = jnp.concatenate([beta * v, beta * before * k], -1)", "sides = jnp.concatenate([beta * v, beta * k], -1)"),
     ("seen = (document[..., :, None] == document[..., None, :]) & (", "seen = ("),
-    ("k=since[..., -1, :, None] * k,", "k=k,"),
+    ("@ (c.after * written)", "@ written"),
+    ("out = c.before * (c.q @ x) + c.inner @ written", "out = c.q @ x + c.inner @ written"),
+    ("factor = chunks.kept.prod(0)", "factor = chunks.kept[-1]"),
+    ("(change * x if chunks.w is None else change @ x) + added, x", "x + added, x"),
     ("lax.rsqrt(jnp.square(a).sum(-1, keepdims=True) + EPS)", "lax.rsqrt(jnp.square(a).mean(-1, keepdims=True) + EPS)"),
     ("jnp.where(seen[:, :, None, None], gap, -jnp.inf)", "jnp.where(seen[:, :, None, None], gap, 0)"),
-    ("return part[..., :width] @ x + part[..., width:], x", "return x + part[..., width:], x"),
-    ("jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])", "jnp.concatenate([gathered[:, 0], gathered[:, 1]])"),
-    ("joined[:, t : t + length] == segment_ids", "joined[:, :length] == segment_ids"),
 )  # fmt: skip
+
+mistakes(
+    "kernels",
+    "kernels/causal_convolution.py",
+    "kernels/test_states.py",
+    ("joined[:, t : t + length] == segment_ids", "joined[:, :length] == segment_ids"),
+    ("if bias is None else bias.astype(wide)", "if bias is None else 2 * bias.astype(wide)"),
+)
+
+mistakes(
+    "kernels",
+    "kernels/sequence_parts.py",
+    "kernels/test_states.py",
+    ("jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])", "jnp.concatenate([gathered[:, 0], gathered[:, 1]])"),
+)
 SINKS = "kernels/test_attention_sinks.py"
 
 mistakes(

@@ -215,11 +215,32 @@ mistakes(
 mistakes(
     "layers", "features/linear_attention.py", BY_HAND + " -k 'next or delta'",
     ('+ params["b_decay"])', ")"),
-    ("starts = None if same is None else ~same[..., -2]", "starts = None"),
     ("eps=cfg.norm_eps, implementation=ctx.ops.norm)\n    mixed", "eps=1e-6, implementation=ctx.ops.norm)\n    mixed"),
     ("jax.nn.silu(z.astype(jnp.float32))", "jax.nn.sigmoid(z.astype(jnp.float32))"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "features/states.py", BY_HAND + " -k 'mamba2 or delta'",
+    ("starts = None if same is None else ~same[..., -2]", "starts = None"),
+    ("return read.finished(out, convolved)\n\n    def _over", "return out\n\n    def _over"),
     ("(positions[:, 0] == 0)[:, None, None, None]", "(positions[:, 0] < 0)[:, None, None, None]",
      "generate/test_generate.py -m '' -k 'streams and delta_dense'"),
-    ("dynamic_slice_in_dim(row, start, len(w) - 1))(rows, count)", "dynamic_slice_in_dim(row, start + 1, len(w) - 1))(rows, count)",
+    ("dynamic_slice_in_dim(row, start, tokens))(rows, count)", "dynamic_slice_in_dim(row, start + 1, tokens))(rows, count)",
      "generate/test_prompt_cache.py -m '' -k 'state_needs'"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "features/state_space.py", BY_HAND + " -k 'mamba2 or hybrid'",
+    ('+ params["step_bias"])  # [B, S, H]', ")"),
+    ("x * self.step[..., None], self.decay", "x, self.decay"),
+    ("StateTokens(c, b, x", "StateTokens(b, c, x"),
+    ("mixed * jax.nn.silu(z.astype(jnp.float32))", "mixed * jax.nn.sigmoid(z.astype(jnp.float32))"),
+    ("groups = max(x.shape[2] // each, 1)", "groups = 1"),
+    ("+ cfg.norm_eps)\n    return (split", "+ 1e-6)\n    return (split"),
+)  # fmt: skip
+
+mistakes(
+    "layers", "features/xielu.py", "hf/test_parity.py -m '' -k 'logits and apertus'",
+    ("jnp.where(wide > 0, rising, falling) + BETA * wide", "jnp.where(wide > 0, rising, falling)"),
+    ("(BETA + jax.nn.softplus(negative))", "jax.nn.softplus(negative)"),
 )  # fmt: skip

@@ -52,12 +52,12 @@ mistakes(
     "plan", "planner/roofline_ops.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
     ("flops = 2 * m.tokens * m.inputs * m.outputs", "flops = m.tokens * m.inputs * m.outputs"),
     ("product = 2 * s.tokens * keys_seen(m, s.seq_len) * width", "product = 2 * s.tokens * s.seq_len * width"),
-    ("return total / len(m.windows)", "return total"),
+    ("return total / len(windows)", "return total"),
 )  # fmt: skip
 
 mistakes(
     "plan", "planner/roofline_step.py", "planner/test_roofline.py -k 'hand or conventions or tenths or fused'",
-    ("8 * count + 2 * shards.bytes_of(state.opt_state)", "8 * count + shards.bytes_of(state.opt_state)"),
+    ("8 * count + 2 * shards.bytes_of(job.state.opt_state)", "8 * count + shards.bytes_of(job.state.opt_state)"),
     ("bytes=head[0].bytes + (4 - e) * logits", "bytes=head[0].bytes + 4 * logits"),
 )  # fmt: skip
 
@@ -129,4 +129,17 @@ mistakes(
     ("m.num_heads * (2 * m.latent.kv_rank + m.latent.rotary_dim)", "m.num_heads * (m.latent.kv_rank + m.latent.rotary_dim)"),
     ("rows = -(-batch // self.expert)", "rows = batch"),
     ("ctx.layout.parameters(families.spec(self.job.model))", "pass"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/step_floor.py", "planner/test_mesh_search.py -k 'bound_of or longest_chain'",
+    ("chains * (sum(groups[:stage])", "chains * (sum(groups[: stage + 1])"),
+    ("idle = share * work\n", "idle = 2 * share * work\n"),
+    ("more = share * self.forward", "more = 2 * share * self.forward"),
+    ("least = (1 + share) * (work - self.weights) - work", "least = share * work"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/mesh_search.py", "planner/test_mesh_search.py -k trying_everything",
+    ("bound > limits[count - 1]", "bound > limits[0]"),
 )  # fmt: skip

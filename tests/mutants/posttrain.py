@@ -68,8 +68,8 @@ mistakes(
         "training/test_preference.py -k kto_is",
     ),
     (
-        "losses.reward_pair(*log_probs, preference.margin, center=preference.center)",
-        "losses.reward_pair(*log_probs, preference.margin)",
+        "losses.reward_pair(*scores, margin, center=preference.center)",
+        "losses.reward_pair(*scores, margin)",
         "training/test_preference.py -k reward_model_is",
     ),
     (
@@ -103,7 +103,9 @@ mistakes(
         "both = [*preferences]",
     ),
     ("earlier = frozenset(range(", "earlier = frozenset(range(0 * "),
-    ("return replace(found, middles=self.middles[which], wanted=", "return replace(found, wanted="),
+    ("middles=self.middles[which], wanted=wanted", "wanted=wanted"),
+    ("wanted=wanted, margins=margins)", "wanted=wanted)", "data/test_preferences.py"),
+    ('batch["margins"][b, at] = margins[pair]', 'batch["margins"][b, 0] = margins[pair]', "data/test_preferences.py"),
     ("if messages[: len(before)] == before:", "if False:"),
 )
 
@@ -124,7 +126,9 @@ mistakes(
 mistakes(
     "posttrain", "generate/rollouts.py", "training/test_policy.py -k definition",
     ('scale=rl.loss != "dr_grpo")', "scale=True)"),
-    ('arrays["token_weights"] = mask / np.float32(rl.tokens)', 'arrays["token_weights"] = mask'),
+    ('arrays["token_weights"] = mask / np.float32(rl.tokens * rl.turns)', 'arrays["token_weights"] = mask'),
+    ('mask / np.float32(rl.tokens * rl.turns)', 'mask / np.float32(rl.tokens)', "generate/test_turns.py -k not_learned"),
+    ('arrays["loss_weights"][where] = sampled', 'arrays["loss_weights"][where] = 1', "generate/test_turns.py -k not_learned"),
     ("slice(len(one.ids) - 1, len(text) - 1)", "slice(len(one.ids), len(text))"),
     ('case "grpo" | "gspo":', 'case "grpo":'),
     ("attempt * P : (attempt + 1) * P", ": P", "generate/test_rollouts.py -k replaced"),
@@ -132,4 +136,24 @@ mistakes(
      "generate/test_rollouts.py -k replaced"),
     ("(indices.start, attempt))", "(attempt,))", "generate/test_rollouts.py -k functions_of_seed"),
     ("if index % self.cfg.rl.updates == 0:", "if False:", "generate/test_rollouts.py -k waiting"),
+)  # fmt: skip
+
+mistakes(
+    "posttrain", "generate/turns.py", "generate/test_turns.py",
+    ("Completion(result, unknown, unknown, 0, unknown > 0)", "Completion(result, unknown, unknown, 0, unknown == 0)"),
+    ("self.tokens - 1 <= longest", "self.tokens <= longest"),
+    ("if turn + 1 < self.most else None", "if turn < self.most else None"),
+    ("if tokens[-1] not in self.stop:", "if False:"),
+    ("text = self.tokenizer.decode(tokens[:-1])", "text = self.tokenizer.decode(tokens)"),
+    ("return ids[1:]", "return ids"),
+    ("own = seed if not turn else", "own = seed if turn else"),
+    ("[Answer(_joined(own), own[-1].tokens) for own in pieces]", "[Answer(_joined(own), own[0].tokens) for own in pieces]"),
+)  # fmt: skip
+
+mistakes(
+    "posttrain", "serve/scoring.py", "serve/test_scoring.py",
+    ("prompts = prompts * len(answers)", "prompts = prompts"),
+    ("if len(text) > model.context:", "if False:"),
+    ("self.on_failure()", "pass"),
+    ("self.check_open(len(asked.texts))", "self.check_open()"),
 )  # fmt: skip

@@ -6,7 +6,7 @@ REQUESTS, SERVER = "serve/test_serve_requests.py", "serve/test_serve.py"
 DOOR = "serve/test_connections.py"
 
 mistakes(
-    "serve", "serve/texts.py", REQUESTS,
+    "serve", "generate/answer_text.py", REQUESTS,
     ("self._text = self._text[:found]", "self._text = self._text[: found + 1]"),
     ("steps = [[token] for token in tokens] if self._stop else", "steps = [tokens] if self._stop else"),
     ("min(self._skip, len(piece))", "0"),
@@ -34,7 +34,7 @@ mistakes(
     "serve", "serve/app.py", SERVER,
     ("busy + more > self.limits.texts", "busy > self.limits.texts", f"{SERVER} -k limits"),
     ("        if self.closing:\n            raise", "        if False:\n            raise", f"{SERVER} -k shutting"),
-    ("if len(body) > self.limits.body_bytes:", "if False:", f"{SERVER} -k wire"),
+    ("if len(body) > most:", "if False:", f"{SERVER} -k wire"),
     ("contextlib.suppress(OSError)", "contextlib.suppress()", f"{DOOR} -k lines"),
 )  # fmt: skip
 
@@ -68,4 +68,27 @@ mistakes(
     ("self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)", "False"),
     ("            await self._free.acquire()\n", ""),
     ("time.monotonic() - self._said >= _QUIET_S", "True"),
+)  # fmt: skip
+
+SEVERAL = "serve/test_several.py"
+
+mistakes(
+    "several", "serve/catalog.py", SEVERAL,
+    ("                self._loaded.move_to_end(name)\n", "", SEVERAL + " -k dropped"),
+    ("self._bytes() + self.sizes[name] > self._limit", "self._bytes() > self._limit", SEVERAL + " -k dropped"),
+    ("return 4 * params.count(", "return 2 * params.count(", SEVERAL + " -k dropped"),
+    ("for token in [mask, *part]]", "for token in [*part, mask]]"),
+)  # fmt: skip
+
+mistakes(
+    "several", "serve/kinds.py", SEVERAL,
+    ("shares = _softmax(logits[0])", "shares = _softmax(logits[-1])"),
+    ("levels = np.round((pixels.clip(-1, 1) + 1) * 127.5)", "levels = np.round((pixels.clip(0, 1) + 1) * 127.5)"),
+    ('vector.astype("<f4")', 'vector.astype("<f8")'),
+)  # fmt: skip
+
+mistakes(
+    "several", "generate/encode.py", SEVERAL,
+    ("segments[row, : len(texts[i])] = 1", "segments[row] = 1"),
+    ("families.of(self.cfg), final_norm=_last_norm)", "families.of(self.cfg))"),
 )  # fmt: skip

@@ -73,3 +73,14 @@ mistakes(
     ("for group in groups) > 1", "for group in groups) > 0"),
     ("outputs = module.kernel.ndim - len(module.out_features)", "outputs = module.kernel.ndim - 1"),
 )  # fmt: skip
+
+mistakes(
+    "tables", "sharding/tables.py", "sharding/test_tables.py",
+    ("total = jax.ops.segment_sum(parts, inverse.reshape(-1), asked.size)", "total = jnp.zeros_like(parts).at[inverse.reshape(-1)].set(parts)"),
+    ("+ jnp.mean(total**2, -1)", "+ jnp.sum(total**2, -1)"),
+    ("fits = (unique < none) & (place < slots)", "fits = (unique < none) & (place <= slots)"),
+    ("valid = (flat >= 0) & (flat < self.num_rows)", "valid = flat < self.num_rows", "sharding/test_tables.py -k unknown"),
+    ("asked = jnp.where((asked < 0) | failed, none, asked)", "asked = jnp.where(asked < 0, none, asked)"),
+    ("keys = jax.vmap(partial(jax.random.fold_in, key))(ids)", "keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(ids.size))"),
+    ("sent = (self.devices - 1) * slots", "sent = self.devices * slots"),
+)  # fmt: skip

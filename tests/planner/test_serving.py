@@ -17,8 +17,7 @@ from decode_gpu import MODELS
 from jaxstack import families
 from jaxstack.cli.parser import execute
 from jaxstack.common.hardware import CHIPS
-from jaxstack.config import ConfigError, ModelConfig
-from jaxstack.config.expert_layers import ExpertLayers
+from jaxstack.config import ConfigError, ExpertLayers, ModelConfig
 from jaxstack.config.experts import MoEConfig
 from jaxstack.config.model import LatentConfig
 from jaxstack.config.scheme import Scheme

@@ -10,7 +10,7 @@ import pytest
 from jaxstack.config import ConfigError
 from jaxstack.posttrain import rewards, tasks
 from jaxstack.posttrain.rewards import Reward
-from jaxstack.posttrain.tasks import arithmetic
+from jaxstack.posttrain.tasks import arithmetic, gym
 
 PATHS = ["task:addition", "task:addition:4", "task:countdown", "task:countdown:4", "task:letters", "task:sorting:3"]
 
@@ -182,3 +182,33 @@ def test_a_function_that_fails_names_row_and_text_in_one_line(module, name, mess
     with pytest.raises(ConfigError, match=message) as error:
         one("line 3", "p", "c", {})
     assert "\n" not in str(error.value)
+
+
+def test_a_task_of_reasoning_gym_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    gym.find.cache_clear()
+    with pytest.raises(ConfigError, match=r"task:reasoning_gym:chain_sum needs reasoning-gym. Install jaxstack\[gym\]"):
+        tasks.find("task:reasoning_gym:chain_sum")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "word_sorting"])
+def test_tasks_of_reasoning_gym_reward_their_own_answers(name):
+    """The package checks answers itself. Rows depend on seed and index, and prompts differ."""
+    pytest.importorskip("reasoning_gym")
+    gym.find.cache_clear()
+    path = f"task:reasoning_gym:{name}"
+    task, _ = tasks.find(path)
+    reward = Reward.of(path, task.reward)
+    found = [tasks.row(path, 3, i) for i in range(20)]
+    assert found == [tasks.row(path, 3, i) for i in range(20)]
+    assert len({row["prompt"] for row in found}) > 15
+    for row in found:
+        reward.check(path, row)
+        fields = {"entry": row["entry"]}
+        assert reward("row", row["prompt"], f" {row['completion']}\n", fields) == 1
+        assert reward("row", row["prompt"], "nonsense", fields) < 1
+    with pytest.raises(ConfigError, match=rf"{name}s is not one of the \d+ tasks of reasoning-gym.*{name}"):
+        tasks.find(f"{path}s")
+    with pytest.raises(ConfigError, match="task:reasoning_gym:composite cannot be made"):
+        tasks.find("task:reasoning_gym:composite")

@@ -9,9 +9,9 @@ import pytest
 from jaxstack.config import SampleConfig
 from jaxstack.data.chat import PlainTemplate
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, HFTokenizer, IdTokenizer
+from jaxstack.generate.answer_text import AnswerText
 from jaxstack.serve.errors import ApiError
 from jaxstack.serve.requests import LABELS, Model, read_request
-from jaxstack.serve.texts import AnswerText
 
 MODEL = Model("tiny", ByteTokenizer(), None, SampleConfig(tokens=20, temperature=0.8), None, 64, 40, 8, 256)
 CHAT = replace(MODEL, template=PlainTemplate())

@@ -78,8 +78,7 @@ def by_definition(rl, groups, new, reference):
                     loss = -min(ratios[t], high) * A * new[i][t]
                 if rl.loss == "rloo":
                     loss = -A * new[i][t]
-                if not rl.exact:
-                    loss *= min(np.exp(old[t] - float(one.completion.log_probs[t])), rl.importance_limit)
+                loss *= min(np.exp(old[t] - float(one.completion.log_probs[t])), rl.importance_limit)
                 weight = {
                     "grpo": 1 / (n * len(flat)), "gspo": 1 / (n * len(flat)), "dapo": 1 / count, "cispo": 1 / count,
                     "dr_grpo": 1 / (len(flat) * TOKENS), "rloo": 1 / len(flat),

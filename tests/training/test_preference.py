@@ -204,13 +204,15 @@ def test_a_reward_model_is_its_definition_packed_or_not(rng, name):
         for first, last in itertools.pairwise(bounds)
     ]
 
+    margins = rng.normal(0, 2, pairs.starts.size).astype(np.float32)
+
     def definition(values):
         ids, _, lengths = alone(pairs)  # every text ends with its completion
         batch = {"tokens": jnp.asarray(ids, jnp.int32)}
         hidden, _ = families.of(cfg.model).hidden_states(cfg.model, values, batch)
         last = hidden[np.arange(lengths.size), lengths - 1]
         chosen, rejected = jnp.dot(last, values["reward"]["w"], precision="highest").reshape(-1, 2).T
-        each = jnp.logaddexp(0, -(chosen - rejected - 0.4)) + 0.05 * (chosen + rejected) ** 2
+        each = jnp.logaddexp(0, -(chosen - rejected - 0.4 - margins)) + 0.05 * (chosen + rejected) ** 2
         margin = chosen - rejected
         return each.mean(), [one.mean() for one in (chosen, rejected, margin, margin > 0)]
 
@@ -219,7 +221,7 @@ def test_a_reward_model_is_its_definition_packed_or_not(rng, name):
     sizes = np.append(0, np.cumsum([ids.size for ids, _ in ended]))
     tokens = PreferenceTokens(
         np.concatenate([ids for ids, _ in ended]), sizes[:-1:2], sizes[2::2], cfg.model.vocab,
-        loss_mask=np.concatenate([mask for _, mask in ended]), middles=sizes[1::2],
+        loss_mask=np.concatenate([mask for _, mask in ended]), middles=sizes[1::2], margins=margins,
     )  # fmt: skip
     for packing in (False, True):
         windows = PreferenceWindows.of(tokens, SEQ, packing)

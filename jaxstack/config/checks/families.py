@@ -66,6 +66,9 @@ ONLY = (
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     Only("model.attention_gate", ("decoder",), "decoders", False),
     Only("model.delta.every", ("decoder",), "decoders", 0),
+    Only("model.norm_weights", ("decoder",), "decoders", True),
+    Only("model.clip_qkv", ("decoder",), "decoders", None),
+    Only("model.ssm.layers", ("decoder",), "decoders", ()),
     Only("model.attention_sinks", ("decoder",), "decoders", False),
     *_group("diffusion", "pictures made from noise", "diffusion"),
     *_group("contrastive", "pictures with texts", "contrastive"),
@@ -150,16 +153,16 @@ def check_family(cfg: Groups) -> None:
 
 def _check_table(cfg: Groups) -> None:
     family = cfg.model.family
-    for only in ONLY:
+    for only in (row for row in ONLY if family not in row.families):
         value = attrgetter(only.key)(cfg)
         require(
-            family in only.families or value == only.default,
+            value == only.default,
             f"{only.key}={_shown(value)} is for {only.readers}, but model.family={family}. Add "
             f"--model.family={only.families[0]}, or leave {only.key} out.",
         )
-    for row in REFUSED:
+    for row in (row for row in REFUSED if family in row.families):
         value = attrgetter(row.key)(cfg)
-        reads = family not in row.families or (row.unless and attrgetter(row.unless)(cfg))
+        reads = row.unless and attrgetter(row.unless)(cfg)
         require(
             bool(reads) or value in (row.use, *row.same),
             f"{row.key}={_shown(value)} does not suit model.family={family}. Use {row.key}={_shown(row.use)}"
@@ -236,9 +239,9 @@ def _check_ring(cfg: Groups) -> None:
 def _check_rope(cfg: Groups) -> None:
     scaling = cfg.model.rope_scaling
     require(
-        scaling.kind != "longrope" or scaling.long_context or cfg.data.seq_len <= scaling.original_max_position,
+        not scaling.is_short or cfg.data.seq_len <= scaling.original_max_position,
         f"data.seq_len={cfg.data.seq_len} is more than model.rope_scaling.original_max_position="
-        f"{scaling.original_max_position}, up to which short_factors are for. Use "
+        f"{scaling.original_max_position}, up to which the frequencies of short texts are for. Use "
         f"--model.rope_scaling.long_context=true, or a shorter seq_len.",
     )
 
@@ -256,17 +259,18 @@ def _check_experts(cfg: Groups) -> None:
         f"{moe.layers.shown} gives a model layers of two kinds, from which mesh.pipe={cfg.mesh.pipe} does not generate "
         f"samples. Use --sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
     )
-    every = model.delta.every
+    states = model.states_key
     require(
-        not every or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
-        f"model.delta.every={every} has states, with which mesh.pipe={cfg.mesh.pipe} does not generate samples. Use "
+        not states or cfg.mesh.pipe in (1, -1) or cfg.sample.prompts == (),
+        f"{states} has states, with which mesh.pipe={cfg.mesh.pipe} does not generate samples. Use "
         f"--sample.prompts=[], and `jaxstack generate` with --mesh.pipe=1.",
     )
+    name, taps = ("ssm", model.ssm.taps) if model.ssm.layers else ("delta", model.delta.taps)
     shortest = cfg.data.seq_len // (2 * max(cfg.mesh.context, 1))
     require(
-        not every or shortest >= model.delta.taps - 1 or cfg.mesh.context == 1,
-        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.delta.taps={model.delta.taps} "
-        f"reads {model.delta.taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
+        not states or shortest >= taps - 1 or cfg.mesh.context == 1,
+        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.{name}.taps={taps} reads "
+        f"{taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
     )
     by_time = moe.router == "timestep"
     require(

@@ -36,8 +36,15 @@ def _check_model(cfg: Groups) -> None:
     mesh = cfg.mesh
     model = cfg.model
     sizes = cfg.mesh.known_sizes
-    width = ("moe.d_ff", model.expert_width) if model.moe.num_experts else ("d_ff", model.ff_width)
-    for key, size in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads), width):
+    split = {"num_heads": model.num_heads, "num_kv_heads": model.kv_heads} if model.attends else {}
+    if model.ssm.layers:
+        split |= {"ssm.heads": model.ssm.heads}
+        split |= {"ssm.groups": model.ssm.groups} if model.ssm.groups > 1 else {}
+    if model.moe.num_experts:
+        split["moe.d_ff"] = model.expert_width
+    elif model.ssm.mlp:
+        split["d_ff"] = model.ff_width
+    for key, size in split.items():
         require(
             size % sizes["tensor"] == 0,
             f"mesh.tensor={mesh.tensor} does not divide model.{key}={size}. Use a divisor.",

@@ -226,8 +226,12 @@ def _check_sampling(cfg: Groups) -> None:
     Raises:
       ConfigError: a key has a value that the sampler does not know, or there is no model to begin with.
     """
+    require(
+        cfg.mesh.pipe == 1,
+        f"mesh.pipe={cfg.mesh.pipe} does not fit data.source=prompts: a pipeline saves what its forward pass computes, "
+        f"so its log-probabilities have other bits than the sampler's. Use mesh.fsdp or mesh.tensor.",
+    )
     unsuitable = {
-        "mesh.pipe": (cfg.mesh.pipe, 1),
         "mesh.context": (cfg.mesh.context, 1),
         "mesh.partitioner": (cfg.mesh.partitioner, "manual"),
         "model.dropout": (cfg.model.dropout, 0),

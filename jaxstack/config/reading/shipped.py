@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.common.errors import ConfigError
@@ -17,6 +18,16 @@ def shipped() -> dict[str, Path]:
     folder = inside if inside.is_dir() else beside
     found = {path.stem: path for pattern in ("*.yaml", "models/*.yaml") for path in sorted(folder.glob(pattern))}
     return found | {f"speedrun/{path.stem}": path for path in sorted(folder.glob("speedrun/*.yaml"))}
+
+
+def first_command(files: Sequence[Path]) -> str:
+    """Returns the command that comes before the one of a configuration, from its line `# First: ...`, or "".
+
+    Args:
+      files: that `--config` named. The last one counts.
+    """
+    lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
+    return next((line.removeprefix("# First: ") for line in lines if line.startswith("# First: ")), "")
 
 
 def config_file(name: str) -> Path:

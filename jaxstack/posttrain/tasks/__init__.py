@@ -1,6 +1,7 @@
 """Tasks that need no download: prompts with a right answer, and functions that reward completions.
 
-`data.path=task:addition` reads rows of a task, `task:addition:3` of another difficulty. A row is a function of the seed
+`data.path=task:addition` reads rows of a task, `task:addition:3` of another difficulty, and
+`task:reasoning_gym:chain_sum` of a task of `reasoning-gym`. A row is a function of the seed
 and its index. Tasks are plain Python: their functions are also rewards for `rl.rewards`.
 """
 
@@ -10,13 +11,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxstack.config import ConfigError
-from jaxstack.posttrain.tasks import arithmetic, text
+from jaxstack.posttrain.tasks import arithmetic, gym, text
 
 PREFIX = "task:"
 """What the paths of tasks begin with."""
 
+GYM = "reasoning_gym"
+"""Name of the tasks of `reasoning-gym`: `task:reasoning_gym:chain_sum`."""
+
 ROWS = 10_000
 """Number of rows that are drawn. Rows with a prompt that was drawn before are left out."""
+
+
+Tool = Callable[[str], str | None]
+"""Returns the result of a call, or `None` if a text is not a call."""
 
 
 @dataclass(frozen=True)
@@ -24,24 +32,33 @@ class Task:
     """A task.
 
     Attributes:
-      draw: returns a row, given random numbers and the difficulty: `prompt`, a right `completion`, and other fields.
+      draw: returns a row, given random numbers and the difficulty: `prompt`, a right `completion` or the whole
+        conversation as `messages`, and other fields.
       reward: returns the reward of a completion; its arguments are named as fields of the row.
       difficulty: the default.
       hardest: the largest difficulty.
+      tool: what completions may call, with `rl.turns` above 1. `None` means nothing.
     """
 
     draw: Callable[[random.Random, int], dict[str, object]]
     reward: Callable[..., float]
     difficulty: int
     hardest: int
+    tool: Tool | None = None
 
 
 TASKS = {
     "addition": Task(arithmetic.draw_addition, arithmetic.addition, 2, 20),
+    "calculator": Task(arithmetic.draw_calculator, arithmetic.calculator, 3, 9, arithmetic.calculate),
     "countdown": Task(arithmetic.draw_countdown, arithmetic.countdown, 3, 6),
     "letters": Task(text.draw_letters, text.letters, 1, 8),
     "sorting": Task(text.draw_sorting, text.sorting, 5, 100),
 }
+
+
+def is_task(path: str) -> bool:
+    """Returns whether a path names a task."""
+    return path.startswith(PREFIX)
 
 
 def find(path: str) -> tuple[Task, int]:
@@ -51,9 +68,11 @@ def find(path: str) -> tuple[Task, int]:
       ConfigError: there is no such task, or it has no such difficulty.
     """
     name, _, difficulty = path.removeprefix(PREFIX).partition(":")
+    if name == GYM:
+        return Task(*gym.find(path, difficulty), 0, 0), 0
     task = TASKS.get(name)
     if task is None:
-        raise ConfigError(f"data.path={path} is not a task. Use task:{', task:'.join(TASKS)}.")
+        raise ConfigError(f"data.path={path} is not a task. Use task:{', task:'.join([*TASKS, f'{GYM}:NAME'])}.")
     if not difficulty:
         return task, task.difficulty
     if not (difficulty.isascii() and difficulty.isdigit() and 1 <= int(difficulty[:9]) <= task.hardest):
@@ -73,7 +92,7 @@ def rows(path: str, answered: bool, seed: int = 0) -> Iterator[tuple[str, dict[s
     """Yields rows of a task with their names for error messages, each prompt once.
 
     Args:
-      path: `task:NAME` or `task:NAME:DIFFICULTY`.
+      path: `task:NAME`, `task:NAME:DIFFICULTY` or `task:reasoning_gym:NAME`.
       answered: half of all prompts, by a hash, are for conversations with answers, and the other half are for rewards.
         So no prompt of reinforcement learning has been learned with its answer.
     """

@@ -1,4 +1,4 @@
-"""Tasks of arithmetic: sums, and numbers to be combined until they give a target."""
+"""Tasks of arithmetic: sums, formulas for a calculator, and numbers to be combined until they give a target."""
 
 import ast
 import operator
@@ -41,6 +41,47 @@ def draw_countdown(rng: random.Random, count: int) -> dict[str, object]:
     shown = rng.sample(numbers, count)
     prompt = f"Make {value} from {' '.join(map(str, shown))}"
     return {"prompt": prompt, "completion": formula, "numbers": shown, "target": value}
+
+
+CALL = "calc "
+"""What a call of the calculator begins with; a formula follows."""
+
+
+def draw_calculator(rng: random.Random, digits: int) -> dict[str, object]:
+    """Returns a formula of three numbers of up to `digits` digits, and a conversation that calls the calculator."""
+    numbers = [rng.randrange(1, 10 ** rng.randint(1, digits)) for _ in range(3)]
+    first, second = (rng.choice([*_SIGNS]) for _ in range(2))
+    formula = f"{numbers[0]} {first} {numbers[1]} {second} {numbers[2]}"
+    answer = calculate(f"{CALL}{formula}")
+    asked = [
+        ("user", f"What is {formula}?"),
+        ("assistant", f"{CALL}{formula}"),
+        ("user", answer),
+        ("assistant", answer),
+    ]
+    messages = [{"role": role, "content": content} for role, content in asked]
+    return {"prompt": messages[0]["content"], "messages": messages, "answer": answer}
+
+
+def calculate(text: str) -> str | None:
+    """Returns the value of the formula in a call of the calculator, or `None` if the text is not a call.
+
+    The value is a whole number or a fraction. A formula that has no value gives `error`.
+    """
+    if not text.startswith(CALL):
+        return None
+    formula = text.removeprefix(CALL).strip()
+    if len(formula) > _LONGEST:
+        return "error"
+    try:
+        return str(_value(ast.parse(formula, mode="eval").body, []))
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return "error"
+
+
+def calculator(completion: str, answer: str) -> float:
+    """Returns 1 for the right number as the last answer, otherwise 0."""
+    return float(completion.strip() == answer)
 
 
 def countdown(completion: str, numbers: Sequence[int], target: int) -> float:

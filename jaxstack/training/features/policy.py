@@ -17,6 +17,7 @@ from jaxstack.config import ModelConfig
 from jaxstack.config.training import RLConfig
 from jaxstack.models import decoder
 from jaxstack.models import params as parameters
+from jaxstack.models.blocks import merge_microbatches, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.family import Extras
 from jaxstack.models.params import Params
@@ -24,7 +25,7 @@ from jaxstack.models.values import Aux
 from jaxstack.posttrain import losses
 from jaxstack.sharding.totals import Measured
 from jaxstack.training.gradients import Key, Part, Share
-from jaxstack.training.losses import BatchTotals, Loss, Objective, Sums
+from jaxstack.training.losses import BatchTotals, Loss, Objective, Sums, sequence_log_probs
 
 _NAMES = ("loss_weights", "token_weights", "importance", "old_log_probs", "advantages")
 
@@ -119,6 +120,29 @@ def policy_share(model: ModelConfig, ctx: Context, rl: RLConfig, objective: Obje
         return Part(terms, aux, grads, {})
 
     return share
+
+
+def trainer_log_probs(model: ModelConfig, ctx: Context, microbatches: int) -> Callable[[Params, Batch], jax.Array]:
+    """Returns a program for the log-probability of each target of a global batch [B, S], with the bits of its step.
+
+    With `rl.exact`, the first ratio of the step is then exactly 1 on every mesh, whatever has sampled the completions:
+    the program has the rows of the step in their order, and its microbatches.
+    """
+    spec = families.spec(model)
+    whole = ctx.whole_sequences()
+
+    def of(params: Params, batch: Batch) -> jax.Array:
+        return sequence_log_probs(model, params, batch, whole)
+
+    def work(params: Params, batch: Batch) -> jax.Array:
+        if microbatches == 1:
+            return of(params, batch)
+        found = jax.lax.map(lambda micro: of(params, micro), split_microbatches(batch, microbatches))
+        return merge_microbatches(found)
+
+    if ctx.layout.mesh is None:
+        return jax.jit(work)
+    return jax.jit(ctx.layout.local(work, (ctx.layout.parameters(spec), ctx.layout.batch), ctx.layout.batch))
 
 
 def _extremes(log_probs: jax.Array, batch: Batch) -> Measured:

@@ -46,6 +46,8 @@ def pair_loss(preference: PreferenceConfig) -> Loss:
         names.append("reference_log_probs")
     if preference.loss == "kto":
         names += ["wanted_weights", "unwanted_weights", "divergence"]
+    if preference.loss == "reward":
+        names.append("margins")
 
     def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:
         def work(
@@ -58,11 +60,13 @@ def pair_loss(preference: PreferenceConfig) -> Loss:
             weights: jax.Array,
             *others: jax.Array,
         ) -> Sums:
-            if preference.loss == "reward":
-                log_probs = reward_head.scores(params, hidden, ctx)  # of the last token of each conversation
-            else:
-                log_probs, _ = decoder.log_probs(cfg, params, hidden, targets, ctx)  # [B, S/n]
             present = weights > 0
+            if preference.loss == "reward":
+                every = reward_head.scores(params, hidden, ctx)  # [B, S/n]; the mask selects last tokens
+                scores = of_pairs(every * mask, segment_ids, present, ctx)
+                measures = measure_scores(preference, scores, preference.margin + others[0])
+                return {name: (weights * value).sum() for name, value in measures.items()}
+            log_probs, _ = decoder.log_probs(cfg, params, hidden, targets, ctx)  # [B, S/n]
             sides = of_pairs(log_probs * mask, segment_ids, present, ctx)
             tokens = of_pairs(mask, segment_ids, present, ctx)
             frozen = [of_pairs(each * mask, segment_ids, present, ctx) for each in others[:1]]
@@ -102,38 +106,49 @@ def of_pairs(values: jax.Array, segment_ids: jax.Array, present: jax.Array, ctx:
     return jnp.where(present, chosen, 1.0), jnp.where(present, rejected, 1.0)
 
 
+def measure_scores(preference: PreferenceConfig, scores: Sides, margin: jax.Array) -> dict[str, jax.Array]:
+    """Returns what `measure` returns, for a reward model.
+
+    Args:
+      scores: of the completions.
+      margin: how much higher the score of the chosen completion should be [B, S/n].
+    """
+    return _logged(scores) | {"preference": losses.reward_pair(*scores, margin, center=preference.center)}
+
+
 def measure(
     preference: PreferenceConfig, log_probs: Sides, tokens: Sides, reference: Sides | None
 ) -> dict[str, jax.Array]:
     """Returns the loss of each pair, and what is logged of it, by the names of the objective's terms.
 
     Args:
-      log_probs: of the completions; of a reward model, their scores.
+      log_probs: of the completions.
       tokens: number of tokens of the completions.
       reference: log-probabilities under the reference. `None` means that the loss has none.
     """
     beta = preference.beta
     chosen, rejected = log_probs
     means = chosen / tokens[0], rejected / tokens[1]
-    if preference.loss == "reward":
-        rewards = log_probs
-    elif reference is None:
+    if reference is None:
         rewards = beta * means[0], beta * means[1]
     else:
         rewards = beta * (chosen - reference[0]), beta * (rejected - reference[1])
-    margin = rewards[0] - rewards[1]
-    logged = (*rewards, margin, (margin > 0).astype(jnp.float32))
-    measures = {name: jax.lax.stop_gradient(value) for name, value in zip(REWARDS, logged, strict=True)}
+    measures = _logged(rewards)
     measures |= {"preference": _losses(preference, log_probs, tokens, reference), "nll": -means[0]}
     return {term.name: measures[term.name] for term in preference.objective.terms}
+
+
+def _logged(rewards: Sides) -> dict[str, jax.Array]:
+    """Returns what is logged of each pair, without gradients."""
+    margin = rewards[0] - rewards[1]
+    logged = (*rewards, margin, (margin > 0).astype(jnp.float32))
+    return {name: jax.lax.stop_gradient(value) for name, value in zip(REWARDS, logged, strict=True)}
 
 
 def _losses(preference: PreferenceConfig, log_probs: Sides, tokens: Sides, reference: Sides | None) -> jax.Array:
     """Returns the loss of each pair."""
     beta = preference.beta
     smoothing = preference.label_smoothing
-    if preference.loss == "reward":
-        return losses.reward_pair(*log_probs, preference.margin, center=preference.center)
     if reference is None:
         if preference.loss == "orpo":
             return losses.orpo(*log_probs, *tokens, beta=beta)

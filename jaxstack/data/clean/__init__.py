@@ -1,0 +1,1 @@
+"""Cleans texts before training: rules for a document, and duplicates between documents."""

@@ -1,0 +1,281 @@
+"""States of heads in place of a KV cache: what tokens write to them and read from them.
+
+Each head has a state, a matrix X [K, V] that maps keys to values. A token decays the state by exp(g), writes the value
+v at its key k, and reads with its query q:
+
+    X <- exp(g) X                         o = X^T q
+    X <- X + k v^T
+
+This is the recurrence of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). With a share beta, the token writes a correction
+of what the state says of its key, beta (v - X^T k), in place of v. This is the gated delta rule (Yang et al. 2024,
+arXiv:2412.06464).
+
+`recurrent` computes exactly this, a token at a time, and is the definition. `chunked` computes the same in chunks of
+tokens, so that most of it is matrix products: within a chunk, tokens read each other's values through a matrix of
+products of queries and keys, as attention does, and all read the state before the chunk. What corrections write is the
+solution of a triangular system. Both work in float32, or in float64 if the tokens have it.
+
+A document begins with an empty state: `starts` says which tokens are the first of one.
+
+Shape suffixes: B batch, S tokens, N key heads, R value heads of a key head, H = N R value heads, K key width,
+V value width, C tokens of a chunk, n chunks.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstack.kernels import sequence_parts
+from jaxstack.sharding import collectives
+from jaxstack.sharding.collectives import Axes
+
+CHUNK = 64
+"""Tokens of a chunk: enough for matrix products, and few enough that the triangular system stays small."""
+
+EPS = 1e-6
+"""Number added to the squared norm of a query or key of the delta rule."""
+
+
+class StateTokens(NamedTuple):
+    """What tokens do to the states of heads; key head i serves the value heads from i * R on.
+
+    Attributes:
+      q, k: queries and keys [B, S, N, K].
+      v: values [B, S, H, V]. What is read from the states has their dtype.
+      decay: logarithm of the factor on the state before each token, 0 or less [B, S, H].
+      beta: share of the state's error that each token corrects, 0 to 1 [B, S, H]. `None` means that values are written
+        as they are. A token changes nothing with decay 0, and beta 0 or the value 0.
+      starts: whether each token is the first of a document, bool [B, S]. `None` means that no token is.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    beta: jax.Array | None = None
+    starts: jax.Array | None = None
+
+    @classmethod
+    def unit(
+        cls,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        decay: jax.Array,
+        beta: jax.Array,
+        starts: jax.Array | None = None,
+    ) -> "StateTokens":
+        """Returns the tokens of the gated delta rule: queries and keys are divided by their norms, q by sqrt(K)."""
+        wide = jnp.promote_types(v.dtype, jnp.float32)
+
+        def divided(a: jax.Array) -> jax.Array:
+            a = a.astype(wide)
+            return a * lax.rsqrt(jnp.square(a).sum(-1, keepdims=True) + EPS)
+
+        return cls(divided(q) * q.shape[-1] ** -0.5, divided(k), v, decay, beta, starts)
+
+    def by_key_head(self) -> "StateTokens":
+        """Returns the same in the dtype of the computation, with value heads by key head [B, S, N, R, ...]."""
+        wide = jnp.promote_types(self.v.dtype, jnp.float32)
+        heads = self.q.shape[2]
+        if self.v.shape[2] % heads:
+            raise ValueError(
+                f"{self.v.shape[2]} value heads cannot be shared by {heads} key heads; use a multiple of {heads}"
+            )
+
+        def split(a: jax.Array) -> jax.Array:
+            return a.astype(wide).reshape(*a.shape[:2], heads, -1, *a.shape[3:])
+
+        beta = None if self.beta is None else split(self.beta)
+        starts = jnp.zeros(self.v.shape[:2], bool) if self.starts is None else self.starts
+        return StateTokens(self.q.astype(wide), self.k.astype(wide), split(self.v), split(self.decay), beta, starts)
+
+
+class Chunks(NamedTuple):
+    """What a chunk does to a state X, the sum of what came before: all but the products with X.
+
+    It writes u - w X, reads before (q X) + inner (u - w X), and leaves kept X + k^T (after (u - w X)).
+
+    Attributes:
+      u: [n, B, N, R, C, V].
+      w: [n, B, N, R, C, K]. `None` means zeros.
+      q, k: [n, B, N, 1, C, K].
+      inner: [n, B, N, R, C, C].
+      before, after: [n, B, N, R, C, 1].
+    """
+
+    u: jax.Array
+    w: jax.Array | None
+    q: jax.Array
+    k: jax.Array
+    inner: jax.Array
+    before: jax.Array
+    after: jax.Array
+
+    @property
+    def kept(self) -> jax.Array:
+        """The factor on the state [..., N, R, 1, 1]: how much of it the last token of the chunk reads."""
+        return self.before[..., -1:, :]
+
+
+def recurrent(tokens: StateTokens, *, state: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns what `chunked` does, by its definition: a token at a time."""
+    t = tokens.by_key_head()
+    x = _start(t, state)
+
+    def token(x: jax.Array, t: StateTokens) -> tuple[jax.Array, jax.Array]:
+        assert t.starts is not None
+        x = jnp.where(t.starts[:, None, None, None, None], 0, x * jnp.exp(t.decay)[..., None, None])
+        value = t.v
+        if t.beta is not None:
+            value = t.beta[..., None] * (value - jnp.einsum("bnk,bnrkv->bnrv", t.k, x))
+        x = x + jnp.einsum("bnk,bnrv->bnrkv", t.k, value)
+        return x, jnp.einsum("bnk,bnrkv->bnrv", t.q, x)
+
+    x, out = lax.scan(token, x, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), t))
+    return jnp.moveaxis(out, 0, 1).reshape(tokens.v.shape).astype(tokens.v.dtype), _heads(x)
+
+
+@jax.named_scope("states")
+def chunked(tokens: StateTokens, *, state: jax.Array | None = None, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+    """Returns what the heads read from their states [B, S, H, V] in v's dtype, and the last states [B, H, K, V].
+
+    Args:
+      state: states before the first token [B, H, K, V]. `None` means empty ones.
+      chunk: tokens of a chunk.
+    """
+    t = tokens.by_key_head()
+    out, x = _run(_chunks(t, chunk), _start(t, state))
+    return _in_rows(out, tokens.v), _heads(x)
+
+
+@jax.named_scope("states")
+def over_devices(tokens: StateTokens, *, axes: Axes, chunk: int = CHUNK) -> jax.Array:
+    """Returns what `chunked` reads where the sequence is sharded, for functions inside `jax.shard_map`.
+
+    Shard i has two parts of the sequence, see `sequence_parts`. A part changes the state that comes in by an affine
+    map, X -> A X + b with A [K, K], or without corrections a factor. Each device computes the maps of its parts,
+    gathers all of them, and follows them to the states before its own parts. So states are exact, and no device waits
+    for another one's tokens.
+
+    Args:
+      tokens: of this shard. `starts` of the first token of a part compares it with the part before, see
+        `tokens_before`.
+      axes: mesh axes that shard the sequence.
+      chunk: tokens of a chunk.
+    """
+    halves = jax.tree.map(sequence_parts.halves, tokens)
+    t = halves.by_key_head()
+    chunks = _chunks(t, chunk)
+    empty = _start(t, None)
+    if chunks.w is None:
+        factor = chunks.kept.prod(0)
+        _, end = _run(chunks, empty)
+        maps = jnp.concatenate([jnp.broadcast_to(factor, (*end.shape[:-1], 1)), end], -1)
+    else:
+        maps = _compose(chunks, empty)
+
+    def follow(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        change = part[..., : -x.shape[-1]]
+        added = part[..., -x.shape[-1] :]
+        return (change * x if chunks.w is None else change @ x) + added, x
+
+    parts = sequence_parts.in_order(maps, axes)  # [2 n, B, N, R, K, 1 + V] or [2 n, B, N, R, K, K + V]
+    first = collectives.match_varying_tree(empty[: len(tokens.q)], parts)
+    _, states = lax.scan(follow, first, parts)
+    out, _ = _run(chunks, sequence_parts.own(states, axes))
+    return sequence_parts.whole(_in_rows(out, halves.v))
+
+
+def _compose(chunks: Chunks, empty: jax.Array) -> jax.Array:
+    """Returns the affine map of all chunks, A and b side by side [B, N, R, K, K + V]."""
+    width = chunks.k.shape[-1]
+    identity = jnp.broadcast_to(jnp.eye(width, dtype=empty.dtype), (*empty.shape[:3], width, width))
+    start = jnp.concatenate([collectives.match_varying_tree(identity, empty), empty], -1)
+
+    def one(x: jax.Array, c: Chunks) -> tuple[jax.Array, None]:
+        c = c._replace(u=jnp.pad(c.u, [(0, 0)] * 4 + [(width, 0)]))
+        return _left(c, x, _written(c, x)), None
+
+    return lax.scan(one, start, chunks)[0]
+
+
+def _start(t: StateTokens, state: jax.Array | None) -> jax.Array:
+    """Returns the states before the first token [B, N, R, K, V]."""
+    shape = len(t.v), *t.v.shape[2:4], t.k.shape[-1], t.v.shape[-1]
+    empty = collectives.zeros(shape, t.v.dtype, t.v)
+    return empty if state is None else collectives.match_varying_tree(state.astype(t.v.dtype).reshape(shape), empty)
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    """Returns states [B, H, K, V] from states by key head."""
+    return x.reshape(len(x), -1, *x.shape[3:])
+
+
+def _in_rows(out: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns what the heads read [B, S, H, V], from what they read in each chunk [n, B, N, R, C, V]."""
+    by_token = out.transpose(1, 0, 4, 2, 3, 5)  # [B, n, C, N, R, V]
+    return by_token.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(v.dtype)
+
+
+def _chunks(t: StateTokens, size: int) -> Chunks:
+    """Returns what each chunk does to the state before it.
+
+    Within a chunk, token i of the delta rule writes d_i = beta_i (v_i - X_i^T k_i), where X_i is the state before it.
+    X_i is the sum of what the earlier tokens wrote and of the state before the chunk, each decayed since. So the d_i
+    solve a triangular system, whose right side has one part without the state before the chunk, and one that the state
+    is multiplied by.
+    """
+    length = t.v.shape[1]
+    size = min(size, length)
+
+    def split(a: jax.Array) -> jax.Array:  # [B, S, ...] -> [n, B, C, ...]
+        padded = jnp.pad(a, ((0, 0), (0, -length % size), *[(0, 0)] * (a.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(len(a), -1, size, *a.shape[2:]), 1, 0)
+
+    t = jax.tree.map(split, t)
+    assert t.starts is not None
+    v = t.v.transpose(0, 1, 3, 4, 2, 5)  # [n, B, N, R, C, V]
+    k = t.k.transpose(0, 1, 3, 2, 4)[:, :, :, None]  # [n, B, N, 1, C, K]
+    q = t.q.transpose(0, 1, 3, 2, 4)[:, :, :, None]
+    log = jnp.cumsum(t.decay, 2).transpose(0, 1, 3, 4, 2)  # [n, B, N, R, C]
+    document = jnp.cumsum(t.starts, 2)  # [n, B, C]; 0 are tokens of the document before
+    index = jnp.arange(size)
+    seen = (document[..., :, None] == document[..., None, :]) & (index[:, None] >= index)  # [n, B, C, C]
+    gap = log[..., :, None] - log[..., None, :]
+    since = jnp.exp(jnp.where(seen[:, :, None, None], gap, -jnp.inf))  # [n, B, N, R, C, C]
+    before = jnp.where((document == 0)[:, :, None, None], jnp.exp(log), 0)[..., None]  # [n, B, N, R, C, 1]
+    after = since[..., -1, :, None]
+    inner = q @ jnp.swapaxes(k, -1, -2) * since
+    if t.beta is None:
+        return Chunks(v, None, q, k, inner, before, after)
+    beta = t.beta.transpose(0, 1, 3, 4, 2)[..., None]  # [n, B, N, R, C, 1]
+    system = beta * (k @ jnp.swapaxes(k, -1, -2)) * since
+    sides = jnp.concatenate([beta * v, beta * before * k], -1)
+    solved = lax.linalg.triangular_solve(system, sides, left_side=True, lower=True, unit_diagonal=True)
+    width = v.shape[-1]
+    return Chunks(solved[..., :width], solved[..., width:], q, k, inner, before, after)
+
+
+def _written(c: Chunks, x: jax.Array) -> jax.Array:
+    """Returns what the tokens of a chunk write, given the state before it."""
+    return c.u if c.w is None else c.u - c.w @ x
+
+
+def _left(c: Chunks, x: jax.Array, written: jax.Array) -> jax.Array:
+    """Returns the state after a chunk."""
+    return c.kept * x + jnp.swapaxes(c.k, -1, -2) @ (c.after * written)
+
+
+def _run(chunks: Chunks, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns what the heads read in each chunk [n, B, N, R, C, V], and the last states, given the first ones."""
+
+    def one(x: jax.Array, c: Chunks) -> tuple[jax.Array, jax.Array]:
+        written = _written(c, x)
+        out = c.before * (c.q @ x) + c.inner @ written
+        return _left(c, x, written), out
+
+    x, out = lax.scan(one, x, chunks)
+    return out, x
