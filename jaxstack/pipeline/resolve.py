@@ -36,6 +36,10 @@ WEIGHTLESS = ("gpipe", "1f1b", "interleaved_1f1b")
 """Schedules without weight units, which can run several stacks."""
 
 
+MOST_STACKS = 3
+"""Most stacks of a model whose layers `model.moe.layers` cuts. A program of four stacks hung on simulated devices."""
+
+
 def resolve(
     pipeline: PipelineConfig,
     model: ModelConfig,
@@ -120,6 +124,12 @@ def _resolve_stacks(
             )
     layers: tuple[int, ...] = ()
     parts = {one.name: one for of_stack in model.expert_segments.values() for one in of_stack if of_stack[1:]}
+    if len(stacks) > MOST_STACKS and parts:
+        raise ScheduleError(
+            f"{model.moe.layers.shown} cuts the model into {len(stacks)} stacks of layers ({', '.join(stacks)}), and "
+            f"mesh.pipe={stages} runs at most {MOST_STACKS}: with four, devices of a tensor group waited for each "
+            f"other; let layers with experts repeat as a group, or use mesh.pipe=1"
+        )
     for name, (depth, period) in stacks.items():
         groups = depth // period
         # A segment of a stack may leave stages without a layer, unless it is the largest one of its stack.

@@ -2,11 +2,14 @@
 
 import pytest
 
-from jaxstack.config import ConfigError, ExpertLayers
+from jaxstack import families
+from jaxstack.config import ConfigError, ExpertLayers, ModelConfig, MoEConfig, PipelineConfig
 from jaxstack.config.expert_layers import rule_of, segments
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.families import spec
 from jaxstack.models.params import count, flat_spec
+from jaxstack.pipeline.resolve import resolve
+from jaxstack.pipeline.schedule import ScheduleError
 
 D, E = False, True
 
@@ -79,6 +82,21 @@ def test_files_of_earlier_versions_are_read_and_flags_are_refused(tmp_path):
         parse_config(["--model.moe.dense_layers=1"])
     with pytest.raises(ConfigError, match=r"unknown key model.moe.every, .* Set model.moe.layers.first=1 with it"):
         parse_config(["--model.moe={num_experts: 4, every: 2}"])
+
+
+@pytest.mark.parametrize(("layers", "stacks"), [(6, 3), (7, 4)])
+def test_a_pipeline_takes_three_stacks_and_refuses_four(layers, stacks):
+    """The smaller stacks have one layer each, on the first stage alone."""
+    moe = MoEConfig(num_experts=4, layers=ExpertLayers(numbers=(1, 2, 4)))
+    model = ModelConfig(num_layers=layers, moe=moe, vocab_size=64)
+    found = {name: (one.depth, one.period) for name, one in families.of(model).stacks(model).items()}
+    assert len(found) == stacks
+    if stacks == 4:
+        with pytest.raises(ScheduleError, match=r"numbers=\[1, 2, 4\] cuts the model into 4 stacks .* mesh.pipe=2"):
+            resolve(PipelineConfig(), model, 2, 8, stacks=found)
+        return
+    stages = resolve(PipelineConfig(), model, 2, 8, stacks=found).stages
+    assert str(stages) == "dense_layers 0 | none, layers 0 | none, layers_2 0 | 1"
 
 
 def test_128_layers_of_which_24_have_experts():

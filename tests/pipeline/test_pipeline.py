@@ -154,7 +154,7 @@ NEAR: list[Case] = [
     case("dense_first", ONE, 2, 4, layers=5, expert=2, tensor=2),
     case("dense_first", ALL, 2, 4, layers=4, fsdp=2, packing=True, remat="selective", gather=LAYER),
     case("listed", ONE, 2, 4, layers=6, fsdp=2, expert=2, dropout=0.3),
-    case("listed", ALL, 2, 4, layers=7, tensor=2, packing=True, remat="selective", gather=LAYER),
+    case("listed", ALL, 2, 4, layers=6, tensor=2, packing=True, remat="selective", gather=LAYER),
     case("latent", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
     case("latent", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
     case("qwen3_next", ONE, 2, 4, layers=6, fsdp=2, expert=2, packing=True),
