@@ -203,7 +203,7 @@ def test_bash_completes(tmp_path, capsys):
         (["plan", "ro"], "roofline"),
         (["help", "opt"], "optim"),
         (["plan", "roofline", "--traffic", ""], "fused unfused"),
-        (["data", ""], "tokenizer build verify show"),
+        (["data", ""], "tokenizer clean build verify show"),
         (["generate", "RUN", "--sample.rep"], "--sample.repetition_penalty"),
     ):
         code = (
