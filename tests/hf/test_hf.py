@@ -169,6 +169,7 @@ def test_out_and_in_again(name, tmp_path, rng, monkeypatch):
     ("family", "layers", "written"),
     [
         ("qwen3_moe", {"numbers": (1, 2, 4)}, {"decoder_sparse_step": 1, "mlp_only_layers": [0, 3, 5]}),
+        ("qwen3_moe", {"numbers": (1, 3)}, {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2, 4, 5]}),
         ("qwen3_moe", {"first": 2, "every": 3}, {"decoder_sparse_step": 3, "mlp_only_layers": []}),
         ("qwen2_moe", {"first": 4}, {"decoder_sparse_step": 1, "mlp_only_layers": [0, 1, 2, 3]}),
         ("deepseek_v3", {"numbers": (4, 5)}, {"first_k_dense_replace": 4, "moe_layer_freq": 1}),
