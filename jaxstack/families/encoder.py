@@ -177,6 +177,17 @@ def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -
     return layers.dropout(inputs.dropout_key("embedding"), cfg.dropout, x, inputs.dropout_ids), None
 
 
+def last_layer(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
+    """Returns the output of the last layer [B, S, D], from the residual stream [B, S/n, D], as `final_norm` takes it.
+
+    An embedding of a text is made of it. What a head reads has also gone through the head's transform.
+    """
+    del inputs
+    if not cfg.norm_after:
+        x = layers.norm(cfg, params["final_norm"], x, ctx)
+    return collectives.all_gather_invariant(x, ctx.layout.sequence_parallel_axes, 1)
+
+
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns what the head reads [B, S, D], from the residual stream after the last layer [B, S/n, D].
 

@@ -16,6 +16,9 @@ from jaxstack.models.params import Params, Spec
 NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
 """The groups of a layer that are norms of the residual stream, or of what is added to it."""
 
+FINAL = "final_norm"
+"""The group behind the last layer."""
+
 
 def with_plain_norms(family: Family) -> Family:
     """Returns the family whose norms of the residual stream have neither weights nor biases."""
@@ -24,7 +27,7 @@ def with_plain_norms(family: Family) -> Family:
         tree = family.spec(cfg)
         for name in family.stacks(cfg):
             tree[name] = {group: p for group, p in tree[name].items() if group not in NORMS}
-        return {name: group for name, group in tree.items() if name != "final_norm"}
+        return {name: group for name, group in tree.items() if name != FINAL}
 
     def stacks(cfg: ModelConfig) -> dict[str, Stack]:
         declared = family.spec(cfg)
@@ -35,7 +38,7 @@ def with_plain_norms(family: Family) -> Family:
         return found
 
     def final_norm(cfg: ModelConfig, params: Params, x: PyTree, inputs: LayerInputs, ctx: Context) -> PyTree:
-        return family.final_norm(cfg, {**params, "final_norm": _ones(cfg)}, x, inputs, ctx)
+        return family.final_norm(cfg, {**params, FINAL: _ones(cfg)}, x, inputs, ctx)
 
     return replace(family, spec=spec, stacks=stacks, final_norm=final_norm)
 

@@ -17,11 +17,10 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.tokenizers import missing_before
+from jaxstack.families import encoder
 from jaxstack.generate.engine import dropless, jit_on_mesh
 from jaxstack.generate.prompts import Rows, check_rows, power_of_buckets
-from jaxstack.models import layers
 from jaxstack.models.context import Context
-from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Params
 from jaxstack.sharding import collectives
 
@@ -99,7 +98,7 @@ class TextEncoder:
     @cached_property
     def _embed(self) -> Callable[..., PyTree]:
         # What a head reads has gone through the head's transform. The layers' output has not.
-        family = replace(families.of(self.cfg), final_norm=_last_norm)
+        family = replace(families.of(self.cfg), final_norm=encoder.last_layer)
 
         def work(params: Params, tokens: jax.Array, segments: jax.Array, _: jax.Array) -> jax.Array:
             batch = {"tokens": tokens, "segment_ids": segments}
@@ -121,10 +120,3 @@ class TextEncoder:
             return collectives.all_gather_invariant(logits, self.ctx.layout.axes("vocab"), 2)
 
         return jit_on_mesh(work, self.cfg, self.ctx, parts=2)
-
-
-def _last_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
-    """Returns the output of the layers [B, S, D], from the residual stream [B, S/n, D]."""
-    if not cfg.norm_after:
-        x = layers.norm(cfg, params["final_norm"], x, ctx)
-    return collectives.all_gather_invariant(x, ctx.layout.sequence_parallel_axes, 1)

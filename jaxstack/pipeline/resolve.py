@@ -123,6 +123,7 @@ def _resolve_stacks(
                 f"{' or '.join(f'pipeline.{key}={value}' for value in works)}"
             )
     layers: tuple[int, ...] = ()
+    segments = {one.name: one for of_stack in model.expert_segments.values() for one in of_stack}
     parts = {one.name: one for of_stack in model.expert_segments.values() for one in of_stack if of_stack[1:]}
     if len(stacks) > MOST_STACKS and parts:
         raise ScheduleError(
@@ -135,7 +136,7 @@ def _resolve_stacks(
         # A segment of a stack may leave stages without a layer, unless it is the largest one of its stack.
         largest = max(stacks[other][0] for other in stacks if stack_of(other) == stack_of(name))
         if stages * chunks > groups and (depth == largest or name not in parts):
-            unit = period * len(parts[name].kinds) if name in parts else period
+            unit = period * len(segments[name].kinds) if name in segments else period
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
                 f"but the {name} of model.family={model.family} has only {groups} "

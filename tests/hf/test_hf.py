@@ -708,10 +708,10 @@ def test_what_acts_on_training_alone_is_named():
         ("llama3_8b", {"sliding_window": 4096}, "sliding_window=4096"),
         (
             "llama3_8b",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            'rope_type="dynamic" is not supported',
+            {"rope_scaling": {"rope_type": "xpos", "factor": 2.0}},
+            'rope_type="xpos" is not supported',
         ),
-        ("llama3_8b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type="dynamic"'),
+        ("llama3_8b", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, 'rope_type="ntk"'),
         ("llama3_8b", {"rope_scaling": {"type": "linear"}}, "has no factor"),
         ("llama3_8b", {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "x"}}, 'beta_fast="x"'),
         (

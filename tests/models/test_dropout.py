@@ -107,8 +107,8 @@ def test_every_family_is_held_to_this():
             model_families.of(model).make_layer_inputs(model, {"key": jax.random.key(0)}, Context())
 
 
-def test_a_step_draws_random_numbers_in_two_places():
-    """Dropout and initial values: another draw would need a test as above.
+def test_random_numbers_are_drawn_in_three_places():
+    """Dropout, initial values, and those of large tables: another draw would need a test as above.
 
     Keys are folded by `params.random_key` alone, because `split(key)[i]` is `fold_in(key, i)`: beside each other on one
     key, they would give two draws one key.
@@ -119,7 +119,8 @@ def test_a_step_draws_random_numbers_in_two_places():
             uses |= {(path.name, name) for name in re.findall(r"jax\.random\.(\w+)\(", path.read_text())}
     uses -= {use for use in uses if use[1] in ("key", "key_data", "wrap_key_data")}
     assert uses == {
-        ("layers.py", "bernoulli"), ("layers.py", "fold_in"), ("params.py", "fold_in"), ("params.py", "normal")
+        ("layers.py", "bernoulli"), ("layers.py", "fold_in"), ("params.py", "fold_in"), ("params.py", "normal"),
+        ("tables.py", "normal"),
     }  # fmt: skip
     key = jax.random.key(0)
     assert (jax.random.key_data(jax.random.split(key)[1]) == jax.random.key_data(jax.random.fold_in(key, 1))).all()

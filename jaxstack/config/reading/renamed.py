@@ -38,7 +38,7 @@ def with_new_keys(values: inputs.Json) -> inputs.Json:
     moe = model.get("moe") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(moe, dict) or not moe.keys() & {"dense_layers", "every"}:
         return values
-    if "layers" in moe:
+    if moe.keys() & {"layers"}:
         old = sorted(moe.keys() & {"dense_layers", "every"})
         raise ConfigError(
             f"model.moe.{old[0]} is the earlier name of what model.moe.layers says, which is set, too. Remove "
