@@ -1,6 +1,8 @@
 """A file imports only from lower floors (or within its own room): the table of docs and CONTRIBUTING, held."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,11 @@ def test_heavy_and_foreign_packages_stay_out(path):
     assert not roots & {"tensorflow", "torch", "transformers", "wandb"}
     if any(path.relative_to(ROOT).match(pattern) for pattern in JAX_FREE):
         assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+def test_commands_begin_without_jax():
+    """JAX reads the number of simulated devices when it is imported. `runtime.platform.configure` sets it before."""
+    commands = sorted(path.stem for path in (ROOT / "cli").glob("*.py"))
+    names = [*(f"jaxstack.cli.{name}" for name in commands), "jaxstack.start", "jaxstack.runtime.distributed"]
+    check = "importlib.import_module(name)\n    assert 'jax' not in sys.modules, name"
+    subprocess.run([sys.executable, "-c", f"import importlib, sys\nfor name in {names}:\n    {check}"], check=True)

@@ -22,12 +22,13 @@ import numpy as np
 from jaxstack.common import errors
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.jax_private import private_module
-from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, DistributedConfig
 from jaxstack.runtime.launchers import Processes
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxstack.common.tree import PyTree
 
 HEARTBEAT_S = 40
 """Seconds without a heartbeat, beyond `distributed.lost_s`, after which JAX ends the processes, without a clear
@@ -274,7 +275,7 @@ def first_reason(reason: str | None) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def fetch(arrays: PyTree) -> PyTree:
+def fetch(arrays: "PyTree") -> "PyTree":
     """Returns global arrays, or a tree of them, as complete NumPy arrays on every process.
 
     All processes call it with the same arrays in the same order.
@@ -282,7 +283,7 @@ def fetch(arrays: PyTree) -> PyTree:
     import jax
     from jax.experimental import multihost_utils
 
-    def one(array: PyTree) -> PyTree:
+    def one(array: "PyTree") -> "PyTree":
         if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
             return jax.device_get(array)
         return multihost_utils.process_allgather(array, tiled=True)

@@ -90,5 +90,5 @@ mistakes(
 mistakes(
     "several", "generate/encode.py", SEVERAL,
     ("segments[row, : len(texts[i])] = 1", "segments[row] = 1"),
-    ("families.of(self.cfg), final_norm=_last_norm)", "families.of(self.cfg))"),
+    ("families.of(self.cfg), final_norm=encoder.last_layer)", "families.of(self.cfg))"),
 )  # fmt: skip
