@@ -1,6 +1,6 @@
 """Measures what cleaning changes: `python benchmarks/clean.py [--steps 200] [--seeds 3] [--small]`
 
-The text is that of this Python installation: the source of the standard library, and the documentation of all packages
+The text comes with this Python installation: the source of the standard library, and the documentation of all packages
 (`*.md`, `*.rst`, `*.txt` and their METADATA). The same small byte-level model is trained for as many steps on three
 sets, from the same seeds, and reads the same held-out texts at the end:
 
@@ -9,8 +9,8 @@ sets, from the same seeds, and reads the same held-out texts at the end:
 - `clean`: also by Gopher's filters, which are the defaults of `jaxstack data clean`.
 
 Held-out documents are drawn by their hashes from all documents without duplicates. No training set has a document that
-is equal or nearly equal to one of them. `held_out` has all drawn documents, and `held_out_clean` those that the filters
-keep. Results are in bits per byte, in `benchmarks/results/clean.json`.
+is equal or nearly equal to one of them. `held_out` has all drawn documents. `held_out_clean` has the drawn documents
+that the filters keep. Results are in bits per byte, in `benchmarks/results/clean.json`.
 """
 
 import argparse

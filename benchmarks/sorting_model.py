@@ -1,6 +1,6 @@
 """The model that benchmarks of preferences and of rewards begin with: it sorts digits, half of its examples are wrong.
 
-The keys are those of configs/sft_quickstart.yaml, but for the optimizer, which is Muon.
+The keys equal configs/sft_quickstart.yaml. Only the optimizer differs: it is Muon.
 """
 
 import runpy

@@ -52,7 +52,7 @@ COMMANDS = {
     "compress quantize": Command("Use a model", "compress_quantize", "make a run with weights of few bits"),
     "compress prune": Command("Use a model", "compress_prune", "make a run with fewer layers, heads, units or weights"),
     "data tokenizer": Command("Data", "data_tokenizer", "make a tokenizer for your own text"),
-    "data clean": Command("Data", "data_clean", "drop duplicates and poor text, with a report of what and why"),
+    "data clean": Command("Data", "data_clean", "drop duplicates and poor text, and report each reason"),
     "data build": Command("Data", "data_build", "make a token file from text"),
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),

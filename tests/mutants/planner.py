@@ -142,4 +142,11 @@ mistakes(
 mistakes(
     "plan", "planner/mesh_search.py", "planner/test_mesh_search.py -k trying_everything",
     ("bound > limits[count - 1]", "bound > limits[0]"),
+    ("            if accum <= branch.accum\n", "", "planner/test_mesh_search.py -k less_accumulation"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/step_clocks.py", "planner/test_mesh_search.py -k bound_of",
+    ("waits / turns,", "waits,",
+     {"survives": "idle time hides it in the cases of the test: the bound is then 3.4% too low in place of 4.4%"}),
 )  # fmt: skip

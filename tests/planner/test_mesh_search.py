@@ -312,6 +312,21 @@ def test_no_candidate_beats_the_bound_of_its_branch(sizes):
     assert checked >= 12
 
 
+def test_less_accumulation_is_examined_where_more_fits_already():
+    """And not the other way round: more accumulation is never faster, so it is left out where less fits."""
+    clock = ChipClock(ChipLimits(CHIPS["h100"]))
+    cfg = replace(DENSE, data=DataConfig(seq_len=16, batch_size=8))
+    sizes = {f"mesh.{axis}": size for axis, size in (dict.fromkeys(cfg.mesh.sizes, 1) | {"tensor": 2}).items()}
+
+    def examined(*accums):
+        run = mesh_search.Search(Space(cfg, 2, "gpu"), INFINITE, clock)
+        branches = {leaf.accum: leaf for leaf in leaves(run, run.first(sizes)) if leaf.remat == run.space.remats[0]}
+        return [run.examine(branches[accum]) is not None for accum in accums]
+
+    assert examined(4, 2, 1) == [True, True, True]
+    assert examined(1, 2, 4) == [True, False, False]
+
+
 @pytest.mark.parametrize(("stages", "chunks", "groups"), [(2, 1, 5), (4, 1, 4), (4, 1, 7), (2, 3, 6), (3, 2, 6)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_table_takes_as_long_as_its_longest_chain(name, stages, chunks, groups):
