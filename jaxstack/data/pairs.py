@@ -166,6 +166,11 @@ class PairWindows:
         length_W = np.array([len(row) for row in rows])
         return cls(pairs, np.concatenate(rows), np.cumsum(length_W) - length_W, length_W)
 
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self.first_W.size
+
     def reorder(self, order_W: np.ndarray) -> "PairWindows":
         """Returns the rows in another order."""
         return replace(self, first_W=self.first_W[order_W], length_W=self.length_W[order_W])
