@@ -154,6 +154,24 @@ def test_documents_of_a_row_are_of_one_block_or_two_in_a_random_order():
     assert (np.diff(first) == 0).mean() < 0.2  # rows beside each other are of any blocks
 
 
+def test_blocks_are_shuffled_and_each_block_by_itself():
+    text = texts(np.ones(40 * BLOCK, int))  # so that a token has the number of its document
+    streams = [
+        token_stream.ShuffledStream(text, token_stream.block_tokens(text), np.random.default_rng(seed), [seed])
+        for seed in (0, 1)
+    ]
+    for stream in streams:
+        documents = stream.ids_at(np.arange(len(stream))).reshape(40, BLOCK)
+        assert (documents // BLOCK == documents[:, :1] // BLOCK).all()
+        blocks = documents[:, 0] // BLOCK
+        assert sorted(blocks.tolist()) == [*range(40)]
+        assert (blocks == np.arange(40)).mean() < 0.2
+        orders = documents % BLOCK
+        assert (np.sort(orders, axis=1) == np.arange(BLOCK)).all()
+        assert np.unique(orders, axis=0).shape[0] == 40
+    assert (streams[0].ids_at(np.arange(640)) != streams[1].ids_at(np.arange(640))).mean() > 0.9
+
+
 def test_domains_are_the_documents():
     lengths = lengths_of(150, least=1)
     text = texts(lengths, mapped=False, domains=np.arange(150, dtype=np.int32), names=tuple(map(str, range(150))))
