@@ -75,16 +75,19 @@ def make(folder: Path, documents: int) -> Path:
 def measure(tree: Path, path: Path) -> dict[str, float]:
     command = [sys.executable, "-c", CHILD, str(path), str(SEQ_LEN), str(ROWS)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    done = subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--before", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument(
+        "--before", type=lambda path: Path(path).resolve(), help="another checkout, measured in turns with this one"
+    )
     args = parser.parse_args()
-    trees = {"now": Path(__file__).parent.parent} | ({"before": args.before} if args.before else {})
+    trees = {"now": Path(__file__).resolve().parent.parent} | ({"before": args.before.resolve()} if args.before else {})
     cases = []
     for documents in args.documents:
         with tempfile.TemporaryDirectory() as folder:

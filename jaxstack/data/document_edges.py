@@ -43,7 +43,7 @@ class MappedEdges:
     def __getitem__(self, index: Any) -> np.ndarray:
         if isinstance(index, slice):
             first, stop, step = index.indices(self.size)
-            if step == 1 and not self._left_out.size:
+            if step == 1:
                 return self._range(first, max(stop, first))
             at = np.arange(first, stop, step)
         else:
@@ -54,14 +54,19 @@ class MappedEdges:
             at = np.asarray(range(self.size)[int(at)])  # also a negative number; it ends iterations
         number = at + np.searchsorted(self._before, at, side="right") + self._ends
         if not self._ends:
-            return np.asarray(self._starts[number])
+            return np.array(self._starts[number])
         is_last = number == self._starts.size
         return np.where(is_last, self._end, self._starts[np.where(is_last, 0, number)])
 
     def _range(self, first: int, stop: int) -> np.ndarray:
-        """Returns the part of a column from which nothing is left out."""
-        found = np.array(self._starts[first + self._ends : stop + self._ends], np.int64)
-        return np.append(found, self._end) if found.size < stop - first else found
+        """Returns a range of the column, which is read at once."""
+        before = np.searchsorted(self._before, [first, stop - 1], side="right")  # of those that are left out
+        begin = first + int(before[0])
+        end = max(stop + int(before[1]), begin)
+        found = np.array(self._starts[begin + self._ends : end + self._ends], np.int64)
+        if found.size < end - begin:
+            found = np.append(found, self._end)
+        return np.delete(found, self._left_out[before[0] : before[1]] - begin)
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or np.int64)

@@ -30,7 +30,7 @@ class PairTokens(Tokens):
     lengths: tuple[int, int] = (0, 0)
     """Inputs and targets of a row."""
 
-    def documents(self, which: np.ndarray) -> "PairTokens":
+    def documents(self, which: np.ndarray | slice) -> "PairTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PairTokens)

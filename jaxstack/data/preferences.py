@@ -273,7 +273,7 @@ class PreferenceTokens(Tokens):
     margins: np.ndarray | None = None
     """How much higher the score of each chosen completion should be, float32 [D]. `None` without scores."""
 
-    def documents(self, which: np.ndarray) -> "PreferenceTokens":
+    def documents(self, which: np.ndarray | slice) -> "PreferenceTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PreferenceTokens)

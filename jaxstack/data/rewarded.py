@@ -75,7 +75,7 @@ class PromptTokens(Tokens):
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Number of each document in `rows`, int64 [D]."""
 
-    def documents(self, which: np.ndarray) -> "PromptTokens":
+    def documents(self, which: np.ndarray | slice) -> "PromptTokens":
         """Returns some of the prompts, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PromptTokens)

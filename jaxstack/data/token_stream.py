@@ -209,16 +209,13 @@ class ShuffledStream(Stream):
         self._seeds = [*seeds]
         self._block = lru_cache(maxsize=16)(self._make_block)
 
-    def _documents_of(self, block: int) -> np.ndarray:
+    def _make_block(self, block: int) -> TokenStream:
         """Returns the documents of the block at this place of the stream, in their order there."""
         number = int(self._order_K[block])
-        first = number * BLOCK
         size = int(self._numbers_K[block + 1] - self._numbers_K[block])
+        documents = self._tokens.documents(slice(number * BLOCK, number * BLOCK + size))
         rng = np.random.default_rng([*self._seeds, number + 1])  # NumPy pads seeds with zeros, so no other draw has it
-        return first + rng.permutation(size)
-
-    def _make_block(self, block: int) -> TokenStream:
-        return TokenStream.from_documents(self._tokens, self._documents_of(block))
+        return TokenStream.from_documents(documents, rng.permutation(size))
 
     @property
     def count(self) -> int:

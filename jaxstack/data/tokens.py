@@ -28,8 +28,8 @@ from jaxstack.data.tokenizers import JsonObject, Tokenizer, as_document, encode_
 
 _Part = TypeVar("_Part")
 
-_CHUNK_DOCUMENTS = 1 << 22
-"""Documents whose edges are read at a time: 32 MB for each array of them."""
+_CHUNK_DOCUMENTS = 1 << 20
+"""Documents whose edges are read at a time: 8 MB for each array of them."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Tokens:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             yield from threads.map(function, chunks)
 
-    def documents(self, which: np.ndarray) -> "Tokens":
-        """Returns some of the documents, in the order of `which`: indices [n], or a mask over all."""
+    def documents(self, which: np.ndarray | slice) -> "Tokens":
+        """Returns some of the documents, in the order of `which`: indices [n], a range, or a mask over all."""
         names = None if self.names is None else tuple(np.array(self.names, object)[which])
         domains = None if self.domains is None else self.domains[which]
         return replace(self, starts=self.starts[which], ends=self.ends[which], names=names, domains=domains)

@@ -391,7 +391,7 @@ mistakes(
     "data/token_stream.py",
     "data/test_large_texts.py",
     ("np.random.default_rng([*self._seeds, number + 1])", "np.random.default_rng(self._seeds)"),
-    ("return first + rng.permutation(size)", "return first + np.arange(size)"),
+    ("from_documents(documents, rng.permutation(size))", "from_documents(documents, np.arange(size))"),
     ("within.number + self._numbers_K[number]", "within.number"),
     ("self._order_K = rng.permutation(tokens_K.size)", "self._order_K = np.arange(tokens_K.size)"),
     ("is_apart = starts[1:] != ends[:-1]", "is_apart = starts[1:] > starts[:-1]"),
@@ -401,7 +401,7 @@ mistakes(
     "data/document_edges.py",
     "data/test_large_texts.py",
     ('searchsorted(self._before, at, side="right")', 'searchsorted(self._before, at, side="left")'),
-    ("np.append(found, self._end) if found.size < stop - first else found", "found"),
+    ("if found.size < end - begin:", "if False:"),
 )
 mistakes(
     "data",
