@@ -1,9 +1,9 @@
 """Compares int8 with bfloat16 in training a translation and a diffusion model: `python benchmarks/int8_families.py`
 
-Both models are dense, and each seed trains them in bfloat16 and with `train.quant=int8` on the same batches, on the CPU.
-The result has the training loss and the held-out loss of each run, and for each seed the difference of the last held-out
-losses (`benchmarks/results/int8_families.json`). It compares losses and not speed, because CPUs have no fast 8-bit
-products. It needs the extras [translate] and [images].
+Both models are dense. Each seed trains them in bfloat16 and with `train.quant=int8` on the same batches, on the CPU.
+The result has the training loss and the held-out loss of each run, and for each seed the difference of the last
+held-out losses (`benchmarks/results/int8_families.json`). It compares losses and not speed, because CPUs have no fast
+8-bit products. It needs the extras [translate] and [images].
 
 `--compile` runs nothing. In the environment of the extra `[cuda13]` it compiles the training step of a larger model of
 each family for one H100. It counts the products of the program by the dtype of their result, which is int32 for int8,

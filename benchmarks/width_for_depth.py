@@ -62,11 +62,9 @@ def held_out_messages(run: Any, language: str, count: int) -> list[str]:
     from jaxstack.data import load
 
     tokens = load(run.config.data).sources[0].eval
-    found = []
-    for i in np.random.default_rng(0).permutation(len(tokens.names)):
-        if tokens.names[i].endswith(f"({language})"):
-            found.append(run.tokenizer.decode(tokens.pair(i).inputs[1:-1]))  # without the language and the end
-    return found[:count]
+    order = np.random.default_rng(0).permutation(len(tokens.names))
+    own = [i for i in order if tokens.names[i].endswith(f"({language})")][:count]
+    return [run.tokenizer.decode(tokens.pair(i).inputs[1:-1]) for i in own]  # without the language and the end
 
 
 def time_beams(runs: dict[str, Path], count: int, beams: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def main(args: Namespace) -> None:
     if report is not None:
         before, after = (params.count(families.spec(one.model)) for one in (opened, new))
         print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
-    print_losses(opened.evaluate(), new.evaluate())
+    print_losses(opened.evaluate(), new.evaluate(), opened.model.objective.unit)
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")
 
 
