@@ -36,9 +36,10 @@ TRANSLATION = [
     "--model.d_ff=128",
     "--data.seq_len=128",
     "--data.target_len=160",
-    "--train.steps=200",
+    "--train.steps=120",
+    "--optim.warmup_steps=20",
 ]
-DIFFUSION = ["--config=configs/diffusion_digits.yaml", "--model.moe.num_experts=0", "--train.steps=400"]
+DIFFUSION = ["--config=configs/diffusion_digits.yaml", "--model.moe.num_experts=0", "--train.steps=240"]
 MODELS = {"translation": TRANSLATION, "diffusion": [*DIFFUSION, "--sample.pictures=0", "--train.ngram_baseline=false"]}
 LARGE = {
     "translation": [
