@@ -138,8 +138,8 @@ def main() -> None:
         print(record.record("int8_families_h100", compiled))
         return
     result: dict[str, Any] = {"flags": MODELS, "int8_above_bfloat16": {}, "cases": []}
-    for name in MODELS:
-        for seed in given.seeds:
+    for seed in given.seeds:
+        for name in MODELS:
             curves = {quant: train(name, seed, quant) for quant in ("none", "int8")}
             result["cases"].append({"model": name, "seed": seed, "bfloat16": curves["none"], "int8": curves["int8"]})
             apart = curves["int8"]["held_out"][-1][1] - curves["none"]["held_out"][-1][1]

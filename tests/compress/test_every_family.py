@@ -14,7 +14,9 @@ import jaxstack as js
 from jaxstack import families, kernels
 from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
+from jaxstack.compress import prune
 from jaxstack.compress.calibrate import Walk
+from jaxstack.compress.importance import measure
 from jaxstack.compress.quantize import Settings, by_stack, join, quantize, stacked_codes
 from jaxstack.config import ConfigError, MoEConfig
 from jaxstack.config.reading.parse import parse_config
@@ -172,6 +174,31 @@ def test_a_mesh_is_refused_for_a_family_that_is_not_a_decoder():
         Walk.of(cfg.model, ctx)
 
 
+@pytest.mark.random
+@pytest.mark.parametrize("name", ["modernbert", pytest.param("bert", marks=pytest.mark.slow)])
+def test_parts_of_an_encoder_that_add_nothing_leave_without_a_trace(name, seed):
+    """Two of four heads of each layer and half of the hidden units have no output weights, and are pruned."""
+    cfg = replace(test_meshes.MODELS[name], num_layers=2)
+    values, rng = jax.tree.map(np.array, drawn(cfg, seed)), np.random.default_rng(seed)
+    given = {"heads": 4, "d_ff": cfg.ff_width // 2}
+    layers = values["layers"]
+    for layer in range(cfg.num_layers):
+        layers["attention"]["w_o"][layer, rng.permutation(cfg.num_heads)[:4]] = 0
+        layers["mlp"]["w_down"][layer, rng.permutation(cfg.ff_width)[: cfg.ff_width // 2]] = 0
+    values = jax.tree.map(jnp.asarray, values)
+    batch = batches_of(cfg, seed, 1)[0]
+    found = measure(Walk.of(cfg, Context()), values, [batch])
+    sizes = prune.smaller_sizes(cfg, given)
+    small, kept = prune.smaller_model(cfg, sizes), prune.choose(cfg, sizes, found)
+
+    def logits(model, params):
+        hidden, _ = families.of(model).hidden_states(model, params, batch)
+        return families.of(model).logits(model, params, hidden)
+
+    expected, got = logits(cfg, values), logits(small, prune.keep(cfg, Context(), values, kept))
+    np.testing.assert_allclose(got, expected, atol=1e-4 * float(jnp.abs(expected).max()))  # sums in another order
+
+
 WORDS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.d_ff=40 --train.steps=2
     --train.eval_every=2 --train.eval_steps=2 --train.ngram_baseline=false --optim.warmup_steps=1 --mesh.data=8
     --checkpoint.every=2 --data.batch_size=8"""
@@ -219,6 +246,19 @@ def test_a_run_of_each_family_is_quantised_stored_and_trained_on(family, tmp_pat
     calibrated = [*words[:3], str(tmp_path / "gptq"), "--group=16", "--method=gptq", "--sequences=8"]
     execute(calibrated)
     assert "outputs off by at most" in capsys.readouterr().out
+    execute(["compress", "prune", str(tmp_path / "run"), str(tmp_path / "sparse"), "--sparsity=2:4", "--sequences=8"])
+    sparse = js.load(tmp_path / "sparse")
+    for path, p in flat_spec(families.spec(sparse.model)).items():
+        if path.partition("/")[0] in families.of(sparse.model).stacks(sparse.model) and is_compressed(p):
+            zeros = np.mean(np.asarray(flatten(sparse.params)[path]) == 0)
+            assert 0.5 <= zeros < 0.6, path  # some codes are zero before
+    kept = [*flags, f"--run.dir={tmp_path / 'kept'}", f"--run.init_from={tmp_path / 'sparse'}"]
+    main(parse_config([*kept, "--optim.keep_zeros=true"]))
+    after = flatten(js.load(tmp_path / "kept").params)
+    assert all((np.asarray(after[path])[np.asarray(a) == 0] == 0).all() for path, a in flatten(sparse.params).items())
+    if family not in ("encoder", "gpt2"):
+        with pytest.raises(ConfigError, match="parts are removed from decoders and encoders"):
+            execute(["compress", "prune", str(tmp_path / "run"), str(tmp_path / "no"), "--d_ff=8"])
     for wrong, message in (("--method=awq", "awq moves factors|"), ("--weights=nf4 --group=64", "nf4 is stored as")):
         if family != "gpt2" or "nf4" in wrong:
             with pytest.raises(ConfigError, match=message):
