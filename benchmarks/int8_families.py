@@ -41,6 +41,7 @@ TRANSLATION = [
 ]
 DIFFUSION = ["--config=configs/diffusion_digits.yaml", "--model.moe.num_experts=0", "--train.steps=240"]
 MODELS = {"translation": TRANSLATION, "diffusion": [*DIFFUSION, "--sample.pictures=0", "--train.ngram_baseline=false"]}
+COMPILED = ["--kernels.attention=xla", "--kernels.cross_entropy=xla", "--train.ngram_baseline=false"]
 LARGE = {
     "translation": [
         "--model.family=encoder_decoder",
@@ -70,7 +71,7 @@ LARGE = {
         "--model.max_positions=256",
         "--model.vocab_size=1000",
         "--model.diffusion.patch_size=2",
-        "--model.diffusion.channels=4",
+        "--model.diffusion.image=[32,32,4]",
         "--data.source=digits",
         "--data.seq_len=256",
         "--data.batch_size=64",
@@ -101,7 +102,7 @@ def compile_step(name: str, quant: str) -> dict[str, Any]:
     from jaxstack.planner import aot, step_bytes
 
     flags = [*LARGE[name], "--train.dtype=bfloat16", f"--train.quant={quant}", "--mesh.data=1"]
-    cfg = parse_config([*flags, "--kernels.attention=xla", "--kernels.cross_entropy=xla"])
+    cfg = parse_config([*flags, *COMPILED])
     step = aot.compile(cfg, "h100:1x1x1")
     text = str(step.compiled.as_text())
     products: Counter[str] = Counter()
