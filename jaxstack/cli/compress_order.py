@@ -71,16 +71,18 @@ def main(args: Namespace) -> None:
         loads = order.measure_loads(Walk.of(opened.model, opened.context), opened.params, batches)
     elif opened.model.moe.num_experts:
         print(f"experts are not measured: {measured.why_no_experts}")
-    found = order.describe(measured.whole, layers, experts, loads)
+    found: dict[str, object] = {"loss": measured.whole}
     did = "without" if scheme is None else f"{args.by} in"
-    for kind in ("layers", "experts"):
-        for row in found[kind]:
-            part = f"{row['stack']} {row['layer']}"
+    for kind, rows in (("layers", layers), ("experts", experts)):
+        ordered = sorted(rows, key=lambda row: row.loss)
+        found[kind] = order.describe(measured.whole, ordered, loads)
+        for row in ordered:
+            part = f"{row.stack} {row.layer}"
             load = ""
-            if "expert" in row:
-                part += f", expert {row['expert']}"
-                load = f", {row['load']:.1%} of the tokens"
-            print(f"{did} {part}: loss {row['loss']:.4f} ({row['above']:+.4f}){load}")
+            if row.expert is not None:
+                part += f", expert {row.expert}"
+                load = f", {loads[row.stack][row.layer, row.expert]:.1%} of the tokens"
+            print(f"{did} {part}: loss {row.loss:.4f} ({row.loss - measured.whole:+.4f}){load}")
     step = {"run": str(run), "by": args.by, "group": args.group, "unit": unit, "sequences": args.sequences}
     files.write_atomic(out, json.dumps(step | found, indent=1) + "\n")
     print(f"wrote {out}; prune by it with `jaxstack compress prune {run} OUT --order={out}`")

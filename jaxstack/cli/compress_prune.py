@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jsonargparse import Namespace
 
@@ -173,7 +173,7 @@ def _check_order(args: Namespace) -> None:
         raise ConfigError(f"--order={args.order} is not used. Set --layers_by=order or --experts_by=order.")
 
 
-def read_order(args: Namespace) -> "dict[str, Any]":
+def read_order(args: Namespace) -> dict[str, object]:
     """Returns the order of `--order`; without the flag it is empty.
 
     Raises:

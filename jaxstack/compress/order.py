@@ -205,24 +205,23 @@ def measure_loads(walk: Walk, params: Params, batches: Sequence[Batch]) -> dict[
     return {stack: np.stack(loads) for stack, loads in tokens.items()}
 
 
-def describe(
-    whole: float, layers: Sequence[Row], experts: Sequence[Row], loads: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
-    """Returns both orders as JSON: the part that is needed least comes first."""
+def describe(whole: float, rows: Sequence[Row], loads: Mapping[str, np.ndarray]) -> list[dict[str, object]]:
+    """Returns parts as JSON, in the order of `rows`.
 
-    def rows(found: Sequence[Row]) -> list[dict[str, Any]]:
-        made = []
-        for row in sorted(found, key=lambda row: row.loss):
-            one = {"stack": row.stack, "layer": row.layer, "loss": row.loss, "above": row.loss - whole}
-            if row.expert is not None:
-                one |= {"expert": row.expert, "load": float(loads[row.stack][row.layer, row.expert])}
-            made.append(one)
-        return made
+    Args:
+      whole: the loss of the model as it is.
+      loads: of the experts, see `measure_loads`.
+    """
+    made = []
+    for row in rows:
+        one: dict[str, object] = {"stack": row.stack, "layer": row.layer, "loss": row.loss, "above": row.loss - whole}
+        if row.expert is not None:
+            one |= {"expert": row.expert, "load": float(loads[row.stack][row.layer, row.expert])}
+        made.append(one)
+    return made
 
-    return {"loss": whole, "layers": rows(layers), "experts": rows(experts)}
 
-
-def read_experts(order: Mapping[str, Any], layers: int, experts: int) -> np.ndarray:
+def read_experts(order: Mapping[str, object], layers: int, experts: int) -> np.ndarray:
     """Returns by how much the loss rises without each expert [L, E], from the JSON of `describe`.
 
     Raises:
@@ -231,17 +230,18 @@ def read_experts(order: Mapping[str, Any], layers: int, experts: int) -> np.ndar
     return _table(order, "experts", (layers, experts))
 
 
-def read_layers(order: Mapping[str, Any], layers: int) -> np.ndarray:
+def read_layers(order: Mapping[str, object], layers: int) -> np.ndarray:
     """Returns by how much the loss rises without each layer [L], from the JSON of `describe`; see `read_experts`."""
     return _table(order, "layers", (layers,))
 
 
-def _table(order: Mapping[str, Any], kind: str, shape: tuple[int, ...]) -> np.ndarray:
+def _table(order: Mapping[str, object], kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """Returns `above` of each row of an order at the row's indices."""
     found = np.full(shape, np.nan)
     names = ("layer", "expert")[: len(shape)]
+    rows: Any = order.get(kind, ())
     try:
-        for row in order[kind]:
+        for row in rows:
             found[tuple(row[name] for name in names)] = row["above"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(

@@ -51,8 +51,8 @@ def taught(loss: Loss, distill: DistillConfig, model: ModelConfig) -> Loss:
         if "teacher_ids" not in batch:
             return loss(cfg, params, hidden, batch, ctx)
         arrays = [batch[name] for name in ("targets", "loss_weights", "teacher_ids", "teacher_log_probs")]
-        sum_up = encoder.sum_over_classes if cfg.family == "encoder" else decoder.sum_over_vocabulary
-        first = {name: sum_up(measure, cfg, params, hidden, arrays, ctx)}
+        over_classes = encoder.sum_over_classes if cfg.family == "encoder" else decoder.sum_over_vocabulary
+        first = {name: over_classes(measure, cfg, params, hidden, arrays, ctx)}
         return loss(cfg, params, hidden, batch, ctx) | first if len(cfg.objective.terms) > 1 else first
 
     return mixed
