@@ -51,6 +51,7 @@ COMMANDS = {
     "export": Command("Use a model", "export_model", "write a run as a Hugging Face folder, or as a program"),
     "compress quantize": Command("Use a model", "compress_quantize", "make a run with weights of few bits"),
     "compress prune": Command("Use a model", "compress_prune", "make a run with fewer layers, heads, units or weights"),
+    "compress order": Command("Use a model", "compress_order", "measure which layers and experts are needed most"),
     "data tokenizer": Command("Data", "data_tokenizer", "make a tokenizer for your own text"),
     "data clean": Command("Data", "data_clean", "drop duplicates and poor text, and report each reason"),
     "data build": Command("Data", "data_build", "make a token file from text"),
