@@ -1,0 +1,111 @@
+"""Lets a model answer prompts, and rewards the answers: pass@1, pass@N and the mean reward of a file or a task.
+
+Each prompt is answered several times, at temperature 1 from all tokens, as reinforcement learning samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, TrainConfig
+from jaxstack.config.training import RLConfig
+from jaxstack.data import Dataset, Source, chat
+from jaxstack.data.loader import DataLoader
+from jaxstack.data.rewarded import PromptTokens, encode_prompts, read_prompts
+from jaxstack.data.tokens import split
+from jaxstack.generate.rollouts import Judged, Rollouts
+from jaxstack.loaded.trained_run import TrainedRun
+from jaxstack.posttrain.tasks import is_task
+from jaxstack.training.setup import Setup
+from jaxstack.training.state import Recipe, abstract_state
+
+RIGHT = 1.0
+"""The least reward of an answer that is counted as right."""
+
+
+def answer(
+    run: TrainedRun,
+    path: str,
+    rl: RLConfig,
+    *,
+    completions: int,
+    tokens: int | None = None,
+    limit: int | None = None,
+    rows: int = 8,
+) -> list[list[Judged]]:
+    """Returns the answers to each prompt with their rewards.
+
+    Args:
+      run: a decoder with a chat template.
+      path: a file, all of whose prompts are answered, or a task, whose held-out prompts are.
+      rl: rewards, turns and the tool.
+      completions: number of answers to each prompt.
+      tokens: of an answer at most. `None` means as many as `data.seq_len` has room for, but at most `rl.tokens`.
+      limit: number of prompts at most. `None` means all.
+      rows: number of answers in a call.
+
+    Raises:
+      ConfigError: the prompts cannot be read or are too long, or a reward does not suit them.
+    """
+    seq_len = run.config.data.seq_len
+    template = chat.template_for(run.tokenizer)
+    prompts, _ = encode_prompts(read_prompts(path), template, run.tokenizer, seq_len)
+    numbers = prompts.numbers
+    if is_task(path):
+        numbers = _held_out(run.config, path, prompts)
+    longest = int((prompts.ends - prompts.starts).max())
+    room = seq_len + 1 - longest
+    allowed = min(rl.tokens, room) if tokens is None else tokens
+    if allowed > room or allowed >= seq_len:
+        raise ConfigError(
+            f"--tokens={allowed} and the longest prompt of {path}, which has {longest:,} tokens, do not fit "
+            f"data.seq_len={seq_len} of the run. Lower it."
+        )
+    pairs = 2 * run.context.layout.replicas  # a batch has two answers or more on each device
+    cfg = Config(
+        run=RunConfig(dir=run.config.run.dir, init_from=run.config.run.dir, seed=run.config.run.seed),
+        model=replace(run.model, dropout=0.0),
+        data=DataConfig(source="prompts", path=path, seq_len=seq_len, batch_size=-(-rows // pairs) * pairs),
+        train=TrainConfig(dtype=run.config.train.dtype, eval_steps=1),
+        rl=replace(rl, tokens=allowed, group=2, exact=False, overlong_buffer=0, kl_weight=0.0, reference=None),
+        mesh=run.config.mesh,
+        kernels=run.config.kernels,
+    )
+    judge = _rollouts(run, cfg, prompts).judge
+    return judge(run.params, numbers[:limit].tolist(), completions, (0,))
+
+
+def _held_out(cfg: Config, path: str, prompts: PromptTokens) -> np.ndarray:
+    """Returns the numbers of a task's prompts from which no run has learned that holds out as many as this one."""
+    fraction = cfg.data.eval_fraction if cfg.data.source == "prompts" and cfg.data.path == path else None
+    _, held_out = split(prompts, DataConfig().eval_fraction if fraction is None else fraction)
+    assert isinstance(held_out, PromptTokens)
+    return held_out.numbers
+
+
+def _rollouts(run: TrainedRun, cfg: Config, prompts: PromptTokens) -> Rollouts:
+    """Returns what samples and rewards answers; nothing is compiled yet."""
+    ctx = run.context
+    mesh = ctx.layout.mesh
+    assert mesh is not None, "a run is loaded onto a mesh"
+    source = Source(str(cfg.data.path), prompts, prompts, "", "")
+    loader = DataLoader(cfg, Dataset(run.tokenizer, (source,)), ctx.layout.sharding(jax.sharding.PartitionSpec()))
+    every = replace(source, eval=prompts.documents(np.zeros(0, np.int64)))
+    dataset = Dataset(run.tokenizer, (every,))
+    return Rollouts.create(Setup(cfg, dataset, mesh, ctx, abstract_state(Recipe.of(cfg), ctx)), loader)
+
+
+def figures(groups: Sequence[Sequence[Judged]]) -> dict[str, np.ndarray]:
+    """Returns the value of each metric for each prompt, float64 [prompts].
+
+    `pass@1` is the share of right answers, and `pass@N` is 1 if any of N answers is right.
+    """
+    rewards = np.array([[one.reward for one in group] for group in groups])
+    right = rewards >= RIGHT
+    found = {"pass@1": right.mean(1)}
+    if rewards.shape[1] > 1:
+        found[f"pass@{rewards.shape[1]}"] = right.any(1).astype(float)
+    ended = np.array([[one.ended for one in group] for group in groups])
+    return found | {"reward": rewards.mean(1), "ended": ended.mean(1)}
