@@ -12,9 +12,9 @@ import numpy as np
 from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, TrainConfig
 from jaxstack.config.training import RLConfig
 from jaxstack.data import Dataset, Source, chat
+from jaxstack.data.dataset import held_out_prompts
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.rewarded import PromptTokens, encode_prompts, read_prompts
-from jaxstack.data.tokens import split
 from jaxstack.generate.rollouts import Judged, Rollouts
 from jaxstack.loaded.trained_run import TrainedRun
 from jaxstack.posttrain.tasks import is_task
@@ -78,11 +78,10 @@ def answer(
 
 
 def _held_out(cfg: Config, path: str, prompts: PromptTokens) -> np.ndarray:
-    """Returns the numbers of a task's prompts from which no run has learned that holds out as many as this one."""
-    fraction = cfg.data.eval_fraction if cfg.data.source == "prompts" and cfg.data.path == path else None
-    _, held_out = split(prompts, DataConfig().eval_fraction if fraction is None else fraction)
-    assert isinstance(held_out, PromptTokens)
-    return held_out.numbers
+    """Returns the numbers of the prompts of a task that a run holds out: this one, or one with the default fraction."""
+    learned = cfg.data.source == "prompts" and cfg.data.path == path
+    fraction = cfg.data.eval_fraction if learned else DataConfig().eval_fraction
+    return prompts.numbers[held_out_prompts(prompts, fraction)]
 
 
 def _rollouts(run: TrainedRun, cfg: Config, prompts: PromptTokens) -> Rollouts:
