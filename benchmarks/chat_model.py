@@ -27,11 +27,18 @@ from typing import Any
 
 import record
 
+from jaxstack.common import files
+
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/chat_model.md"
 QUESTION = "Sort 3 1 2 9 5"
-ASKS = f'<script>$("temperature").value = "0"; $("text").value = "{QUESTION}"; $("form").requestSubmit();</script>'
-"""What a user does on the page of the server."""
+ASKS = f"""<script>
+$("temperature").value = "0";
+$("text").value = "{QUESTION}";
+$("form").requestSubmit();
+(async () => {{ while (running) await fetch("health"); }})();
+</script>"""
+"""What a user does on the page of the server. Requests stop the browser's clock until the answer is there."""
 
 SERVER = f"""\
 import jaxstack.serve.app as app
@@ -55,7 +62,11 @@ def commands(page: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where the clone is kept; by default it is removed")
+    parser.add_argument("--serve", action="store_true", help="only ask the server again, in the clone of --folder")
     args = parser.parse_args()
+    if args.serve:
+        serve_again(args.folder)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         walk(args.folder or Path(scratch) / "clone")
 
@@ -63,8 +74,7 @@ def main() -> None:
 def walk(clone: Path) -> None:
     """Runs all commands, and records the figures after each."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    env |= {"PYTHONPATH": str(clone), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(clone / "cache")}
+    env = environment(clone)
     lines = commands((clone / PAGE).read_text(encoding="utf-8"))
     load = os.getloadavg()[0]
     steps: list[dict[str, Any]] = []
@@ -79,6 +89,25 @@ def walk(clone: Path) -> None:
     result["with_the_learning_rate_of_the_quickstart"] = contrast(lines, clone, env)
     record.record("chat_model", result)
     print({name: result[name] for name in ("seconds", "cpu_seconds", "pass@1")})
+
+
+def environment(clone: Path) -> dict[str, str]:
+    """Returns the environment of the commands: the package of the clone, and a cache of programs of its own."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    return env | {"PYTHONPATH": str(clone), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(clone / "cache")}
+
+
+def serve_again(clone: Path) -> None:
+    """Repeats the step of the server, whose figures get the commit of the script; the others keep theirs."""
+    path = record.RESULTS / "chat_model.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    again = record.record("chat_model", {}, clone)
+    (step,) = [step for step in result["steps"] if step["command"].startswith("jaxstack serve ")]
+    step |= serve(step["command"], clone, environment(clone))
+    step["commit"] = json.loads(again.read_text(encoding="utf-8"))["commit"]
+    result |= {name: sum(one[name] for one in result["steps"]) for name in ("seconds", "cpu_seconds")}
+    files.write_atomic(path, json.dumps(result, indent=1) + "\n")
+    print(step)
 
 
 def words_of(line: str) -> list[str]:
