@@ -54,7 +54,7 @@ def answer(
     prompts, _ = encode_prompts(read_prompts(path), template, run.tokenizer, seq_len)
     numbers = prompts.numbers
     if is_task(path):
-        numbers = _held_out(run.config, path, prompts)
+        numbers = _held_out(run.config.data, path, prompts)
     longest = int((prompts.ends - prompts.starts).max())
     room = seq_len + 1 - longest
     allowed = min(rl.tokens, room) if tokens is None else tokens
@@ -64,32 +64,35 @@ def answer(
             f"data.seq_len={seq_len} of the run. Lower it."
         )
     pairs = 2 * run.context.layout.replicas  # a batch has two answers or more on each device
-    cfg = Config(
-        run=RunConfig(dir=run.config.run.dir, init_from=run.config.run.dir, seed=run.config.run.seed),
-        model=replace(run.model, dropout=0.0),
-        data=DataConfig(source="prompts", path=path, seq_len=seq_len, batch_size=-(-rows // pairs) * pairs),
-        train=TrainConfig(dtype=run.config.train.dtype, eval_steps=1),
-        rl=replace(rl, tokens=allowed, group=2, exact=False, overlong_buffer=0, kl_weight=0.0, reference=None),
-        mesh=run.config.mesh,
-        kernels=run.config.kernels,
-    )
-    judge = _rollouts(run, cfg, prompts).judge
+    keys = DataConfig(source="prompts", path=path, seq_len=seq_len, batch_size=-(-rows // pairs) * pairs)
+    plain = replace(rl, tokens=allowed, group=2, exact=False, overlong_buffer=0, kl_weight=0.0, reference=None)
+    judge = _rollouts(run, keys, plain, prompts).judge
     return judge(run.params, numbers[:limit].tolist(), completions, (0,))
 
 
-def _held_out(cfg: Config, path: str, prompts: PromptTokens) -> np.ndarray:
+def _held_out(learned: DataConfig, path: str, prompts: PromptTokens) -> np.ndarray:
     """Returns the numbers of the prompts of a task that a run holds out: this one, or one with the default fraction."""
-    learned = cfg.data.source == "prompts" and cfg.data.path == path
-    fraction = cfg.data.eval_fraction if learned else DataConfig().eval_fraction
+    same = learned.source == "prompts" and learned.path == path
+    fraction = learned.eval_fraction if same else DataConfig().eval_fraction
     return prompts.numbers[held_out_prompts(prompts, fraction)]
 
 
-def _rollouts(run: TrainedRun, cfg: Config, prompts: PromptTokens) -> Rollouts:
+def _rollouts(run: TrainedRun, keys: DataConfig, rl: RLConfig, prompts: PromptTokens) -> Rollouts:
     """Returns what samples and rewards answers; nothing is compiled yet."""
     ctx = run.context
     mesh = ctx.layout.mesh
     assert mesh is not None, "a run is loaded onto a mesh"
-    source = Source(str(cfg.data.path), prompts, prompts, "", "")
+    there = run.config
+    cfg = Config(
+        run=RunConfig(dir=there.run.dir, init_from=there.run.dir, seed=there.run.seed),
+        model=replace(run.model, dropout=0.0),
+        data=keys,
+        train=TrainConfig(dtype=there.train.dtype, eval_steps=1),
+        rl=rl,
+        mesh=there.mesh,
+        kernels=there.kernels,
+    )
+    source = Source(str(keys.path), prompts, prompts, "", "")
     loader = DataLoader(cfg, Dataset(run.tokenizer, (source,)), ctx.layout.sharding(jax.sharding.PartitionSpec()))
     every = replace(source, eval=prompts.documents(np.zeros(0, np.int64)))
     dataset = Dataset(run.tokenizer, (every,))

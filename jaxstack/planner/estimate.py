@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from jaxstack import families
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, TrainConfig
+from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import batches
 from jaxstack.models.context import Context
@@ -80,7 +80,7 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     Args:
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
-    frozen = {FROZEN: frozen_bytes(job, counter)} if stores_reference(job.cfg) else {}
+    frozen = {FROZEN: frozen_bytes(job, counter)} if stores_reference(job) else {}
     if not has_formulas(job.model):
         return _exact_parts(state, batch) | frozen | _traced_parts(resolve_split(job)[0])
     parts = frozen | _parts_without_pairs(job, state, batch, counter)
@@ -97,12 +97,12 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     return {**parts, f"weight gradients of {units * layers} layers, waiting": waiting}
 
 
-def stores_reference(cfg: Config) -> bool:
+def stores_reference(job: Job) -> bool:
     """Returns whether a run keeps the parameters of a second model. Adapters are left out of their own one instead."""
-    aim = cfg.aim
+    aim = job.cfg.aim
     if aim is None or not aim.has_reference:
         return False
-    return aim.reference is not None or not cfg.model.lora.rank or cfg.run.init_adapter is not None
+    return aim.reference is not None or not job.model.lora.rank or job.cfg.run.init_adapter is not None
 
 
 def frozen_bytes(job: Job, counter: Counter = COUNTER) -> float:

@@ -1,6 +1,7 @@
 """What the planner says of references and rollouts: bytes and seconds by hand, and as real arrays have them."""
 
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -24,6 +25,7 @@ MODEL = [
 ]  # fmt: skip
 PAIRS = [*MODEL, "--data.source=preferences"]
 PROMPTS = [*MODEL, "--data.source=prompts", "--rl.rewards=[x.py:f]", "--rl.tokens=128"]
+PAGE = (Path(__file__).parents[2] / "docs/chat_model.md").read_text(encoding="utf-8")
 H100 = figures.limits_of("h100:4")[2]
 
 
@@ -68,7 +70,7 @@ def test_a_reference_needs_what_its_arrays_take():
 )
 def test_which_runs_store_a_reference(flags, stored):
     one = job(*flags)
-    assert estimate.stores_reference(one.cfg) == stored
+    assert estimate.stores_reference(one) == stored
     assert (estimate.FROZEN in parts(one)) == stored
 
 
@@ -129,7 +131,7 @@ def test_rewards_take_rollouts_and_forward_passes():
     assert fast["rollout, 1 forward passes"] == pytest.approx(once)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("name", ["pretrain", "sft", "dpo", "grpo"])
 def test_the_configurations_of_the_page_are_planned(name, capsys):
     flags = [f"--config=configs/speedrun/{name}.yaml", "--target=h100:8"]
     execute(["plan", "memory", *flags])
@@ -137,11 +139,15 @@ def test_the_configurations_of_the_page_are_planned(name, capsys):
     assert "fits by this formula" in shown
     assert ("frozen reference" in shown) == (name == "dpo")
     assert ("a rollout, before the step" in shown) == (name == "grpo")
+    total = re.search(r"^sum +([\d.]+)", shown, re.M)[1]
     execute(["plan", "time", *flags])
     shown = capsys.readouterr().out
-    assert ("beside each step" in shown) == (name != "sft")
+    sums = re.findall(r"^sum +([\d.]+)", shown, re.M)
+    row = [f"{float(each):.{digits}f}" for each, digits in zip([total, *sums, "0"][:3], (1, 0, 0), strict=True)]
+    assert f"| {' | '.join(row)} |" in next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}.yaml`"))
+    assert ("beside each step" in shown) == (name in ("dpo", "grpo"))
     (days,) = map(float, re.findall(r"([\d.e-]+) days for", shown))
-    if name != "sft":
+    if name in ("dpo", "grpo"):
         (each,) = re.findall(r"beside it: ([\d.,]+) ms", shown)
         steps = {"dpo": 1000, "grpo": 500}[name]
         assert days * 86400 == pytest.approx(steps * float(each.replace(",", "")) / 1e3, rel=2e-3)
