@@ -382,3 +382,13 @@ mistakes(
     "clean", "data/clean/workers.py", CLEAN,
     ("if read_key(task.file) == task.key():", "if read_key(task.file):"),
 )  # fmt: skip
+
+mistakes(
+    "data", "cli/data_tokenizer.py", "data/test_bpe.py -k chat",
+    (" if token not in special)", ")"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/bpe.py", "data/test_bpe.py -k chat",
+    ("message['content'] + '<|end|>' -}}{%- endgeneration -%}", "message['content'] -}}{%- endgeneration -%}{{- '<|end|>' -}}"),
+)  # fmt: skip
