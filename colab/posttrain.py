@@ -43,7 +43,7 @@ supervised = Config(
     run=RunConfig(dir="runs/examples", log_every=50),
     model=ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=192),
     data=DataConfig(source="chat", path=TASK, seq_len=64, batch_size=32),
-    train=TrainConfig(steps=300, eval_every=300, eval_steps=2),
+    train=TrainConfig(steps=130, eval_every=130, eval_steps=2),
     optim=OptimConfig(name="muon", lr=3e-3, warmup_steps=20, schedule="constant"),
     sample=SampleConfig(prompts=()),
 )
@@ -81,9 +81,10 @@ def tries(run_dir: str) -> tuple[list[str], list[list[str]], np.ndarray]:
 def show(rewards: np.ndarray, prompts: list[str], title: str) -> None:
     """Draws the rewards of the first prompts."""
     _, axis = plt.subplots(figsize=(4.6, 4.2))
-    axis.imshow(rewards[:16], cmap="RdYlGn", vmin=-0.2, vmax=1.2)
-    axis.set(xlabel="try", yticks=range(16), title=f"{title}: {rewards.mean():.0%} of {rewards.size} tries are right")
-    axis.set_yticklabels(prompts[:16], fontsize=8, family="monospace")
+    axis.pcolormesh(rewards[:16], cmap="RdYlGn", vmin=-0.2, vmax=1.2, edgecolors="white", linewidth=1)
+    axis.invert_yaxis()
+    axis.set(xlabel="try", xticks=[], title=f"{title}: {rewards.mean():.0%} of {rewards.size} tries are right")
+    axis.set_yticks(np.arange(16) + 0.5, prompts[:16], fontsize=8, family="monospace")
     plt.show()
 
 
@@ -176,12 +177,12 @@ prompts, texts, after = tries("runs/rewards")
 show(after, prompts, "after")
 print(f"pass@1 {before.mean():.1%} before, {after.mean():.1%} after")
 print(f"pass@{GROUP} {before.max(1).mean():.1%} before, {after.max(1).mean():.1%} after")
-assert 0.1 < before.mean() < 0.75
+assert 0.05 < before.mean() < 0.75
 assert after.mean() > before.mean() + 0.2
 
 # %% [markdown]
-# `pass@8` was high from the beginning: among eight tries, one was right for most prompts. The rewards have not taught the model to
-# sort. They have taught it to do what it already could, each time.
+# Compare `pass@1` after with `pass@8` before: for most prompts that the model now answers right, one of its first eight tries was
+# right already. The rewards have shown it nothing new. They have taught it to do, each time, what it could do sometimes.
 #
 # ## Exercise
 #
