@@ -169,8 +169,9 @@ assert all(record["ratio_max"] == record["ratio_min"] == 1 for record in steps),
 )
 
 # %% [markdown]
-# The reward rises. So does the share of groups whose tries are all right, which have nothing more to teach. Both ratios are
-# exactly 1, in every step. Here are the same prompts as above, of which no run has seen an answer:
+# The reward rises. The share of groups without spread jumps about, since a step has only eight groups: in an easy step there is
+# little to learn. Both ratios are exactly 1, in every step. Here are the same prompts as above, of which no run has seen an
+# answer:
 
 # %%
 prompts, texts, after = tries("runs/rewards")
