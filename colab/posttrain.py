@@ -73,7 +73,7 @@ GROUP = 8
 def tries(run_dir: str) -> tuple[list[str], list[list[str]], np.ndarray]:
     """Returns prompts, the answers to each, and their rewards [prompts, GROUP]."""
     run = js.load(run_dir, mesh={"data": 1})
-    groups = answer(run, TASK, RLConfig(), completions=GROUP, tokens=12, limit=64, rows=64)
+    groups = answer(run, TASK, RLConfig(), completions=GROUP, context=64, tokens=12, limit=64, rows=64)
     texts = [[one.text for one in group] for group in groups]
     return [group[0].row.text for group in groups], texts, np.array([[one.reward for one in group] for group in groups])
 
@@ -184,7 +184,8 @@ assert after.mean() > before.mean() + 0.2
 # %% [markdown]
 # Compare `pass@1` after with `pass@8` before: for most prompts that the model now answers right, one of its first eight tries was
 # right already. The rewards have shown it nothing new. They have taught it to do, each time, what it could do sometimes.
-#
+
+# %% [markdown]
 # ## Exercise
 #
 # Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another one. The mean reward of a step is

@@ -113,7 +113,7 @@ def main(args: Namespace) -> None:
     if scored:
         results += preference_results(run, scored, args)
     if args.prompts:
-        results += prompt_results(run, args)
+        results += prompt_results(run, context, args)
     if tasks is not None:
         results += task_results(run, tasks, template, context, args)
     record = {
@@ -228,7 +228,7 @@ def text_result(run: "TrainedRun", name: str, content: str, *, context: int, ove
     }
 
 
-def prompt_results(run: "TrainedRun", args: Namespace) -> list[Result]:
+def prompt_results(run: "TrainedRun", context: int, args: Namespace) -> list[Result]:
     """Returns the results of files or tasks with prompts that the model answers; writes the answers to `--scores`."""
     from jaxstack.evaluate.answers import answer, figures
 
@@ -241,7 +241,14 @@ def prompt_results(run: "TrainedRun", args: Namespace) -> list[Result]:
     lines = []
     for path in args.prompts:
         groups = answer(
-            run, path, rl, completions=args.completions, tokens=args.tokens, limit=args.limit, rows=args.rows
+            run,
+            path,
+            rl,
+            completions=args.completions,
+            context=context,
+            tokens=args.tokens,
+            limit=args.limit,
+            rows=args.rows,
         )
         for metric, values in figures(groups).items():
             results.append(mean_result(path, metric, values))

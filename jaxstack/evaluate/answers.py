@@ -31,6 +31,7 @@ def answer(
     rl: RLConfig,
     *,
     completions: int,
+    context: int,
     tokens: int | None = None,
     limit: int | None = None,
     rows: int = 8,
@@ -42,29 +43,31 @@ def answer(
       path: a file, all of whose prompts are answered, or a task, whose held-out prompts are.
       rl: rewards, turns and the tool.
       completions: number of answers to each prompt.
-      tokens: of an answer at most. `None` means as many as `data.seq_len` has room for, but at most `rl.tokens`.
+      context: tokens of a prompt with its answer at most.
+      tokens: of an answer at most. `None` means as many as the context has room for, but at most `rl.tokens`.
       limit: number of prompts at most. `None` means all.
       rows: number of answers in a call.
 
     Raises:
       ConfigError: the prompts cannot be read or are too long, or a reward does not suit them.
     """
-    seq_len = run.config.data.seq_len
     template = chat.template_for(run.tokenizer)
-    prompts, _ = encode_prompts(read_prompts(path), template, run.tokenizer, seq_len)
+    prompts, too_long = encode_prompts(read_prompts(path), template, run.tokenizer, context)
+    if too_long:
+        raise ConfigError(f"{path}: {too_long}. Raise --context, or leave these prompts out of the file.")
     numbers = prompts.numbers
     if is_task(path):
         numbers = _held_out(run.config.data, path, prompts)
-    longest = int((prompts.ends - prompts.starts).max())
-    room = seq_len + 1 - longest
+    longest = max(map(len, prompts.ids_of(range(prompts.numbers.size))))
+    room = context + 1 - longest
     allowed = min(rl.tokens, room) if tokens is None else tokens
-    if allowed > room or allowed >= seq_len:
+    if allowed > room or allowed >= context:
         raise ConfigError(
             f"--tokens={allowed} and the longest prompt of {path}, which has {longest:,} tokens, do not fit "
-            f"data.seq_len={seq_len} of the run. Lower it."
+            f"--context={context}. Lower --tokens, or raise --context."
         )
     pairs = 2 * run.context.layout.replicas  # a batch has two answers or more on each device
-    keys = DataConfig(source="prompts", path=path, seq_len=seq_len, batch_size=-(-rows // pairs) * pairs)
+    keys = DataConfig(source="prompts", path=path, seq_len=context, batch_size=-(-rows // pairs) * pairs)
     plain = replace(rl, tokens=allowed, group=2, exact=False, overlong_buffer=0, kl_weight=0.0, reference=None)
     judge = _rollouts(run, keys, plain, prompts).judge
     return judge(run.params, numbers[:limit].tolist(), completions, (0,))

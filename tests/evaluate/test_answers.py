@@ -78,6 +78,8 @@ def test_the_prompts_of_a_file_are_answered_and_rewarded(folder, capsys):
     assert results["ended"]["value"] < 1
     again, same = evaluated(folder, prompts, reward, "--completions=3", "--tokens=16")
     assert (again, same) == (results, lines)
+    longer, _ = evaluated(folder, prompts, reward, "--completions=1", "--context=64", "--tokens=30")
+    assert longer["reward"]["value"] > results["reward"]["value"]  # longer answers have more vowels
     single, some = evaluated(folder, prompts, reward, "--completions=1", "--limit=2", "--tokens=4")
     assert single.keys() == {"pass@1", "reward", "ended"}
     assert len(some) == 2
@@ -97,6 +99,7 @@ def test_the_prompts_of_a_task_are_those_that_runs_hold_out(folder):
         (["--prompts={f}/prompts.jsonl"], "rl.rewards is empty, but data.path=.*prompts.jsonl is not a task"),
         (["--prompts={f}/none.jsonl"], "none.jsonl is not a file"),
         (["--prompts=task:addition:1", "--tokens=40"], "--tokens=40 and the longest prompt .* do not fit"),
+        (["--prompts=task:addition:1", "--context=28"], "left out, too long for data.seq_len=28 .* Raise --context"),
         (["--prompts=task:addition:1", "--turns=2"], "rl.turns=2, but data.path=task:addition:1 has no tool"),
         (["--text={f}/prompts.jsonl", "--rewards=x:y"], "--rewards=.* is for prompts"),
         (["--text={f}/prompts.jsonl", "--tokens=3"], "--tokens=3 is for prompts"),
