@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("answers")
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "Say {i}"}}\n' for i in range(5)))
+    (folder / "long.jsonl").write_text('{"prompt": "Say"}\n' + f'{{"prompt": "{"Say" * 20}"}}\n')
     main(parse_config([*FLAGS, "--data.source=chat", "--data.path=task:addition:1", f"--run.dir={folder}/chat"]))
     return folder
 
@@ -99,7 +100,7 @@ def test_the_prompts_of_a_task_are_those_that_runs_hold_out(folder):
         (["--prompts={f}/prompts.jsonl"], "rl.rewards is empty, but data.path=.*prompts.jsonl is not a task"),
         (["--prompts={f}/none.jsonl"], "none.jsonl is not a file"),
         (["--prompts=task:addition:1", "--tokens=40"], "--tokens=40 and the longest prompt .* do not fit"),
-        (["--prompts=task:addition:1", "--context=28"], "left out, too long for data.seq_len=28 .* Raise --context"),
+        (["--prompts={f}/long.jsonl"], "1 left out, too long for data.seq_len=48 .* Raise --context"),
         (["--prompts=task:addition:1", "--turns=2"], "rl.turns=2, but data.path=task:addition:1 has no tool"),
         (["--text={f}/prompts.jsonl", "--rewards=x:y"], "--rewards=.* is for prompts"),
         (["--text={f}/prompts.jsonl", "--tokens=3"], "--tokens=3 is for prompts"),
