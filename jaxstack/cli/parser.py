@@ -44,7 +44,11 @@ COMMANDS = {
     "report": Command("Train", "report", "summarize runs in a table and a page with curves"),
     "debug": Command("Train", "debug", "find the operation that made a step not finite"),
     "generate": Command("Use a model", "generate", "continue prompts with the model of a run"),
-    "eval": Command("Use a model", "evaluate", "score a model by tasks of lm-eval, or by bits per byte of texts"),
+    "eval": Command(
+        "Use a model",
+        "evaluate",
+        "score a model by tasks of lm-eval, bits per byte of texts, or rewards of its answers",
+    ),
     "chat": Command("Use a model", "chat", "talk with the model of a run"),
     "serve": Command("Use a model", "serve", "serve the model of a run over HTTP, with OpenAI's protocol"),
     "import": Command("Use a model", "import_model", "make a run from a Hugging Face folder"),

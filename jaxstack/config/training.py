@@ -322,7 +322,8 @@ class RLConfig:
     the run starts with."""
     exact: bool = True
     """Sample with the forward pass of training, bit for bit. With false, sampling is faster, and importance weights
-    correct the difference of sampler and trainer. The first ratio of a rollout is exactly 1 in both cases."""
+    correct the difference of sampler and trainer. The first ratio of a rollout is exactly 1 with true, and 1 up to
+    rounding with false."""
     importance_limit: PositiveFloat = 2.0
     """The largest importance weight of a token, with which sampler and trainer differ; see docs/reinforcement.md."""
     overlong_buffer: NonNegativeInt = 0

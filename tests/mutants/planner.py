@@ -150,3 +150,30 @@ mistakes(
     ("waits / turns,", "waits,",
      {"survives": "idle time hides it in the cases of the test: the bound is then 3.4% too low in place of 4.4%"}),
 )  # fmt: skip
+
+mistakes(
+    "plan", "planner/beside.py", "planner/test_beside.py -k 'rollout or decoding or forward'",
+    ("cache=cache * (1 - rl.tokens / 2 / job.data.seq_len)", "cache=cache"),
+    ("gathered=used - stored", "gathered=used"),
+    ("rl.tokens * rl.turns * job.train.grad_accum", "rl.tokens * rl.turns"),
+    ("passes = 2 if aim.exact else 1", "passes = 1"),
+    ("not (op.in_backward or op.for_remat or op.of_update)", "not (op.for_remat or op.of_update)"),
+    ("batch_size=job.cfg.microbatch_size", "batch_size=job.data.batch_size"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/estimate.py", "planner/test_beside.py -k reference",
+    ("itemsize(job.train) * cast + 4 * rest", "itemsize(job.train) * (cast + rest)"),
+    ("parts.get(FROZEN, 0)", "0"),
+    ("aim.reference is not None or not job.model.lora.rank", "not job.model.lora.rank"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "cli/plan_time.py", "planner/test_beside.py -k planned",
+    ("budget / time.tokens * whole / 86400", "budget / time.tokens * time.total / 86400"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "cli/plan_memory.py", "planner/test_beside.py -k does_not_fit",
+    ("of_phase in (parts, rollout))", "of_phase in (parts,))"),
+)  # fmt: skip
