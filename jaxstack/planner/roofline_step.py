@@ -69,7 +69,7 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
 
 
 def one_layer(ops: Iterable[Op]) -> list[Op]:
-    """Returns the operations of one layer on one microbatch, forward and backward; of several kinds, of a mean layer."""
+    """Returns the operations of one layer on one microbatch, forward and backward: of several kinds, a mean layer's."""
     layer = [op for op in ops if op.of_layer]
     runs: dict[str, float] = {}  # of the layers of each kind
     for op in layer:
@@ -171,9 +171,7 @@ def _states(build: OpBuilder, s: DeviceShapes) -> list[Op]:
     return [*found, *build.elementwise_pair("gate of what states say", out, (3, 5), recomputed)]
 
 
-def _layer_matmul(
-    build: OpBuilder, s: DeviceShapes, kind: LayerKind, path: str, shape: tuple[int, ...]
-) -> list[Op]:
+def _layer_matmul(build: OpBuilder, s: DeviceShapes, kind: LayerKind, path: str, shape: tuple[int, ...]) -> list[Op]:
     """Returns the matmuls of one matrix of a layer; `path` is its name in the layer."""
     p = kind.params[path]
     experts = "experts" in p.axes

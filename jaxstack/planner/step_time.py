@@ -287,9 +287,7 @@ def _bubble(ctx: Context, in_layers: Sequence[Op], seconds: Seconds, split: floa
     return ticks - forward - backward
 
 
-def _bubble_of_stacks(
-    ctx: Context, in_layers: Sequence[Op], seconds: Seconds, loop_of: Callable[[Op], str]
-) -> float:
+def _bubble_of_stacks(ctx: Context, in_layers: Sequence[Op], seconds: Seconds, loop_of: Callable[[Op], str]) -> float:
     """Returns what `_bubble` does from the times of the loops over layers, of which each stack has its own.
 
     Args:
