@@ -1,6 +1,7 @@
 """Compares layers in a loop with unrolled ones under FSDP, on H100: `python benchmarks/fsdp_layers.py [CASE ...]`
 
-Needs the extra `[cuda13]` and no GPU; a case takes half a minute to two minutes of two cores. The models are Llama 3 8B
+Needs the extra `[cuda13]` and no GPU; a case takes half a minute to two minutes of two cores. `8b_v5p_256` needs the
+extra `[tpu]` in place of it, and takes some four minutes. The models are Llama 3 8B
 with two sequences of 8,192 tokens on each of eight, 64 or 512 devices, and the job `dense_2048` of train_gpu.py with
 1.37e9 parameters and two sequences of 2,048 tokens. `memory` of a case is the part of the GPU's memory that XLA plans
 with: a run reserves 92%, and JAX tells XLA so. Of a GPU that is only described, XLA takes 80%.
@@ -88,12 +89,15 @@ CASES = {
     "8b_unrolled_64_replicas": Case("8b", "unrolled", target="h100:1x8x8", replicas=8),
     "8b_unrolled_512": Case("8b", "unrolled", target="h100:1x64x8"),
     "8b_unrolled_512_replicas": Case("8b", "unrolled", target="h100:1x64x8", replicas=64),
+    "8b_v5p_256": Case("8b", "auto", target="v5p:4x8x8"),
     "1b_scan": Case("1b", "scan"),
     "1b_scan_scatters_stay": Case("1b", "scan", scatters=False),
     "1b_unrolled": Case("1b", "unrolled"),
     "deep_scan": Case("deep", "scan"),
     "deep_scan_scatters_stay": Case("deep", "scan", scatters=False),
 }
+
+GPU_CASES = [name for name, case in CASES.items() if case.target.startswith("h100")]
 
 
 def config(case: Case) -> Config:
@@ -129,7 +133,8 @@ def measure(case: Case) -> dict[str, Any]:
     text = str(compiled.compiled.as_text())
     program = step_bytes.read_program(text, compiled.trip_counts)
     gigabytes = {part: (read + written) / 1e9 for part, (read, written, _) in step_bytes.by_part(program).items()}
-    found = read_overlap(text, cfg.mesh.sizes, CHIPS["h100"], compiled.trip_counts)
+    chip = case.target.partition(":")[0]
+    found = read_overlap(text, cfg.mesh.sizes, CHIPS[chip], compiled.trip_counts)
     print(format_overlap(found), flush=True)
     return {
         "gib": compiled.total / 2**30,
@@ -153,7 +158,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=list(CASES), help="cases to compile")
+    parser.add_argument("cases", nargs="*", default=[*GPU_CASES], help="cases to compile; by default those for H100")
     path = record.RESULTS / "fsdp_layers.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else {}
     for name in parser.parse_args().cases:

@@ -24,8 +24,13 @@ STYLE = """\
 .md-typeset td:first-child code { white-space: nowrap; }
 .md-typeset img { background: #fff; }
 .md-typeset h1, .md-typeset .doc-heading { overflow-wrap: anywhere; }
+@media screen and (max-width: 44.9375em) {
+  .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { padding: 0.5em 0.6em; min-width: 3.5rem; }
+  .md-typeset table:not([class]) td:last-child { min-width: 8rem; }
+}
 """
-"""Pictures have a white background; names of the library may be long."""
+"""Pictures have a white background; names of the library may be long. On a phone, you scroll a table that is wide, and
+its last column keeps room for a sentence."""
 
 
 GROUPS = {

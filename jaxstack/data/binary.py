@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxstack.common import inputs
 from jaxstack.config import ConfigError, DataConfig
+from jaxstack.data.document_edges import MappedEdges
 from jaxstack.data.file_ids import FileIds, Ids, Place
 from jaxstack.data.tokenizers import CharTokenizer, IdTokenizer, Tokenizer, make_tokenizer
 from jaxstack.data.tokens import Tokens
@@ -149,7 +150,9 @@ def _text(layouts: list[_Layout], has_documents: bool, vocab_size: int) -> Token
     first = np.cumsum([0, *(layout.size for layout in layouts)], dtype=np.int64)
     edges = [layout.edges[:-1] + begin for layout, begin in zip(layouts, first[:-1], strict=True)]
     bounds = np.append(np.concatenate(edges), first[-1]) if has_documents else first[[0, -1]]
-    return Tokens(FileIds([layout.place for layout in layouts]), bounds[:-1], bounds[1:], vocab_size)
+    starts = MappedEdges(bounds[:-1], int(bounds[-1]))
+    ends = MappedEdges(bounds[:-1], int(bounds[-1]), ends=True)
+    return Tokens(FileIds([layout.place for layout in layouts]), starts, ends, vocab_size)
 
 
 def recognize(path: Path) -> str | None:

@@ -47,7 +47,7 @@ def whole_documents(tokens: Tokens, seq_len: int) -> Tokens:
     """
     if tokens.loss_mask is not None:
         return tokens
-    pieces_D = np.maximum(-(-(tokens.ends - tokens.starts - 1) // seq_len), 0)  # a single token has no target
+    pieces_D = np.maximum(-(-(tokens.sizes() - 1) // seq_len), 0)  # a single token has no target
     document = np.repeat(np.arange(pieces_D.size), pieces_D)
     if not document.size:
         raise ConfigError("no document has two tokens, so there is nothing to learn. Use more text.")
@@ -68,11 +68,11 @@ def row_lengths(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     A row of pairs has inputs and targets in a fixed proportion. Its length is the length of its inputs.
     """
     if isinstance(tokens, PairTokens):
-        inputs = tokens.middles - tokens.starts
-        targets = tokens.ends - tokens.middles
+        inputs = tokens.middles - tokens.starts[:]
+        targets = tokens.ends[:] - tokens.middles
         longest, most = tokens.lengths
         return np.maximum(inputs, -(-targets * longest // most)), (inputs + targets) * longest / (longest + most)
-    size_D = tokens.ends - tokens.starts - (tokens.labels is None)  # the last token is only a target
+    size_D = tokens.sizes() - (tokens.labels is None)  # the last token is only a target
     return size_D, size_D
 
 

@@ -30,7 +30,7 @@ class PairTokens(Tokens):
     lengths: tuple[int, int] = (0, 0)
     """Inputs and targets of a row."""
 
-    def documents(self, which: np.ndarray) -> "PairTokens":
+    def documents(self, which: np.ndarray | slice) -> "PairTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PairTokens)
@@ -165,6 +165,11 @@ class PairWindows:
         rows = pack(sizes_D2, pairs.lengths)
         length_W = np.array([len(row) for row in rows])
         return cls(pairs, np.concatenate(rows), np.cumsum(length_W) - length_W, length_W)
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self.first_W.size
 
     def reorder(self, order_W: np.ndarray) -> "PairWindows":
         """Returns the rows in another order."""

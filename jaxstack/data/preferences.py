@@ -273,7 +273,7 @@ class PreferenceTokens(Tokens):
     margins: np.ndarray | None = None
     """How much higher the score of each chosen completion should be, float32 [D]. `None` without scores."""
 
-    def documents(self, which: np.ndarray) -> "PreferenceTokens":
+    def documents(self, which: np.ndarray | slice) -> "PreferenceTokens":
         """Returns some of the pairs, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PreferenceTokens)
@@ -284,7 +284,7 @@ class PreferenceTokens(Tokens):
     @property
     def targets(self) -> np.ndarray:
         """The number of positions of a row that each pair takes, int64 [D]: every token but the first of each side."""
-        return self.ends - self.starts - 2
+        return self.sizes() - 2
 
 
 def encode_preferences(
@@ -398,6 +398,11 @@ class PreferenceWindows:
             rows = pack(np.stack([size_D, np.zeros_like(size_D)], 1), (seq_len, 1))
         length_W = np.array([len(row) for row in rows])
         return cls(pairs, np.concatenate(rows), np.cumsum(length_W) - length_W, length_W)
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self.first_W.size
 
     def reorder(self, order_W: np.ndarray) -> "PreferenceWindows":
         """Returns the rows in another order."""

@@ -61,7 +61,7 @@ def _conversation(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generat
 
 def _line(held_out: Tokens, tokenizer: Tokenizer, rng: np.random.Generator) -> str:
     """Returns the beginning of a line after some place; every token is equally likely to be the place."""
-    bounds = np.cumsum(held_out.ends - held_out.starts)
+    bounds = np.cumsum(held_out.sizes())
     place = int(rng.integers(bounds[-1]))
     document = int(np.searchsorted(bounds, place, side="right"))
     first = int(held_out.starts[document])

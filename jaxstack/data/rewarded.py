@@ -75,7 +75,7 @@ class PromptTokens(Tokens):
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Number of each document in `rows`, int64 [D]."""
 
-    def documents(self, which: np.ndarray) -> "PromptTokens":
+    def documents(self, which: np.ndarray | slice) -> "PromptTokens":
         """Returns some of the prompts, in the order of `which`: indices [n], or a mask over all."""
         found = super().documents(which)
         assert isinstance(found, PromptTokens)
@@ -142,6 +142,11 @@ class PromptWindows:
         """Returns all prompts in their order."""
         return cls(prompts, np.arange(prompts.starts.size))
 
+    @property
+    def size(self) -> int:
+        """Number of prompts."""
+        return self.first_W.size
+
     def reorder(self, order_W: np.ndarray) -> "PromptWindows":
         """Returns the prompts in another order."""
         return replace(self, first_W=self.first_W[order_W])
@@ -154,7 +159,7 @@ class PromptWindows:
     def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
         """Returns the number of tokens of these prompts."""
         documents = self.first_W[window_B]
-        return self.prompts.ends[documents] - self.prompts.starts[documents]
+        return self.prompts.sizes(documents)
 
     def describe(self, window: int) -> str:
         """Returns the place from which a prompt was read."""

@@ -10,18 +10,26 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from jaxstack.common import files, inputs
 from jaxstack.config import ConfigError
+from jaxstack.data.document_edges import Edges, MappedEdges
 from jaxstack.data.file_ids import FileIds, Ids, Place
 from jaxstack.data.sources import Document
 from jaxstack.data.tokenizers import JsonObject, Tokenizer, as_document, encode_each, tokenizer_from_json
+
+_Part = TypeVar("_Part")
+
+_CHUNK_DOCUMENTS = 1 << 20
+"""Documents whose edges are read at a time: 8 MB for each array of them."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,9 @@ class Tokens:
 
     ids: Ids
     """Token ids, any unsigned dtype. The documents of a split are scattered in it."""
-    starts: np.ndarray
+    starts: Edges
     """Start of each document in `ids`, ascending, int64 [documents]."""
-    ends: np.ndarray
+    ends: Edges
     """End of each document, int64 [documents]. The end-of-document id, if there is one, is part of the document."""
     vocab_size: int
     """A bound of the ids, which is checked when windows are read."""
@@ -48,18 +56,43 @@ class Tokens:
     `None` means that tokens are the targets."""
 
     def __len__(self) -> int:
-        return int((self.ends - self.starts).sum())
+        return self._size
 
-    def documents(self, which: np.ndarray) -> "Tokens":
-        """Returns some of the documents, in the order of `which`: indices [n], or a mask over all."""
+    @cached_property
+    def _size(self) -> int:
+        return sum(self.each_chunk(lambda chunk: int(self.sizes(chunk).sum())))
+
+    def sizes(self, which: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """Returns the number of tokens of each document, int64: of all, or of some."""
+        return self.ends[which] - self.starts[which]
+
+    def each_chunk(self, function: Callable[[slice], _Part]) -> Iterator[_Part]:
+        """Yields what a function returns for ranges of the documents, in their order; threads work on several."""
+        chunks = [slice(i, i + _CHUNK_DOCUMENTS) for i in range(0, self.starts.size, _CHUNK_DOCUMENTS)]
+        if not chunks[1:]:
+            yield from map(function, chunks)
+            return
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            yield from threads.map(function, chunks)
+
+    def documents(self, which: np.ndarray | slice) -> "Tokens":
+        """Returns some of the documents, in the order of `which`: indices [n], a range, or a mask over all."""
         names = None if self.names is None else tuple(np.array(self.names, object)[which])
         domains = None if self.domains is None else self.domains[which]
         return replace(self, starts=self.starts[which], ends=self.ends[which], names=names, domains=domains)
 
+    def without(self, numbers: np.ndarray) -> "Tokens":
+        """Returns the documents without some of them, whose numbers ascend."""
+        if isinstance(self.starts, MappedEdges) and isinstance(self.ends, MappedEdges):
+            return replace(self, starts=self.starts.without(numbers), ends=self.ends.without(numbers))
+        kept = np.ones(self.starts.size, bool)
+        kept[numbers] = False
+        return self.documents(kept)
+
     def clip(self, start: int, end: int) -> "Tokens":
         """Returns the part of the documents with `start <= offset < end` in `ids`; documents are cut at both ends."""
-        starts = np.maximum(self.starts, start)
-        ends = np.minimum(self.ends, end)
+        starts = np.maximum(self.starts[:], start)
+        ends = np.minimum(self.ends[:], end)
         return replace(self, starts=starts, ends=ends).documents(starts < ends)
 
 
@@ -115,25 +148,52 @@ def split(tokens: Tokens, eval_fraction: float) -> tuple[Tokens, Tokens]:
     Raises:
       ConfigError: there is only one conversation.
     """
-    lengths = tokens.ends - tokens.starts
+    count = tokens.starts.size
     budget = len(tokens) * eval_fraction
     uncut = tokens.loss_mask is not None
-    if uncut and lengths.size < 2:
+    if uncut and count < 2:
         what = "conversation" if tokens.labels is None else "text"
         raise ConfigError(f"there is only one {what}, and one must be held out. Add more.")
-    eligible = np.arange(lengths.size) if uncut else np.flatnonzero(lengths <= budget)
-    if uncut or (lengths.size >= 10 and lengths[eligible].sum() >= budget):
-        shuffled = eligible[np.argsort(_hash(eligible), kind="stable")]
-        held_out_tokens = np.cumsum(lengths[shuffled])
-        count = min(int(np.argmin(np.abs(held_out_tokens - budget))) + 1, lengths.size - 1)
-        held_out = np.zeros(lengths.size, bool)
-        held_out[shuffled[:count]] = True
-        return tokens.documents(~held_out), tokens.documents(held_out)
-    bounds = np.cumsum(lengths)
+    if uncut or count >= 10:
+        held_out = _held_out(tokens, budget, longest=len(tokens) if uncut else budget)
+        if held_out is not None:
+            held_out = np.sort(held_out[: count - 1])
+            return tokens.without(held_out), tokens.documents(held_out)
+    bounds = np.cumsum(tokens.sizes())
     kept = min(int(len(tokens) * (1 - eval_fraction)), len(tokens) - 1)
     document = int(np.searchsorted(bounds, kept, side="right"))
     cut = int(tokens.ends[document] - (bounds[document] - kept))
     return tokens.clip(0, cut), tokens.clip(cut, tokens.ids.size)
+
+
+def _held_out(tokens: Tokens, budget: float, longest: float) -> np.ndarray | None:
+    """Returns the numbers of documents that have about `budget` tokens, the first in the order of a hash.
+
+    `None` means that the documents of at most `longest` tokens have fewer than `budget`. Most documents are never kept
+    in memory: the candidates are those whose hash is small enough for twice the tokens.
+    """
+    share = 2 * budget / max(len(tokens), 1) + 64 / tokens.starts.size
+    while True:
+        largest_hash = np.uint64(min(share, 1) * (2**64 - 2**12))  # a float64 nearer to 2**64 would be rounded to it
+        complete = share >= 1
+
+        def candidates(chunk: slice) -> tuple[np.ndarray, np.ndarray, int]:
+            number = np.arange(*chunk.indices(tokens.starts.size))
+            length = tokens.sizes(chunk)
+            fits = length <= longest
+            taken = fits if complete else fits & (_hash(number) <= largest_hash)
+            return number[taken], length[taken], int(length[fits].sum())
+
+        numbers, lengths, fitting = zip(*tokens.each_chunk(candidates), strict=True)
+        if sum(fitting) < budget:
+            return None
+        number = np.concatenate(numbers)
+        length = np.concatenate(lengths)
+        if complete or length.sum() >= budget:
+            order = np.argsort(_hash(number), kind="stable")
+            held_out_tokens = np.cumsum(length[order])
+            return number[order[: int(np.argmin(np.abs(held_out_tokens - budget))) + 1]]
+        share *= 2
 
 
 def _hash(index: np.ndarray) -> np.ndarray:
@@ -326,14 +386,19 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
     except Exception as error:  # NumPy parses the header as Python, which fails in any way
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{starts_file} cannot be read ({reason}). Build the file again.") from None
+    tokens = Tokens(
+        FileIds([Place(file, dtype)]),
+        MappedEdges(starts, header.count),
+        MappedEdges(starts, header.count, ends=True),
+        header.vocab_size,
+    )
     fits = starts.shape == (header.documents,) and starts.dtype == np.int64
-    ends = np.append(starts[1:], header.count) if fits else starts
-    if not fits or starts[0] != 0 or (starts > ends).any():
+    if not fits or starts[0] != 0 or not all(tokens.each_chunk(lambda chunk: bool((tokens.sizes(chunk) >= 0).all()))):
         raise ConfigError(
             f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
             f"tokens. Build the file again."
         )
-    return Tokens(FileIds([Place(file, dtype)]), np.asarray(starts), ends, header.vocab_size)
+    return tokens
 
 
 def _check_ids(path: str | Path, header: TokenFileHeader) -> None:

@@ -6,7 +6,7 @@ Suffixes: B batch, S sequence, T = S + 1 tokens read, P pieces of a stream, W wi
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,7 +20,7 @@ from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
 from jaxstack.data.rewarded import PromptTokens, PromptWindows
 from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
-from jaxstack.data.token_stream import TokenStream
+from jaxstack.data.token_stream import BLOCK, ShuffledStream, Stream, TokenStream, block_tokens
 from jaxstack.data.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -35,33 +35,42 @@ Order: TypeAlias = dict[str, int | None]
 _MOST_COUNTED = 50_000_000
 """Documents, over all epochs, whose order is drawn to count the documents of rows. It takes some ten seconds."""
 
-_CHUNK = 1 << 24
-"""Documents whose lengths are read at a time."""
+_CHUNK = 1 << 20
+"""Windows whose documents are counted at a time."""
+
+_MOST_PERMUTED = 1 << 20
+"""Windows that NumPy permutes, with 8 bytes for each. More are permuted by a cipher, without memory."""
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """Windows over a stream, in the order of training."""
+    """Windows over a stream. A window is a number, from which its place follows, so that billions take no memory."""
 
-    stream: TokenStream
-    first_W: np.ndarray
-    """Start of each window in the stream."""
-    length_W: np.ndarray
-    """Number of tokens of each window. The rest of its row is filled with the tokens that follow, of loss weight 0."""
+    stream: Stream
+    size: int
+    """Number of windows."""
+    cut: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    """Returns the start in the stream of windows, numbered along the text, and how many tokens each has. The rest of a
+    row is filled with the tokens that follow, of loss weight 0."""
+    order: Callable[[np.ndarray], np.ndarray] = lambda window_B: window_B
+    """Returns the numbers along the text of windows that are numbered in the order of training."""
 
     @classmethod
-    def full_length(cls, stream: TokenStream, first_W: np.ndarray, seq_len: int) -> "_Windows":
-        """Returns windows of `seq_len` + 1 tokens."""
-        return cls(stream, first_W, np.full(first_W.size, seq_len + 1))
+    def of(cls, stream: Stream, first_W: np.ndarray, length_W: np.ndarray) -> "_Windows":
+        """Returns the windows with these starts and these numbers of tokens."""
+        return cls(stream, first_W.size, lambda window_B: (first_W[window_B], length_W[window_B]))
 
     def reorder(self, order_W: np.ndarray) -> "_Windows":
         """Returns the windows in another order."""
-        return _Windows(self.stream, self.first_W[order_W], self.length_W[order_W])
+        return replace(self, order=lambda window_B: self.order(order_W[window_B]))
+
+    def places(self, window_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the start in the stream of each window, and its number of tokens, [B] each."""
+        return self.cut(self.order(window_B))
 
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
         """Returns the batch of these windows."""
-        first_B = self.first_W[window_B]
-        length_B = self.length_W[window_B]
+        first_B, length_B = self.places(window_B)
         if self.stream.labels is None:
             return _make_batch(self.stream, first_B, length_B, seq_len, packing, vocab_size)
         index_BS, piece_BS, position_BS = self.stream.locate(first_B, seq_len)
@@ -69,22 +78,30 @@ class _Windows:
         labels_BS = self.stream.labels[index_BS]
         return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
 
-    def count_documents(self, seq_len: int) -> np.ndarray:
-        """Returns the number of documents in the row of each window [W]; what fills a row counts, too."""
-        last_W = self.first_W + seq_len - 1
-        turns_W = np.zeros_like(last_W)
+    def count_documents(self, window_B: np.ndarray, seq_len: int) -> np.ndarray:
+        """Returns the number of documents in the rows of windows, numbered along the text; what fills a row counts.
+
+        An empty document may count, too.
+        """
+        first_B, _ = self.cut(window_B)
+        last_B = first_B + seq_len - 1
+        turns_B = np.zeros_like(last_B)
         if self.stream.loss_mask is None:
-            turns_W, last_W = np.divmod(last_W, len(self.stream))
-        pieces_W = self.stream.pieces(np.minimum(last_W, len(self.stream) - 1)) + turns_W * self.stream.starts_P.size
-        return pieces_W - self.stream.pieces(self.first_W) + 1
+            turns_B, last_B = np.divmod(last_B, len(self.stream))
+        pieces_B = self.stream.pieces(np.minimum(last_B, len(self.stream) - 1)) + turns_B * self.stream.count
+        return pieces_B - self.stream.pieces(first_B) + 1
+
+    def most_documents(self, seq_len: int) -> int:
+        """Returns the largest number of documents in a row."""
+        chunks = (np.arange(i, min(i + _CHUNK, self.size)) for i in range(0, self.size, _CHUNK))
+        return max(int(self.count_documents(chunk, seq_len).max()) for chunk in chunks)
 
     def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
         """Returns the number of positions of these rows that have a next token in the same document.
 
         With labels, it is the number of positions that have a token.
         """
-        first_B = self.first_W[window_B]
-        length_B = self.length_W[window_B]
+        first_B, length_B = self.places(window_B)
         if self.stream.labels is not None:
             return length_B
         return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
@@ -107,12 +124,12 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     if isinstance(tokens, PromptTokens):
         return PromptWindows.of(tokens)
     room = seq_len + (tokens.labels is None)
-    length_D = tokens.ends - tokens.starts
+    length_D = tokens.sizes()
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"
     if not packing:
         stream = TokenStream.from_documents(tokens)
-        return _Windows(stream, stream.bounds_P[:-1], length_D)
+        return _Windows.of(stream, stream.bounds_P[:-1], length_D)
     windows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(room + 1)]  # windows, by the number of tokens that still fit
     free_sizes = 0  # bit i is set if some window has room for exactly i tokens
@@ -133,7 +150,7 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
     stream = TokenStream.from_documents(tokens, np.concatenate(windows))
     last_W = np.cumsum([len(window) for window in windows])
     first_W = stream.bounds_P[np.append(0, last_W[:-1])]
-    return _Windows(stream, first_W, stream.bounds_P[last_W] - first_W)
+    return _Windows.of(stream, first_W, stream.bounds_P[last_W] - first_W)
 
 
 def _epochs(
@@ -150,38 +167,37 @@ def _epochs(
     The function caches the last two epochs. Conversations, texts with labels and other complete documents are never
     cut, see `document_windows`; other texts are, see `_cut`. The windows are permuted, so that a batch mixes documents.
 
-    NumPy permutes the windows. The shuffle of grain takes milliseconds per index if there are few windows. Its
-    epoch `e` of seed `s` also equals epoch `e - 1` of seed `s + 1`. A permutation needs 8 bytes per window: 0.2 GB for
-    100 GB of uint16 tokens in windows of 2048.
+    Nothing here takes memory for each document or window of a large text, see `ShuffledStream` and `_permutation`.
     """
 
-    def random(index: int) -> np.random.Generator:
+    def seeds(index: int) -> list[int]:
         # NumPy pads seeds with zeros: the first source has the order of [seed, index]. The draws of rows, such as
         # masks, are seeded with three numbers, of which the last is not 0.
-        return np.random.default_rng([seed, index, 0, source])
+        return [seed, index, 0, source]
 
     if tokens.loss_mask is None:
         plain = None if packing else _whole_stream(tokens, sentences, "to train on")
         windows, cut = _cut(tokens, plain, seq_len, hides)
-        return windows, lru_cache(maxsize=2)(lambda index: cut(random(index)))
+        return windows, lru_cache(maxsize=2)(lambda index: cut(seeds(index)))
     documents = document_windows(tokens, seq_len, packing)
 
     def shuffled(index: int) -> _AnyWindows:
-        return documents.reorder(random(index).permutation(documents.first_W.size))
+        return documents.reorder(np.random.default_rng(seeds(index)).permutation(documents.size))
 
-    return documents.first_W.size, lru_cache(maxsize=2)(shuffled)
+    return documents.size, lru_cache(maxsize=2)(shuffled)
 
 
 def _cut(
     tokens: Tokens, plain: TokenStream | None, seq_len: int, hides: bool
-) -> tuple[int, Callable[[np.random.Generator], _Windows]]:
+) -> tuple[int, Callable[[list[int]], _Windows]]:
     """Returns the number of windows of a text that is cut, and a function that draws the windows of an epoch.
 
     Each epoch cuts the text at other offsets. Otherwise a token just after a cut would only ever be predicted from a
     few tokens.
 
     - Without packing, the documents are one stream, cut at a random offset in [0, seq_len).
-    - With packing, each epoch permutes the documents, which moves the cuts.
+    - With packing, each epoch permutes the documents, which moves the cuts. If there are more than `BLOCK`, it permutes
+      the blocks, and the documents of each block.
 
     What is left at the ends of the stream, less than two windows, fills one or two more rows. They come last in the
     epoch, behind the windows that are permuted. Their text continues at the beginning of the stream, and positions
@@ -204,16 +220,54 @@ def _cut(
     full = full_windows(total, seq_len, packing)
     slack = 0 if packing else min(seq_len - 1, total - 1 - full * seq_len)
     last = _last_rows(total - full * seq_len, seq_len, hides)
-    length_W = np.append(np.full(full, seq_len), last) + 1
+    tokens_K = block_tokens(tokens) if packing and tokens.starts.size > BLOCK else None
 
-    def draw(rng: np.random.Generator) -> _Windows:
-        offset = 0 if packing else rng.integers(slack + 1)
-        stream = plain or TokenStream.from_documents(tokens, rng.permutation(tokens.starts.size))
-        first_W = offset + rng.permutation(full) * seq_len
-        last_first = (offset + full * seq_len + np.cumsum(last) - last) % total
-        return _Windows(stream, np.append(first_W, last_first), length_W)
+    def draw(seeds: list[int]) -> _Windows:
+        rng = np.random.default_rng(seeds)
+        offset = 0 if packing else int(rng.integers(slack + 1))
+        if tokens_K is not None:
+            stream: Stream = ShuffledStream(tokens, tokens_K, rng, seeds)
+        else:
+            stream = plain or TokenStream.from_documents(tokens, rng.permutation(tokens.starts.size))
+        order = _permutation(rng, full)
+        return _Windows(stream, full + last.size, _places(offset, full, last, seq_len, total), order)
 
     return full + last.size, draw
+
+
+def _places(
+    offset: int, full: int, last: np.ndarray, seq_len: int, total: int
+) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Returns `_Windows.cut` of an epoch that begins at an offset: windows of full length, and then the last rows."""
+    if not last.size:
+        return lambda window_B: (offset + window_B * seq_len, np.full(window_B.shape, seq_len + 1))
+    last_first = (offset + full * seq_len + np.cumsum(last) - last) % total
+
+    def cut(window_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        is_full_B = window_B < full
+        behind_B = np.maximum(window_B - full, 0)
+        first_B = np.where(is_full_B, offset + window_B * seq_len, last_first[behind_B])
+        return first_B, 1 + np.where(is_full_B, seq_len, last[behind_B])
+
+    return cut
+
+
+def _permutation(rng: np.random.Generator, size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Draws a permutation of the numbers below `size`, as a function of numbers; larger ones stay where they are.
+
+    The cipher of grain takes some microseconds for a number. It takes milliseconds if `size` is small.
+    """
+    if size <= _MOST_PERMUTED:
+        permuted = rng.permutation(size)
+        return lambda numbers: np.where(numbers < size, permuted[np.minimum(numbers, size - 1)], numbers)
+    from grain.experimental import index_shuffle
+
+    seed = int(rng.integers(1 << 32))
+
+    def shuffle(number: int) -> int:
+        return index_shuffle(number, max_index=size - 1, seed=seed, rounds=4) if number < size else number
+
+    return np.vectorize(shuffle, otypes=[np.int64])
 
 
 def full_windows(total: int, seq_len: int, packing: bool) -> int:
@@ -235,15 +289,15 @@ def _last_rows(left: int, seq_len: int, hides: bool) -> np.ndarray:
 
 def _whole_stream(tokens: Tokens, sentences: SentenceTasks | None, where: str) -> TokenStream:
     """Returns all documents as one stream, whose pieces are documents where tasks on sentences tell them apart."""
-    stream = TokenStream.from_documents(tokens)
     if sentences is None:
-        return stream.merge_adjacent()
+        return TokenStream.merged(tokens)
+    stream = TokenStream.from_documents(tokens)
     sentences.require_text(stream, where)
     return stream
 
 
 def _make_batch(
-    stream: TokenStream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
+    stream: Stream, first_B: np.ndarray, length_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int
 ) -> Batch:
     """Returns the batch of the windows that begin at `first_B` and have `length_B` tokens."""
     uncut = stream.loss_mask is None
@@ -254,12 +308,13 @@ def _make_batch(
         "tokens": np.ascontiguousarray(ids_BT[:, :-1]),
         "targets": np.ascontiguousarray(ids_BT[:, 1:]),
     }
-    if stream.domains_P is not None:
-        batch["gate_ids"] = np.ascontiguousarray(stream.domains_P[piece_BT[:, :-1] % stream.domains_P.size])
+    if stream.has_domains:
+        batch["gate_ids"] = np.ascontiguousarray(stream.domains(piece_BT[:, :-1] % stream.count))
     if packing:
         piece_BS = piece_BT[:, :-1]
         learned_BS = learned_BS & (piece_BS == piece_BT[:, 1:])
-        batch["segment_ids"] = (piece_BS - piece_BT[:, :1] + 1).astype(np.int32)
+        begins_BS = np.diff(piece_BS, axis=1, prepend=piece_BS[:, :1] - 1) != 0
+        batch["segment_ids"] = np.cumsum(begins_BS, axis=1, dtype=np.int32)
         batch["positions"] = np.ascontiguousarray(position_BT[:, :-1], dtype=np.int32)
     elif uncut:
         learned_BS &= (first_B[:, None] + np.arange(1, seq_len + 1)) % len(stream) != 0  # it has no predecessor
@@ -269,7 +324,7 @@ def _make_batch(
     return batch
 
 
-def _checked_ids(stream: TokenStream, index: np.ndarray, vocab_size: int) -> np.ndarray:
+def _checked_ids(stream: Stream, index: np.ndarray, vocab_size: int) -> np.ndarray:
     """Returns the ids at these indices, int32, after checking that they are below the size of the vocabulary."""
     ids = stream.ids[index]
     if (largest := int(ids.max())) >= vocab_size:
@@ -334,6 +389,10 @@ class SequenceReader:
             "tokens of the text": len(tokens),
             "sequences of a pass": self.windows,
         }
+        if packing and not self.is_padded and tokens.starts.size > BLOCK:
+            self.order["documents shuffled together"] = BLOCK
+        if not self.is_padded and self.windows > _MOST_PERMUTED:
+            self.order["sequences permuted by a cipher"] = True
 
     def most_documents(self, sequences: int, enough: int) -> int:
         """Returns the most documents that a row of the first sequences has, or a larger number.
@@ -352,7 +411,7 @@ class SequenceReader:
         for index in range(epochs):
             windows = self._epoch(index)
             assert isinstance(windows, _Windows)
-            counts.append(int(windows.count_documents(self._seq_len).max()))
+            counts.append(windows.most_documents(self._seq_len))
         return max(counts)
 
     def used_tokens(self, sequences: np.ndarray) -> np.ndarray:
@@ -369,9 +428,9 @@ class SequenceReader:
         if self.is_padded or self._sentences:
             return None
         parts = [
-            windows.length_W[window_B]
+            windows.places(window_B)[1]
             for windows, _, window_B in self._by_epoch(sequences)
-            if not isinstance(windows, PromptWindows)
+            if isinstance(windows, _Windows)
         ]
         return np.arange(1, self._seq_len + 1) < np.concatenate(parts)[:, None]
 
@@ -395,7 +454,8 @@ class SequenceReader:
         for windows, here, window_B in self._by_epoch(sequences):
             part = windows.make_batch(window_B, self._seq_len, self._packing, self._tokens.vocab_size)
             if self._sentences and isinstance(windows, _Windows):
-                first_B = windows.first_W[window_B]
+                first_B, _ = windows.places(window_B)
+                assert isinstance(windows.stream, TokenStream)
                 part = self._sentences.apply(part, windows.stream, first_B, seeds_B[here], self._seed)
             parts.append(part)
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts[1:] else parts[0]
@@ -406,8 +466,7 @@ class SequenceReader:
         windows = self._epoch(index)
         if not isinstance(windows, _Windows):
             return windows.describe(window)
-        first = int(windows.first_W[window])
-        length = int(windows.length_W[window])
+        first, length = (int(each) for each in windows.places(np.array(window)))
         return " + ".join(_source_ranges(self._tokens, windows.stream, first, length))
 
 
@@ -488,7 +547,7 @@ def eval_batches(
         if isinstance(masking, SpanCorruption):
             masking.require_text(len(stream), "held out")
         all_windows = _held_out_windows(stream, seq_len)
-    windows = all_windows.first_W.size
+    windows = all_windows.size
     count = min(windows, steps * batch_size)
     spread_W = np.arange(count) * windows // count
 
@@ -497,7 +556,8 @@ def eval_batches(
         window_B = np.minimum(samples[0] + row_B, count - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
         if sentences and isinstance(all_windows, _Windows):
-            first_B = all_windows.first_W[spread_W[window_B]]
+            first_B, _ = all_windows.places(spread_W[window_B])
+            assert isinstance(all_windows.stream, TokenStream)
             batch = sentences.apply(batch, all_windows.stream, first_B, window_B, 0)
         batch = masking.apply(batch, window_B, 0) if masking and not isinstance(tokens, PairTokens) else batch
         for name in batch:
@@ -515,10 +575,10 @@ def document_bound(tokens: Tokens, seq_len: int) -> int:
     """
     room = max(seq_len - 2, 0)
     count_N = np.zeros(seq_len + 1, np.int64)  # documents of N tokens
-    for start in range(0, tokens.starts.size, _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        length_D = np.minimum(tokens.ends[chunk] - tokens.starts[chunk], seq_len)
-        count_N += np.bincount(length_D, minlength=seq_len + 1)
+    for count in tokens.each_chunk(
+        lambda chunk: np.bincount(np.minimum(tokens.sizes(chunk), seq_len), minlength=seq_len + 1)
+    ):
+        count_N += count
     within = 0
     for length in np.flatnonzero(count_N[1:]) + 1:
         taken = min(int(count_N[length]), room // int(length))
@@ -536,7 +596,7 @@ def most_held_out_documents(tokens: Tokens, seq_len: int, packing: bool) -> int:
     else:
         windows = _held_out_windows(TokenStream.from_documents(tokens), seq_len)
     assert isinstance(windows, _Windows)
-    return int(windows.count_documents(seq_len).max())
+    return windows.most_documents(seq_len)
 
 
 def _held_out_windows(stream: TokenStream, seq_len: int) -> _Windows:
@@ -550,10 +610,11 @@ def _held_out_windows(stream: TokenStream, seq_len: int) -> _Windows:
             f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
             f"{len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
         )
-    return _Windows.full_length(stream, np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len)
+    first_W = np.arange((len(stream) - 1) // seq_len) * seq_len
+    return _Windows.of(stream, first_W, np.full(first_W.size, seq_len + 1))
 
 
-def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int) -> Iterator[str]:
+def _source_ranges(tokens: Tokens, stream: Stream, first: int, length: int) -> Iterator[str]:
     """Yields the documents, or the ranges of the token file, from which a window of a stream was read.
 
     Behind the end of a text that may be cut, a window continues at the beginning.
@@ -564,13 +625,15 @@ def _source_ranges(tokens: Tokens, stream: TokenStream, first: int, length: int)
         if place >= len(stream):
             place = place - len(stream)
             end = end - len(stream)
-        piece = int(np.searchsorted(stream.bounds_P, place, side="right")) - 1
-        start = int(stream.starts_P[piece] + place - stream.bounds_P[piece])
-        size = int(min(stream.bounds_P[piece + 1], end)) - place
+        table, offset = stream.table(place)
+        piece = int(table.pieces(np.array(place - offset)))
+        begins, ends = (offset + int(each) for each in table.bounds_P[piece : piece + 2])
+        start = int(table.starts_P[piece]) + place - begins
+        size = min(ends, end) - place
         if tokens.names is None:
             yield f"tokens {start:,}-{start + size - 1:,}"
         else:
-            document = int(np.searchsorted(tokens.starts, start, side="right")) - 1
+            document = int(np.searchsorted(tokens.starts[:], start, side="right")) - 1
             begin = int(tokens.starts[document])
             size = min(size, int(tokens.ends[document]) - start)
             yield f"{tokens.names[document]} tokens {start - begin:,}-{start - begin + size - 1:,}"

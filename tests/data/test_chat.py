@@ -394,7 +394,7 @@ def test_every_answer_is_learned_once_an_epoch_in_sight_of_its_question(tmp_path
     S, B = 160, 4
     found = load(tmp_path, many(), seq_len=S)
     reading = {"seq_len": S, "batch_size": B, "packing": packing}
-    windows = document_windows(found.train, S, packing).first_W.size
+    windows = document_windows(found.train, S, packing).size
     ds = data.batches(found.train, seed=1, **reading)
     rows = [{k: v[i] for k, v in ds[step].items()} for step in range(-(-windows // B)) for i in range(B)][:windows]
     learned = []
@@ -454,9 +454,10 @@ def test_packing_is_tight():
     ends = np.cumsum(lengths, dtype=np.int64)
     tokens = data.Tokens(np.zeros(ends[-1], np.uint8), ends - lengths, ends, 256, loss_mask=np.ones(ends[-1], bool))
     packed = document_windows(tokens, 128, True)
-    assert packed.length_W.sum() == ends[-1]
-    assert packed.length_W.max() <= 129
-    assert packed.first_W.size <= 1.02 * ends[-1] / 129 + 1
+    _, length_W = packed.places(np.arange(packed.size))
+    assert length_W.sum() == ends[-1]
+    assert length_W.max() <= 129
+    assert packed.size <= 1.02 * ends[-1] / 129 + 1
 
 
 def test_whole_conversations_are_held_out_however_few(tmp_path):
