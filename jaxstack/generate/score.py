@@ -231,6 +231,7 @@ class Scorer:
         ctx = self.ctx
         axes = ctx.layout.axes("vocab")
         head = decoder.head(cfg, values, ctx)  # [D, V/n]
+        hidden = decoder.head_input(cfg, hidden)
         hidden, head = collectives.match_varying(hidden, head)
         V = head.shape[1]
         options = cfg.logit_softcap, axes, None if V * collectives.count(axes) == cfg.vocab else cfg.vocab

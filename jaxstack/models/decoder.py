@@ -57,6 +57,8 @@ def spec(cfg: ModelConfig) -> Spec:
     if not cfg.tied_embeddings:
         w = Param((D, V), ("embed", "vocab"), std=cfg.init_std, roles=("head",))
         tree["head"] = {"w": pad(w, 1, cfg.padded_vocab)}
+    if cfg.head_bias:
+        tree["head"]["bias"] = pad(Param((V,), ("vocab",), "vector", init="zeros"), 0, cfg.padded_vocab)
     return tree
 
 
@@ -150,6 +152,30 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInpu
 
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
+    """Returns the output matrix in the compute dtype, this device's part of the vocabulary, for `head_input`.
+
+    It is [D, V/n], or with `head_bias` [D + 1, V/n] with the biases as its last row.
+    """
+    w = head_matrix(cfg, params, ctx)
+    return jnp.concatenate([w, head_bias(cfg, params, ctx)[None]]) if cfg.head_bias else w
+
+
+def head_input(cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Returns what `head` is multiplied with, from hidden states [B, S, D]."""
+    return with_one(hidden) if cfg.head_bias else hidden
+
+
+def with_one(hidden: jax.Array) -> jax.Array:
+    """Returns hidden states [B, S, D] with a one behind each, which a head multiplies with its bias."""
+    return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
+
+
+def head_bias(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
+    """Returns the bias of each token of this device's part of the vocabulary [V/n], in the compute dtype."""
+    return ctx.layout.gather_params(spec(cfg)["head"]["bias"], params["head"]["bias"]).astype(ctx.dtype)
+
+
+def head_matrix(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D, V/n] in the compute dtype, this device's part of the vocabulary: a matrix of its
     own, or the transposed embedding. `params["head"]["w"]` may contain the latter as a copy, which generation makes."""
     if not cfg.tied_embeddings:
@@ -192,7 +218,7 @@ def sum_over_vocabulary(
 
     def work(ctx: Context, params: Params, hidden: jax.Array, *arrays: jax.Array) -> jax.Array:
         return measure(
-            hidden,
+            head_input(cfg, hidden),
             head(cfg, params, ctx),
             *arrays,
             softcap=cfg.logit_softcap,
@@ -209,9 +235,9 @@ def sum_over_vocabulary(
 
 def head_part(cfg: ModelConfig, tree: PyTree) -> PyTree:
     """Returns what `head` reads, of the parameters or of their declarations."""
-    group = "embedding" if cfg.tied_embeddings else "head"
-    name = "tokens" if cfg.tied_embeddings else "w"
-    return {group: {name: tree[group][name]}}
+    if cfg.tied_embeddings:
+        return {"embedding": {"tokens": tree["embedding"]["tokens"]}}
+    return {"head": tree["head"]}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
@@ -221,8 +247,10 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     the lowest number of float32, so that softmax makes them zero.
     """
     ctx = ctx or Context()
-    w = head(cfg, params, ctx)
+    w = head_matrix(cfg, params, ctx)
     scores = jnp.einsum("bsd,dv->bsv", hidden, w, preferred_element_type=jnp.float32)
+    if cfg.head_bias:  # the matrix with this row would be a copy, for each new token of a text
+        scores = scores + head_bias(cfg, params, ctx).astype(jnp.float32)
     cap = cfg.logit_softcap
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.layout.axes("vocab"))
@@ -235,7 +263,13 @@ def log_probs(
     ctx = ctx or Context()
     w, axes, cap = head(cfg, params, ctx), ctx.layout.axes("vocab"), cfg.logit_softcap
     return kernels.token_log_probs(
-        hidden, w, targets, softcap=cap, vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.ops.loss_chunk
+        head_input(cfg, hidden),
+        w,
+        targets,
+        softcap=cap,
+        vocab_axes=axes,
+        vocab_size=cfg.vocab,
+        chunk=ctx.ops.loss_chunk,
     )
 
 
