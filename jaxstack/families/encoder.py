@@ -309,7 +309,7 @@ def _nll(
 ) -> jax.Array:
     """Returns the sum of weight * negative log-likelihood of targets [B, S], by a head with biases [D + 1, V/n]."""
     return kernels.cross_entropy(
-        decoder.with_one(hidden),
+        kernels.with_one(hidden),
         head,
         targets,
         weights,
@@ -326,7 +326,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     V is the size of the vocabulary, or the number of labels.
     """
     ctx = ctx or Context()
-    read = decoder.with_one(_of_tokens(cfg, hidden))
+    read = kernels.with_one(_of_tokens(cfg, hidden))
     scores = jnp.einsum("bsd,dv->bsv", read, head(cfg, params, ctx), preferred_element_type=jnp.float32)
     return kernels.mask_vocab_padding(scores, cfg.classes, ctx.layout.axes("vocab"))
 

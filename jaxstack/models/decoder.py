@@ -152,22 +152,9 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInpu
 
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
-    """Returns the output matrix in the compute dtype, this device's part of the vocabulary, for `head_input`.
-
-    It is [D, V/n], or with `head_bias` [D + 1, V/n] with the biases as its last row.
-    """
+    """Returns `head_matrix` [D, V/n], or with `head_bias` [D + 1, V/n] for hidden states that end with a one."""
     w = head_matrix(cfg, params, ctx)
     return jnp.concatenate([w, head_bias(cfg, params, ctx)[None]]) if cfg.head_bias else w
-
-
-def head_input(cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Returns what `head` is multiplied with, from hidden states [B, S, D]."""
-    return with_one(hidden) if cfg.head_bias else hidden
-
-
-def with_one(hidden: jax.Array) -> jax.Array:
-    """Returns hidden states [B, S, D] with a one behind each, which a head multiplies with its bias."""
-    return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
 
 
 def head_bias(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
@@ -218,7 +205,7 @@ def sum_over_vocabulary(
 
     def work(ctx: Context, params: Params, hidden: jax.Array, *arrays: jax.Array) -> jax.Array:
         return measure(
-            head_input(cfg, hidden),
+            kernels.with_one(hidden) if cfg.head_bias else hidden,
             head(cfg, params, ctx),
             *arrays,
             softcap=cfg.logit_softcap,
@@ -262,14 +249,9 @@ def log_probs(
     """Returns the log-probability of every target (nats, float32 [B, S]), and whether no id has a larger one [B, S]."""
     ctx = ctx or Context()
     w, axes, cap = head(cfg, params, ctx), ctx.layout.axes("vocab"), cfg.logit_softcap
+    hidden = kernels.with_one(hidden) if cfg.head_bias else hidden
     return kernels.token_log_probs(
-        head_input(cfg, hidden),
-        w,
-        targets,
-        softcap=cap,
-        vocab_axes=axes,
-        vocab_size=cfg.vocab,
-        chunk=ctx.ops.loss_chunk,
+        hidden, w, targets, softcap=cap, vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.ops.loss_chunk
     )
 
 

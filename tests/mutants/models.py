@@ -83,11 +83,10 @@ HEAD_BIAS = "models/test_head_bias.py"
 
 mistakes(
     "model", "models/decoder.py", BY_HAND + " -k gptj",
-    ("return with_one(hidden) if cfg.head_bias else hidden", "return hidden"),
+    ("            kernels.with_one(hidden) if cfg.head_bias else hidden,\n", "            hidden,\n"),
     ("scores = scores + head_bias(cfg, params, ctx).astype(jnp.float32)", "scores = scores"),
     ('pad(Param((V,), ("vocab",), "vector", init="zeros"), 0', 'pad(Param((V,), ("norm",), "vector", init="zeros"), 0', HEAD_BIAS),
     ('params["head"]["bias"]).astype(ctx.dtype)', 'params["head"]["bias"])', HEAD_BIAS),
-    ("jnp.ones_like(hidden[..., :1])], axis=-1)", "jnp.zeros_like(hidden[..., :1])], axis=-1)"),
 )  # fmt: skip
 
 mistakes(
@@ -96,8 +95,13 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "kernels", "kernels/cross_entropy.py", BY_HAND + " -k gptj",
+    ("jnp.ones_like(hidden[..., :1])], axis=-1)", "jnp.zeros_like(hidden[..., :1])], axis=-1)"),
+)  # fmt: skip
+
+mistakes(
     "generate", "generate/score.py", "generate/test_score.py -m '' -k gptj",
-    ("hidden = decoder.head_input(cfg, hidden)", "pass"),
+    ("hidden = with_one(hidden) if cfg.head_bias else hidden", "pass"),
 )  # fmt: skip
 
 mistakes(
