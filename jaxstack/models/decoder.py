@@ -224,7 +224,7 @@ def head_part(cfg: ModelConfig, tree: PyTree) -> PyTree:
     """Returns what `head` reads, of the parameters or of their declarations."""
     if cfg.tied_embeddings:
         return {"embedding": {"tokens": tree["embedding"]["tokens"]}}
-    return {"head": tree["head"]}
+    return {"head": {name: tree["head"][name] for name in spec(cfg)["head"]}}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
