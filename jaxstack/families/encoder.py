@@ -255,11 +255,6 @@ def _with_bias(declared: Spec, output: Params, ctx: Context) -> jax.Array:
     return jnp.concatenate([output["w"].astype(ctx.dtype), output["bias"].astype(ctx.dtype)[None]])
 
 
-def with_one(hidden: jax.Array) -> jax.Array:
-    """Returns hidden states [B, S, D] with a one behind each, which `head` multiplies with the bias."""
-    return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
-
-
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
     """Returns the sum `loss` of weight * negative log-likelihood of hidden tokens or labels, in nats.
 
@@ -345,7 +340,7 @@ def _nll(
 ) -> jax.Array:
     """Returns the sum of weight * negative log-likelihood of targets [B, S], by a head with biases [D + 1, V/n]."""
     return kernels.cross_entropy(
-        with_one(hidden),
+        kernels.with_one(hidden),
         head,
         targets,
         weights,
@@ -362,7 +357,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     V is the size of the vocabulary, or the number of labels.
     """
     ctx = ctx or Context()
-    read = with_one(_of_tokens(cfg, hidden))
+    read = kernels.with_one(_of_tokens(cfg, hidden))
     scores = jnp.einsum("bsd,dv->bsv", read, head(cfg, params, ctx), preferred_element_type=jnp.float32)
     return kernels.mask_vocab_padding(scores, cfg.classes, ctx.layout.axes("vocab"))
 

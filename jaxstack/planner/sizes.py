@@ -123,6 +123,8 @@ def _without_operations(model: ModelConfig) -> str | None:
         return "model.norm_weights=false"
     if model.clip_qkv is not None:
         return f"model.clip_qkv={model.clip_qkv}"
+    if model.mlp_bias or model.head_bias:
+        return "model.mlp_bias=true" if model.mlp_bias else "model.head_bias=true"
     if model.activation == "xielu":
         return "model.activation=xielu"
     if model.attention_sinks:
