@@ -287,7 +287,7 @@ def sum_over_classes(
 
     def work(ctx: Context, params: Params, hidden: jax.Array, *arrays: jax.Array) -> jax.Array:
         return measure(
-            with_one(hidden),
+            kernels.with_one(hidden),
             head(cfg, params, ctx),
             *arrays,
             vocab_axes=ctx.layout.axes("vocab"),
