@@ -102,6 +102,8 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.latent.kv_rank={model.latent.kv_rank}"
     if model.states_key:
         return model.states_key
+    if model.mtp.depth:
+        return f"model.mtp.depth={model.mtp.depth}"
     if not model.norm_weights:
         return "model.norm_weights=false"
     if model.clip_qkv is not None:
