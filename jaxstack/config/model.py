@@ -157,6 +157,24 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class PredictionConfig:
+    """Multi-token prediction: modules behind the layers that predict later tokens (DeepSeek-V3, arXiv:2412.19437)."""
+
+    depth: NonNegativeInt = 0
+    """Number of modules: module k predicts from each token the one k + 1 tokens later. 0 means next tokens only."""
+    weight: NonNegativeFloat = 0.1
+    """Factor of their mean loss in the objective."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.mtp", self)
+        require(
+            self.depth > 0 or self.weight == 0.1,
+            f"model.mtp.weight={self.weight} is for modules that predict later tokens, but model.mtp.depth=0. Set "
+            f"depth, or leave weight out.",
+        )
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """Layers of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), which have a state in place of a KV cache.
 
@@ -370,6 +388,8 @@ class ModelConfig:
     """Layers of the gated delta rule between layers with attention (Qwen3-Next)."""
     ssm: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """State-space layers in place of attention, in all layers or in some (Mamba-2, Granite 4)."""
+    mtp: PredictionConfig = field(default_factory=PredictionConfig)
+    """A second loss, of tokens after the next one (DeepSeek-V3)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -416,8 +436,7 @@ class ModelConfig:
         check_bounds("model", self)
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
-        self._check_latent()
-        self._check_states()
+        self._check_kinds_of_layers()
         self._check_windows()
         self._check_norms()
         require(
@@ -548,6 +567,11 @@ class ModelConfig:
             f"head must serve the same number of query heads. Use a divisor.",
         )
 
+    def _check_kinds_of_layers(self) -> None:
+        self._check_latent()
+        self._check_states()
+        self._check_prediction()
+
     def _check_latent(self) -> None:
         latent = self.latent
         if not latent.kv_rank:
@@ -633,6 +657,33 @@ class ModelConfig:
             f"model.positions={self.positions} is for attention, which {states} leaves out. Use model.positions=none.",
         )
         self._check_without_mlp()
+
+    def _check_prediction(self) -> None:
+        """Checks the switches of models whose modules predict later tokens."""
+        if not self.mtp.depth:
+            return
+        depth = f"model.mtp.depth={self.mtp.depth}"
+        require(
+            not self.states_key,
+            f"{depth} has modules with attention, but {self.states_key} makes units of layers. Use model.mtp.depth=0.",
+        )
+        require(
+            self.positions != "learned",
+            f"{depth} has modules that read embeddings without positions, but model.positions=learned adds them. Use "
+            f"model.positions=rope.",
+        )
+        for name, usual in (("embedding_multiplier", 1), ("head_scale", 1), ("base_width", None)):
+            value = getattr(self, name)
+            require(
+                value == usual,
+                f"model.{name}={value} is not known to the modules of {depth}. Leave {name} out, or use "
+                f"model.mtp.depth=0.",
+            )
+        require(
+            not self.lora.rank and not self.reward_head,
+            f"{depth} is trained with the whole model, but model.lora.rank={self.lora.rank} and "
+            f"model.reward_head={str(self.reward_head).lower()} train a part of it. Use model.mtp.depth=0.",
+        )
 
     def _check_without_mlp(self) -> None:
         """Checks the switches of layers that have no MLP."""

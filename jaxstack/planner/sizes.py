@@ -119,6 +119,8 @@ def _without_operations(model: ModelConfig) -> str | None:
         return f"model.qk_norm_over={model.qk_norm_over}"
     if model.moe.num_experts and not all(model.has_experts) and len(model.windows) > 1:
         return f"model.windows={list(model.windows)} with model.moe.layers"
+    if model.mtp.depth:
+        return f"model.mtp.depth={model.mtp.depth}"
     if not model.norm_weights:
         return "model.norm_weights=false"
     if model.clip_qkv is not None:

@@ -98,6 +98,7 @@ def mixed(*sources, **changes):
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
 DELTA = {"model.delta.every": 2}
+MTP = {"model.mtp.depth": 1}
 STATES = {"model.ssm.layers": (True, False)}
 MAMBA = {"model.ssm.layers": (True,), "model.ssm.mlp": False, "model.positions": "none"}
 XIELU = {"model.activation": "xielu", "model.gated": False}
@@ -163,6 +164,13 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (DELTA | MOE | {"model.moe.layers.first": 2}, MOE | {"model.moe.layers.first": 2}),
     (DELTA | SIGMOID, DELTA | MOE),
     (DELTA | {"model.base_width": 64}, {"model.base_width": 64}),
+    ({"model.mtp.weight": 0.3}, MTP | {"model.mtp.weight": 0.3}),
+    (MTP | DELTA, DELTA),
+    (MTP | {"model.positions": "learned"}, {"model.positions": "learned"}),
+    (MTP | {"model.embedding_multiplier": 2.0}, {"model.embedding_multiplier": 2.0}),
+    (MTP | {"model.lora.rank": 4, "run.init_from": "x"}, {"model.lora.rank": 4, "run.init_from": "x"}),
+    (MTP | {"mesh.pipe": 2}, {"mesh.pipe": 2}),
+    (MTP | COMPLETIONS, COMPLETIONS),
     (DELTA | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
     (DELTA | {"mesh.pipe": 2}, DELTA | {"mesh.pipe": 2, "sample.prompts": ()}),
     (DELTA | {"mesh.context": 2, "data.seq_len": 8}, DELTA | {"mesh.context": 2, "data.seq_len": 12}),
