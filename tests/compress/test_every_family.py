@@ -253,7 +253,8 @@ def test_a_run_of_each_family_is_quantised_stored_and_trained_on(family, tmp_pat
     matrices = [path for path, p in declared if path.partition("/")[0] in stacks and is_compressed(p)]
     for path in matrices:
         zeros = np.mean(np.asarray(flatten(sparse.params)[path]) == 0)
-        assert 0.5 <= zeros < 0.6, path  # some codes are zero before
+        before = np.mean(np.asarray(flatten(run.params)[path]) == 0)  # some codes, or all of a new modulation
+        assert 0.5 <= zeros <= max(0.6, before), path
     kept = [*flags, f"--run.dir={tmp_path / 'kept'}", f"--run.init_from={tmp_path / 'sparse'}"]
     main(parse_config([*kept, "--optim.keep_zeros=true"]))
     after = flatten(js.load(tmp_path / "kept").params)
