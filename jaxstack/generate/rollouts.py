@@ -36,6 +36,7 @@ from jaxstack.models.params import Params
 from jaxstack.posttrain import losses, rewards, tasks
 from jaxstack.posttrain.rewards import Reward
 from jaxstack.runtime import distributed
+from jaxstack.training.features.pipelined import chosen_split
 from jaxstack.training.features.policy import trainer_log_probs
 from jaxstack.training.features.preference import Refer
 from jaxstack.training.losses import EvalSums, Metrics
@@ -220,8 +221,10 @@ class Rollouts(Batches):
         sampler = Sampler.create(setup)
         turns = open_turns(cfg.rl, str(cfg.data.path), setup.dataset.tokenizer, sampler.exact.stop)
         rescore = None
-        if not cfg.rl.exact or cfg.mesh.tensor > 1 or cfg.model.moe.num_experts or turns is not None:
-            rescore = trainer_log_probs(cfg.model, setup.ctx, cfg.train.grad_accum)
+        staged = setup.ctx.layout.pipeline is not None
+        if staged or not cfg.rl.exact or cfg.mesh.tensor > 1 or cfg.model.moe.num_experts or turns is not None:
+            split = chosen_split(cfg.pipeline, setup.ctx) if staged else None
+            rescore = trainer_log_probs(cfg.model, setup.ctx, cfg.train.grad_accum, split)
         return cls(loader, cfg, setup.dataset.tokenizer, prompts, functions, turns, sampler, rescore, rows)
 
     # ---- training
