@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig
+from jaxstack.config import MeshConfig, ModelConfig
 from jaxstack.config.training import RLConfig
 from jaxstack.models import decoder
 from jaxstack.models import params as parameters
@@ -123,6 +123,14 @@ def policy_share(model: ModelConfig, ctx: Context, rl: RLConfig, objective: Obje
         return Part(terms, aux, grads, {})
 
     return share
+
+
+def scores_again(model: ModelConfig, mesh: MeshConfig, rl: RLConfig) -> bool:
+    """Returns whether the bits of the sampler's log-probabilities may differ from the bits of the step.
+
+    The trainer then computes the log-probabilities of all completions once more, see `trainer_log_probs`.
+    """
+    return not rl.exact or rl.turns > 1 or mesh.tensor != 1 or mesh.pipe != 1 or model.moe.num_experts > 0
 
 
 def trainer_log_probs(
