@@ -29,10 +29,13 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     Raises:
       ConfigError: mesh, pipeline, kernels or watched names do not fit the model or the devices.
     """
+    import jax
+
     from jaxstack import sharding
     from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.planner.job import Job
+    from jaxstack.training.features.offload import check_memory
     from jaxstack.training.features.watch import watched_of
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import Recipe, abstract_state
@@ -46,7 +49,8 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     if ctx.layout.pipeline is not None:
         pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
         ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))
-    warnings = () if warning is None else (warning,)
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    warnings = tuple(filter(None, (warning, check_memory(cfg.train, local))))
     watched = watched_of(cfg.model, cfg.debug.patterns, cfg.data, cfg.train.dtype)
     return Setup(cfg, dataset, mesh, ctx, abstract, watched, warnings, split)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,9 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
     segments = cfg.has_segments, cfg.data.known_documents
     ops = make_ops(cfg.model, cfg.kernels, cfg.train, *segments, layout, platform, device)
-    return Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
+    train = cfg.train
+    dtype = jnp.dtype(train.dtype)
+    return Context(layout, ops, dtype=dtype, remat=train.remat, residuals_on_host=train.offloads_residuals)
 
 
 def make_layout(
@@ -100,8 +103,9 @@ def make_ops(
     )
     codes = kernels.decode_scheme
     ops = Ops(quant=train.quant, decode_weights=codes, max_documents=max_documents)
+    in_turn: dict[str, Any] = {"update": "in_turn"} if train.offloads_optimizer else {}
     if platform is None:
-        return ops
+        return replace(ops, **in_turn)
     mesh = layout.mesh
     assert mesh is not None
     known = {"dtype": jnp.dtype(train.dtype), "compute_capability": getattr(device, "compute_capability", None)}
@@ -117,12 +121,12 @@ def make_ops(
         others = any(mesh.shape[axis] > 1 for axis in ("pipe", "expert", "context", "tensor"))
         loops = others or train.grad_accum > 1 or train.remat == "full"
         looped = {
-            "layers": too_long or (layout.gathers_params and loops),
+            "layers": too_long or (layout.gathers_params and loops) or train.offloads_residuals,
             # An unrolled token keeps the weights of all layers, which FSDP has no room for.
             "decode": (too_long or layout.gathers_params) and not (codes is not None and mesh.size == 1),
         }
         chosen |= {op: "scan" for op, wanted in looped.items() if wanted and getattr(kernels, op) == "auto"}
-    return replace(ops, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
+    return replace(ops, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen | in_turn)
 
 
 def pipeline_program(

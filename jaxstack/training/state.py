@@ -17,6 +17,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params, Spec
 from jaxstack.pipeline import Stages
 from jaxstack.training import optimizer as optim
+from jaxstack.training.features import offload
 from jaxstack.training.optimizer import AverageState
 
 
@@ -85,9 +86,14 @@ class TrainState:
     loss_scale: LossScale | None = None
 
 
-def make_optimizer(recipe: Recipe, ctx: Context | None = None) -> optax.GradientTransformation:
-    """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state."""
-    spec = families.spec(recipe.model)
+def make_optimizer(
+    recipe: Recipe, ctx: Context | None = None, spec: Spec | None = None
+) -> optax.GradientTransformation:
+    """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state.
+
+    `spec` has their declarations, by default those of the model.
+    """
+    spec = families.spec(recipe.model) if spec is None else spec
     trained, _ = parameters.partition(spec, spec)
     if ctx is None or ctx.layout.mesh is None:
         return optim.optimizer(recipe.optim, recipe.train.steps, trained)
@@ -218,4 +224,15 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     # Of `train`, only what the shapes depend on: a search over meshes asks for many.
     train = TrainConfig(steps=recipe.train.steps, spike=recipe.train.spike, dtype=recipe.train.dtype)
     shapes = _state_shapes(recipe.model, recipe.optim, train, ctx.layout.stages)
-    return jax.tree_util.tree_map_with_path(with_sharding, shapes)
+    state: TrainState = jax.tree_util.tree_map_with_path(with_sharding, shapes)
+    if not recipe.train.offloads_optimizer:
+        return state
+    on_host = offload.host_paths(state.opt_state, by_shape)
+
+    def in_host(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if path_of(keys) not in on_host:
+            return leaf
+        where = leaf.sharding.with_memory_kind(offload.HOST)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return replace(state, opt_state=jax.tree_util.tree_map_with_path(in_host, state.opt_state))

@@ -87,6 +87,10 @@ def check_update(
     return jax.lax.cond(good, is_finite, lambda: jnp.array(False))
 
 
+def _select(good: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return new if new is old else jnp.where(good, new, old)
+
+
 def dropout_key(model: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
     """Returns the key that all dropout masks of a step derive from; `None` without dropout.
 
@@ -118,6 +122,7 @@ def one_step(
     spec = families.spec(recipe.model)
     schedule = optim.schedule(recipe.optim, train.steps)
     is_bounded = optim.updates_are_bounded(recipe.optim, train.steps)
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = dropout_key(recipe.model, recipe.seed, state.step)
@@ -131,7 +136,7 @@ def one_step(
             good &= ~spike
 
         def update(params: Params, opt_state: PyTree) -> tuple[Params, PyTree, list[Metrics]]:
-            changes, opt_state = optimizer.update(grads, opt_state, params)
+            changes, opt_state = optimizer.update(grads, opt_state, params, good=good)
             new = optax.apply_updates(params, changes)
             final = objective.extras.after_update(new, sums, ctx)
             return final, opt_state, [probe.updates(params, changes, (new, final)) for probe in probes]
@@ -144,9 +149,11 @@ def one_step(
         with jax.named_scope("optimizer"):
             if not is_bounded:
                 good = check_update(optimizer, good, grads, params, opt_state)
-            if ctx.ops.update == "select":
-                results = (update(params, opt_state), skip(params, opt_state))
-                params, opt_state, updated = jax.tree.map(partial(jnp.where, good), *results)
+            if ctx.ops.update != "branch":
+                changed = update(params, opt_state)
+                # In turn, the optimizer has selected its state, which may not be on the device.
+                unchanged = skip(params, changed[1] if ctx.ops.update == "in_turn" else opt_state)
+                params, opt_state, updated = jax.tree.map(partial(_select, good), changed, unchanged)
             else:
                 params, opt_state, updated = jax.lax.cond(good, update, skip, params, opt_state)
         bad = 1 - good.astype(jnp.int32)

@@ -108,3 +108,24 @@ mistakes(
     ("(before.scale > 1) & (cfg.interval is not None)", "(before.scale > 1)",
      "training/test_loss_scale.py -k cannot_be_halved"),
 )  # fmt: skip
+
+OFFLOAD = "training/test_offload.py"
+
+mistakes(
+    "step", "training/features/offload.py", OFFLOAD,
+    ('and not path.startswith("average/")', "", OFFLOAD + " -k moments"),
+    ("if leaf.ndim and f", "if f", OFFLOAD + " -k moments"),
+    ("kept = jnp.where(good, array, old[path])", "kept = array", OFFLOAD + " -k bad_step"),
+    ("old = {path: before[path] for path in flatten(template)}",
+     "old = {path: new[path] for path in flatten(template)}", OFFLOAD + " -k 'run_with_offload and data2'"),
+    ("if total + size > largest:", "if total + size >= largest:", OFFLOAD + " -k groups"),
+    ("grads, _ = clip.update(grads, clip.init(params))", "", OFFLOAD + " -k 'run_with_offload and data2'"),
+    ("if HOST not in kinds:", "if not kinds:", OFFLOAD + " -k refused"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/assemble.py", OFFLOAD,
+    ("if not updates_are_bounded(recipe.optim, recipe.train.steps):", "if False:", OFFLOAD + " -k refused"),
+    ("unclipped = recipe._replace(optim=replace(recipe.optim, clip_norm=None))", "unclipped = recipe",
+     OFFLOAD + " -k 'run_with_offload and data2'"),
+)  # fmt: skip
