@@ -135,6 +135,7 @@ def place_arguments(lowered: jax.stages.Lowered, state: TrainState, job: Job) ->
     on_host = _host_paths(job, state)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     with module.context:
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
         changed = []
