@@ -11,7 +11,15 @@ from jaxstack.config.data import DataConfig, SourceConfig, WeightChange
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.experts import MoEConfig
-from jaxstack.config.model import DeltaConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling, StateSpaceConfig
+from jaxstack.config.model import (
+    DeltaConfig,
+    LatentConfig,
+    LoraConfig,
+    ModelConfig,
+    PredictionConfig,
+    RopeScaling,
+    StateSpaceConfig,
+)
 from jaxstack.config.parallel import DistributedConfig, KernelsConfig, MeshConfig, PipelineConfig
 from jaxstack.config.run import SEARCHED_KEYS, Config, flat, resolve, with_values
 from jaxstack.config.training import (
@@ -44,6 +52,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PipelineConfig",
+    "PredictionConfig",
     "ProfileConfig",
     "RopeScaling",
     "RunConfig",

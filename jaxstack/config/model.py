@@ -157,6 +157,24 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class PredictionConfig:
+    """Multi-token prediction: modules behind the layers that predict later tokens (DeepSeek-V3, arXiv:2412.19437)."""
+
+    depth: NonNegativeInt = 0
+    """Number of modules: module k predicts from each token the one k + 1 tokens later. 0 means next tokens only."""
+    weight: NonNegativeFloat = 0.1
+    """Factor of their mean loss in the objective."""
+
+    def __post_init__(self) -> None:
+        check_bounds("model.mtp", self)
+        require(
+            self.depth > 0 or self.weight == 0.1,
+            f"model.mtp.weight={self.weight} is for modules that predict later tokens, but model.mtp.depth=0. Set "
+            f"depth, or leave weight out.",
+        )
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """Layers of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), which have a state in place of a KV cache.
 
@@ -370,6 +388,8 @@ class ModelConfig:
     """Layers of the gated delta rule between layers with attention (Qwen3-Next)."""
     ssm: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """State-space layers in place of attention, in all layers or in some (Mamba-2, Granite 4)."""
+    mtp: PredictionConfig = field(default_factory=PredictionConfig)
+    """A second loss, of tokens after the next one (DeepSeek-V3)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -387,6 +407,10 @@ class ModelConfig:
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of attention have a bias without `bias`: queries, keys and values (Qwen 2), or also the
     output."""
+    mlp_bias: bool = False
+    """Add a bias to the projections of the MLP, also without `bias` (GPT-J)."""
+    head_bias: bool = False
+    """Add a bias to the logits, one number for each token of the vocabulary (GPT-J)."""
     tied_embeddings: bool = False
     """Use the transposed embedding as the output head."""
     embedding_scale: bool = False
@@ -412,8 +436,7 @@ class ModelConfig:
         check_bounds("model", self)
         require(self.num_layers <= 10_000, f"model.num_layers={self.num_layers} is more than 10000. Use fewer layers.")
         self._check_heads()
-        self._check_latent()
-        self._check_states()
+        self._check_kinds_of_layers()
         self._check_windows()
         self._check_norms()
         require(
@@ -439,6 +462,7 @@ class ModelConfig:
             f"model.label_pooling={self.label_pooling} is for labels of sequences. Name them in model.labels, with "
             f"model.label_each=sequence, or use model.label_pooling=first.",
         )
+        self._check_biases()
         require(
             not (self.bias and self.moe.num_experts),
             "model.bias=true is for dense layers, but model.moe.num_experts is not 0. Use model.bias=false, and "
@@ -450,9 +474,9 @@ class ModelConfig:
             f"model.gated=true and model.activation=silu.",
         )
         require(
-            self.activation != "xielu" or not (self.gated or self.bias or self.moe.num_experts),
+            self.activation != "xielu" or not (self.gated or self.bias or self.mlp_bias or self.moe.num_experts),
             "model.activation=xielu is for an MLP of two projections. Use it with model.gated=false and without "
-            "model.bias and experts.",
+            "model.bias, model.mlp_bias and experts.",
         )
         require(
             self.clip_qkv is None or not self.latent.kv_rank,
@@ -460,13 +484,28 @@ class ModelConfig:
             f"Use one of them.",
         )
         require(
+            not (self.base_width and self.embedding_scale),
+            f"model.embedding_scale=true lets embeddings grow with the width, but model.base_width={self.base_width} "
+            f"needs embeddings of one size at every width. Use model.embedding_scale=false, or leave base_width null.",
+        )
+
+    def _check_biases(self) -> None:
+        """Checks the biases of parts of the model."""
+        require(
             not self.bias or self.attention_bias == "none",
             f"model.attention_bias={self.attention_bias} is a part of model.bias=true. Use one of them.",
         )
         require(
-            not (self.base_width and self.embedding_scale),
-            f"model.embedding_scale=true lets embeddings grow with the width, but model.base_width={self.base_width} "
-            f"needs embeddings of one size at every width. Use model.embedding_scale=false, or leave base_width null.",
+            not self.bias or not self.mlp_bias,
+            "model.mlp_bias=true is a part of model.bias=true. Use one of them.",
+        )
+        require(
+            not (self.mlp_bias and self.moe.num_experts),
+            "model.mlp_bias=true is for dense layers, but model.moe.num_experts is not 0. Use model.mlp_bias=false.",
+        )
+        require(
+            not (self.head_bias and self.tied_embeddings),
+            "model.head_bias=true needs a head of its own, but model.tied_embeddings=true. Use one of them.",
         )
 
     def _check_norms(self) -> None:
@@ -527,6 +566,11 @@ class ModelConfig:
             f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}, but every key "
             f"head must serve the same number of query heads. Use a divisor.",
         )
+
+    def _check_kinds_of_layers(self) -> None:
+        self._check_latent()
+        self._check_states()
+        self._check_prediction()
 
     def _check_latent(self) -> None:
         latent = self.latent
@@ -614,6 +658,33 @@ class ModelConfig:
         )
         self._check_without_mlp()
 
+    def _check_prediction(self) -> None:
+        """Checks the switches of models whose modules predict later tokens."""
+        if not self.mtp.depth:
+            return
+        depth = f"model.mtp.depth={self.mtp.depth}"
+        require(
+            not self.states_key,
+            f"{depth} has modules with attention, but {self.states_key} makes units of layers. Use model.mtp.depth=0.",
+        )
+        require(
+            self.positions != "learned",
+            f"{depth} has modules that read embeddings without positions, but model.positions=learned adds them. Use "
+            f"model.positions=rope.",
+        )
+        for name, usual in (("embedding_multiplier", 1), ("head_scale", 1), ("base_width", None)):
+            value = getattr(self, name)
+            require(
+                value == usual,
+                f"model.{name}={value} is not known to the modules of {depth}. Leave {name} out, or use "
+                f"model.mtp.depth=0.",
+            )
+        require(
+            not self.lora.rank and not self.reward_head,
+            f"{depth} is trained with the whole model, but model.lora.rank={self.lora.rank} and "
+            f"model.reward_head={str(self.reward_head).lower()} train a part of it. Use model.mtp.depth=0.",
+        )
+
     def _check_without_mlp(self) -> None:
         """Checks the switches of layers that have no MLP."""
         none = "model.ssm.mlp=false has no MLP"
@@ -622,12 +693,12 @@ class ModelConfig:
             f"model.moe.num_experts={self.moe.num_experts} puts experts in place of the MLP, but {none}. Use "
             f"model.moe.num_experts=0.",
         )
-        for name in ("post_norm", "pre_norm", "parallel", "residual_multiplier", "d_ff"):
+        for name in ("post_norm", "pre_norm", "parallel", "residual_multiplier", "d_ff", "mlp_bias"):
             value = getattr(self, name)
             usual = getattr(ModelConfig, name)
             require(
                 self.ssm.mlp or value == usual,
-                f"model.{name}={value} is for layers with an MLP, but {none}. Leave it out.",
+                f"model.{name}={str(value).lower()} is for layers with an MLP, but {none}. Leave it out.",
             )
 
     def _check_windows(self) -> None:

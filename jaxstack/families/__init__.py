@@ -14,6 +14,7 @@ import numpy as np
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
+from jaxstack.families.token_prediction import with_prediction_loss, with_token_prediction
 from jaxstack.features.adapters import with_adapters
 from jaxstack.features.experts import with_experts
 from jaxstack.features.latent_attention import with_latent_attention
@@ -60,6 +61,8 @@ def register_family(name: str, family: Family, objective: Objective | None = Non
 def of(cfg: ModelConfig) -> Family:
     """Returns the family of a model, with the features of the model."""
     family = FAMILIES[cfg.family]
+    if cfg.mtp.depth:
+        family = with_token_prediction(family)
     if cfg.family == "decoder" and (cfg.embedding_multiplier != 1 or cfg.head_scale != 1):
         family = with_scales(family)
     if needed(cfg):
@@ -88,6 +91,8 @@ def of(cfg: ModelConfig) -> Family:
         family = with_plain_norms(family)
     if cfg.reward_head:
         family = with_reward_head(family)
+    if cfg.mtp.depth:
+        family = with_prediction_loss(family)
     return family
 
 
@@ -129,6 +134,8 @@ def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     if len(stacks) > 1:
         cut = any(parts[1:] for parts in cfg.expert_segments.values())
         why = "model.moe.layers" if cut else f"model.family={cfg.family}"
+        if cfg.mtp.depth:
+            why = f"model.mtp.depth={cfg.mtp.depth}"
         raise ConfigError(
             f"{why} gives the model {len(stacks)} stacks of layers ({', '.join(stacks)}), and this needs one. Use a "
             f"model with one stack, or leave this out."

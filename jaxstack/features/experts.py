@@ -59,7 +59,9 @@ def spec_with_experts(family: Family, cfg: ModelConfig) -> Spec:
 
 
 def segments_of(cfg: ModelConfig, name: str, stacked: Stack) -> tuple[Segment, ...]:
-    """Returns the stacks into which a stack is cut by `moe.layers`."""
+    """Returns the stacks into which a stack is cut by `moe.layers`. Modules of prediction are like the last layer."""
+    if name == "mtp":
+        return segments(name, cfg.has_experts[-1:] * stacked.depth)
     has = cfg.moe.layers.of_stack(stacked.depth, encoder=name == "encoder")
     return segments(name, has, stacked.period)
 

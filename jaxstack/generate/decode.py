@@ -23,6 +23,7 @@ from jaxstack.config import ModelConfig, SampleConfig
 from jaxstack.data import Dataset, Tokenizer
 from jaxstack.data.prompts import held_out_prompts
 from jaxstack.data.tokenizers import encode_prompt
+from jaxstack.families.token_prediction import trunk_params, without_prediction
 from jaxstack.generate import beam_search, sampling
 from jaxstack.generate.continuous import continue_in_turn
 from jaxstack.generate.engine import (
@@ -72,7 +73,7 @@ def make_generate(
     Raises (when run):
       ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
     """
-    cfg = dropless(cfg)
+    cfg = without_prediction(dropless(cfg))
     ctx = (ctx or Context()).whole_sequences()
     ids = vocabulary or cfg.vocab
 
@@ -93,7 +94,9 @@ def make_generate(
             return [list(prompt) for prompt in prompts]
         filled = fill_rows(prompts, ctx)
         tokens, first = align_rows(filled)
-        added, lengths = jax.device_get(compiled(params, tokens, first, row_seeds(filled), np.uint32(seed)))
+        added, lengths = jax.device_get(
+            compiled(trunk_params(params), tokens, first, row_seeds(filled), np.uint32(seed))
+        )
         return [[*prompt, *row[:length].tolist()] for prompt, row, length in zip(prompts, added, lengths, strict=False)]
 
     return run

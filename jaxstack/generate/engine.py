@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxstack import families
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig, SampleConfig
+from jaxstack.families.token_prediction import trunk_params, without_prediction
 from jaxstack.generate import in_turn, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.pair_cache import CachedModel
@@ -393,7 +394,7 @@ class Engine:
     @classmethod
     def without_params(cls, cfg: ModelConfig, **options: Unpack[GenerateOptions]) -> "Engine":
         """Returns an engine for `with_params`; see `create`."""
-        cfg = dropless(cfg)
+        cfg = without_prediction(dropless(cfg))
         ctx = (options.get("ctx") or Context()).whole_sequences()
         return cls(cfg, ctx, options.get("gate"), options.get("vocabulary") or cfg.vocab, {})
 
@@ -401,6 +402,7 @@ class Engine:
         """Returns the engine with other parameters of the model, and with the programs that this one compiles."""
         cfg = self.cfg
         ctx = self.ctx
+        params = trunk_params(params)
         if ctx.dtype == jnp.float32 and (ctx.ops.decode == "scan" or ctx.layout.pipeline is not None):
             return replace(self, params=params)  # they are used as they are
 

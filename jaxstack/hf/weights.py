@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxstack.config import ConfigError
 from jaxstack.config.expert_layers import order, stack_of
+from jaxstack.features import xielu
 from jaxstack.hf.tensor_layout import Index, TensorLayout
 from jaxstack.models.params import Param, Spec, flat_spec, without_padding
 
@@ -170,6 +172,27 @@ def _neox() -> WeightMap:
     for path, name in linear.items():
         rows[f"layers/{path.format('w')}"] = (f"{name}.weight", TRANSPOSED)
         rows[f"layers/{path.format('b')}"] = (f"{name}.bias", SAME)
+    return _norm_biases(rows)
+
+
+def _gptj() -> WeightMap:
+    """Returns the weight map of GPT-J, which has biases in norms, MLP and head, and none in attention."""
+    layer = "transformer.h.{}"
+    biased = {
+        "layers/mlp/{}_up": f"{layer}.mlp.fc_in",
+        "layers/mlp/{}_down": f"{layer}.mlp.fc_out",
+    }
+    rows: WeightMap = {
+        "embedding/tokens": ("transformer.wte.weight", SAME),
+        "layers/attention_norm/scale": (f"{layer}.ln_1.weight", SAME),
+        **{f"layers/attention/w_{x}": (f"{layer}.attn.{x}_proj.weight", TRANSPOSED) for x in "qkv"},
+        "layers/attention/w_o": (f"{layer}.attn.out_proj.weight", TRANSPOSED),
+        **{path.format("w"): (f"{name}.weight", TRANSPOSED) for path, name in biased.items()},
+        **{path.format("b"): (f"{name}.bias", SAME) for path, name in biased.items()},
+        "final_norm/scale": ("transformer.ln_f.weight", SAME),
+        "head/w": ("lm_head.weight", TRANSPOSED),
+        "head/bias": ("lm_head.bias", SAME),
+    }
     return _norm_biases(rows)
 
 
@@ -355,6 +378,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     "olmo": _without(LLAMA, *_READ_NORMS, "final_norm/scale"),
     "falcon": _falcon(),
+    "gptj": _gptj(),
     "apertus": _apertus(),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
     **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),
@@ -408,10 +432,13 @@ COPIES = {
 
 BUFFERS = (
     r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids|(.*\.)?pooler\..*"
-    r"|cls\.seq_relationship\..*|.*\.act_fn\.(beta|eps)"
+    r"|cls\.seq_relationship\..*"
 )
-"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, BERT's heads for sentences, and
-constants of xIELU."""
+"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, and BERT's heads for sentences."""
+
+CONSTANTS = {"apertus": {"model.layers.{}.mlp.act_fn.beta": xielu.BETA, "model.layers.{}.mlp.act_fn.eps": xielu.LAST}}
+"""Numbers of each layer that files hold in bfloat16, although every model of the family has the same ones. Where a file
+lacks them, `transformers` computes with what its memory held before."""
 
 CLASSIFIERS = {
     "bert": ("bert.pooler.dense", "classifier"),
@@ -668,6 +695,12 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
             tensor = found.setdefault(layout.name(name, at), HFTensor(layout.shape(p), []))
             tensor.sources.append((path, layout, at))
     return found
+
+
+def constants(family: str, layers: int) -> dict[str, float]:
+    """Returns the tensors without axes that each layer of the family has, by name; see `CONSTANTS`."""
+    rows = CONSTANTS.get(family, {}).items()
+    return {name.format(i): float(jnp.bfloat16(value)) for i in range(layers) for name, value in rows}
 
 
 def read_param(

@@ -49,6 +49,7 @@ CHARTS = (
     Chart("noise_scale_tokens", "Gradient noise scale (tokens, critical batch size, log scale)", scale="log"),
     Chart("peak_bytes_in_use", "Peak memory of the fullest device (GiB)", 2**-30, "zero", noisy=False),
     Chart("padding", "Padding (% of the tokens of a batch)", 100, "zero"),
+    Chart("mtp_loss", "Loss of tokens after the next one (nats per token, mean of modules)"),
     Chart("moe_load_max_over_mean", "Router load (busiest expert over the mean, worst layer)"),
     Chart("moe_dropped_fraction", "Dropped pairs of token and expert (%)", 100, "zero"),
     Chart("moe_entropy", "Router entropy (nats per token, mean of layers)"),

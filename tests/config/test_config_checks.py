@@ -98,6 +98,7 @@ def mixed(*sources, **changes):
 
 COMPLETIONS = {"data.source": "preferences", "data.path": "x", "run.init_from": "x"}
 DELTA = {"model.delta.every": 2}
+MTP = {"model.mtp.depth": 1}
 STATES = {"model.ssm.layers": (True, False)}
 MAMBA = {"model.ssm.layers": (True,), "model.ssm.mlp": False, "model.positions": "none"}
 XIELU = {"model.activation": "xielu", "model.gated": False}
@@ -169,6 +170,13 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (DELTA | MOE | {"model.moe.layers.first": 2}, MOE | {"model.moe.layers.first": 2}),
     (DELTA | SIGMOID, DELTA | MOE),
     (DELTA | {"model.base_width": 64}, {"model.base_width": 64}),
+    ({"model.mtp.weight": 0.3}, MTP | {"model.mtp.weight": 0.3}),
+    (MTP | DELTA, DELTA),
+    (MTP | {"model.positions": "learned"}, {"model.positions": "learned"}),
+    (MTP | {"model.embedding_multiplier": 2.0}, {"model.embedding_multiplier": 2.0}),
+    (MTP | {"model.lora.rank": 4, "run.init_from": "x"}, {"model.lora.rank": 4, "run.init_from": "x"}),
+    (MTP | {"mesh.pipe": 2}, {"mesh.pipe": 2}),
+    (MTP | COMPLETIONS, COMPLETIONS),
     (DELTA | {"model.attention_bias": "all"}, {"model.attention_bias": "all"}),
     (DELTA | {"mesh.pipe": 2}, DELTA | {"mesh.pipe": 2, "sample.prompts": ()}),
     (DELTA | {"mesh.context": 2, "data.seq_len": 8}, DELTA | {"mesh.context": 2, "data.seq_len": 12}),
@@ -188,6 +196,11 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.norm_weights": False, "model.norm_unit_offset": True}, {"model.norm_weights": False}),
     (XIELU | {"model.gated": True}, XIELU),
     (LATENT | {"model.clip_qkv": 8.0}, {"model.clip_qkv": 8.0}),
+    ({"model.bias": True, "model.mlp_bias": True}, {"model.mlp_bias": True}),
+    (MOE | {"model.mlp_bias": True}, {"model.mlp_bias": True}),
+    (MAMBA | {"model.mlp_bias": True}, STATES | {"model.mlp_bias": True}),
+    (XIELU | {"model.mlp_bias": True}, XIELU),
+    ({"model.head_bias": True, "model.tied_embeddings": True}, {"model.head_bias": True}),
     (DYNAMIC | {"data.seq_len": 513}, DYNAMIC | {"data.seq_len": 512}),
     (DYNAMIC | {"model.rope_scaling.long_context": True, "model.rope_scaling.kind": "yarn"},
      DYNAMIC | {"model.rope_scaling.long_context": True, "data.seq_len": 1024}),
@@ -411,7 +424,10 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"distill.weight": 1.1}, {"distill.weight": 0.1}),
     ({"distill.temperature": 0.0}, {"distill.temperature": 0.1}),
     ({"distill.top_tokens": 0}, {"distill.top_tokens": 1}),
-    (ENCODER | {"distill.teacher": "RUN"}, ENCODER),
+    (TOWERS | {"distill.teacher": "RUN"}, ENCODER | {"distill.teacher": "RUN"}),
+    (DIT | {"distill.teacher": "RUN", "distill.temperature": 2.0}, DIT | {"distill.teacher": "RUN"}),
+    ({"distill.teacher": "RUN", "data.domains": ("a",), "data.buckets": "auto"},
+     {"distill.teacher": "RUN", "data.domains": ("a",)}),
     ({"rl.group": 4}, PROMPTS | {"rl.group": 4}),
     (PROMPTS | {"rl.group": 1}, PROMPTS | {"rl.group": 2}),
     (PROMPTS | {"rl.group": 3}, PROMPTS | {"rl.group": 16}),
@@ -466,7 +482,6 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (COMPLETIONS | MOE | {"model.moe.router": "timestep"}, COMPLETIONS | MOE),
     ({"run.init_from": "x", "data.mixture": (SourceConfig("preferences", "a"), SourceConfig("chat", "b"))},
      {"run.init_from": "x", "data.mixture": (SourceConfig("preferences", "a"), SourceConfig("preferences", "b"))}),
-    (ENCODER | {"train.qat": "int4"}, {"train.qat": "int4"}),
     ({"train.qat": "fp8"}, {"train.qat": "fp8", "train.qat_group": None}),
     ({"train.qat": "nf4", "train.qat_group": 32}, {"train.qat": "nf4"}),
     ({"train.qat_group": 0}, {"train.qat_group": 1}),

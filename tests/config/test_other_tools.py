@@ -76,7 +76,6 @@ def test_a_word_of_another_program_gets_its_advice(flag, advice, tmp_path):
 
 
 MISSING = {
-    "multi-token prediction": "mtp",
     "offloading to the host": "offload",
     "CPU offloading": "offload",
     "Cloud Storage paths": "gcs",

@@ -64,10 +64,13 @@ ONLY = (
     Only("model.moe.layers.numbers", _EXPERT_LAYERS, "decoders and encoder-decoders", ()),
     Only("model.moe.layers.encoder_numbers", ("encoder_decoder",), "encoder-decoders", ()),
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
+    Only("model.mtp.depth", ("decoder",), "decoders", 0),
     Only("model.attention_gate", ("decoder",), "decoders", False),
     Only("model.delta.every", ("decoder",), "decoders", 0),
     Only("model.norm_weights", ("decoder",), "decoders", True),
     Only("model.clip_qkv", ("decoder",), "decoders", None),
+    Only("model.mlp_bias", ("decoder",), "decoders", False),
+    Only("model.head_bias", ("decoder",), "decoders", False),
     Only("model.ssm.layers", ("decoder",), "decoders", ()),
     Only("model.attention_sinks", ("decoder",), "decoders", False),
     *_group("diffusion", "pictures made from noise", "diffusion"),
@@ -146,6 +149,7 @@ def check_family(cfg: Groups) -> None:
         _check_ring(cfg)
     _check_experts(cfg)
     _check_rope(cfg)
+    _check_prediction(cfg)
     _check_towers(cfg)
     _check_branches(cfg)
     _check_sentences(cfg)
@@ -363,4 +367,21 @@ def _check_sentences(cfg: Groups) -> None:
         data.seq_len >= 4 * sentences.parts,
         f"data.seq_len={data.seq_len} is too short for {tasks} with up to {sentences.parts} parts of 4 tokens or more. "
         f"Raise it.",
+    )
+
+
+def _check_prediction(cfg: Groups) -> None:
+    """Checks the keys that modules which predict later tokens do not fit."""
+    if not cfg.model.mtp.depth:
+        return
+    depth = f"model.mtp.depth={cfg.model.mtp.depth}"
+    require(
+        cfg.mesh.pipe in (1, -1),
+        f"{depth} has modules that read embedding and head, which the stages of mesh.pipe={cfg.mesh.pipe} do not have. "
+        f"Use mesh.pipe=1.",
+    )
+    require(
+        cfg.aim is None,
+        f"{depth} predicts the tokens of texts, but data.source={cfg.data.source} has another objective. Use "
+        f"model.mtp.depth=0.",
     )
