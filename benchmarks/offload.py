@@ -1,13 +1,15 @@
 """Compiles training steps with the optimizer's state and residuals in the host's memory (`train.offload`) for H100 and
 TPU v5p: `python benchmarks/offload.py h100` and `python benchmarks/offload.py v5p`
 
-XLA compiles the steps of a model with 121e6 parameters ahead of time for eight chips; nothing runs. It needs
-`jax[cuda13]` or `jax[tpu]`. Further names of cases select some, and `--check` compiles nothing: it compares the bytes
-of the file with the formula of today. Writes results/offload.json and prints the table of docs/offload.md.
+XLA compiles the steps of a model with 136e6 parameters ahead of time for eight chips; nothing runs. It needs
+`jax[cuda13]` or `jax[tpu]`. Further names of cases select some, and `--check` compiles nothing: it renews the figures
+of formulas beside the compiled bytes. It also plans Llama 3 8B. Writes results/offload.json and prints the tables of
+docs/offload.md.
 """
 
 import argparse
 import json
+import math
 import os
 from typing import Any
 
@@ -18,9 +20,12 @@ if __name__ == "__main__":
 from record import RESULTS, record
 from zero import MODEL
 
+from jaxstack.cli import parser
+from jaxstack.cli.plan_target import Plan
 from jaxstack.config import Config, DataConfig, KernelsConfig, MeshConfig, TrainConfig
 from jaxstack.planner import aot, estimate, memory, offload
 from jaxstack.planner.job import Job
+from jaxstack.planner.step_time import step_time
 
 TARGETS = {"h100": "h100:1x1x8", "v5p": "v5p:2x2x2"}
 
@@ -71,8 +76,32 @@ def line(chip: str, name: str, row: dict[str, Any]) -> str:
     total = row["arguments"] + row["temporary"]
     on_host = sum(row["formula_host"].values())
     figures = (row["arguments"], total, row["formula_bytes"], row["host"], on_host, *_directions(row))
-    where, _, remat = name.partition(", ")
+    where, _, remat = name.partition(", remat ")
     return f"| {chip} | {remat} | `{where}` | {' | '.join(f'{size / 1e9:.2f}' for size in figures)} |"
+
+
+def planned(chip: str, where: str) -> dict[str, float]:
+    """Returns what the planner says of Llama 3 8B on eight chips: bytes of a device, and seconds."""
+    keys = ["--config=llama3_8b", "--mesh.data=1", "--mesh.fsdp=8", "--train.remat=full", f"--train.offload={where}"]
+    plan = Plan(parser.read_arguments(["plan", "memory", f"--target={chip}:8", *keys]))
+    job = plan.job
+    time = step_time(job, plan.limits)
+    waits = math.fsum(seconds for name, seconds in time.exposed.items() if "host" in name)
+    copies = math.fsum(each[name] for each in (time.exposed, time.hidden) for name in each if "host" in name)
+    return {
+        "memory": round(sum(estimate.memory(job, *estimate.abstract_inputs(job)).values())),
+        "host": round(sum(estimate.host_memory(job, job.state).values())),
+        "copied_each_way": round(sum(estimate.host_traffic(job).values())),
+        "copying_s": copies,
+        "waiting_s": waits,
+        "step_s": time.total,
+    }
+
+
+def plan_line(chip: str, where: str, row: dict[str, float]) -> str:
+    """Returns the row of the table for a plan."""
+    sizes = " | ".join(f"{row[name] / 1e9:.1f}" for name in ("memory", "host", "copied_each_way"))
+    return f"| {chip} | `{where}` | {sizes} | {row['copying_s']:.2f} | {row['waiting_s']:.2f} | {row['step_s']:.1f} |"
 
 
 def _directions(row: dict[str, Any]) -> tuple[int, int]:
@@ -80,13 +109,15 @@ def _directions(row: dict[str, Any]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("chip", choices=TARGETS)
-    parser.add_argument("names", nargs="*", help="cases; default: all")
-    parser.add_argument("--check", action="store_true", help="compile nothing")
-    arguments = parser.parse_args()
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("chip", choices=TARGETS)
+    words.add_argument("names", nargs="*", help="cases; default: all")
+    words.add_argument("--check", action="store_true", help="compile nothing")
+    arguments = words.parse_args()
     path = RESULTS / "offload.json"
-    cases = json.loads(path.read_text())["cases"] if path.exists() else {chip: {} for chip in TARGETS}
+    found = json.loads(path.read_text()) if path.exists() else {}
+    cases = found.get("cases", {chip: {} for chip in TARGETS})
+    plans = found.get("llama3_8b", {})
     chip = arguments.chip
     for name in arguments.names or CASES:
         if not arguments.check:
@@ -94,4 +125,8 @@ if __name__ == "__main__":
         if name in cases[chip]:
             cases[chip][name] |= formula(CASES[name], chip)
             print(line(chip, name, cases[chip][name]), flush=True)
-            record("offload", {"device": f"compiled for {', '.join(TARGETS.values())}", "cases": cases})
+    plans[chip] = {where: planned(chip, where) for where in ("none", "optimizer", "residuals", "both")}
+    for where, row in plans[chip].items():
+        print(plan_line(chip, where, row))
+    device = f"compiled for {', '.join(TARGETS.values())}"
+    record("offload", {"device": device, "cases": cases, "llama3_8b": plans})

@@ -29,8 +29,6 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     Raises:
       ConfigError: mesh, pipeline, kernels or watched names do not fit the model or the devices.
     """
-    import jax
-
     from jaxstack import sharding
     from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, memory, pipeline_costs
@@ -41,6 +39,7 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     from jaxstack.training.state import Recipe, abstract_state
 
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
+    on_host = check_memory(cfg.train, mesh.local_devices)
     ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(Recipe.of(cfg), ctx)
     job = Job(cfg, ctx)
@@ -49,8 +48,7 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     if ctx.layout.pipeline is not None:
         pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
         ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))
-    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    warnings = tuple(filter(None, (warning, check_memory(cfg.train, local))))
+    warnings = tuple(line for line in (warning, on_host) if line is not None)
     watched = watched_of(cfg.model, cfg.debug.patterns, cfg.data, cfg.train.dtype)
     return Setup(cfg, dataset, mesh, ctx, abstract, watched, warnings, split)
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jaxstack import families
 from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.bounds import require
 from jaxstack.config.checks.buckets import require_lengths
+from jaxstack.features import host_residuals
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.models.context import Context
@@ -44,9 +44,8 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
     segments = cfg.has_segments, cfg.data.known_documents
     ops = make_ops(cfg.model, cfg.kernels, cfg.train, *segments, layout, platform, device)
-    train = cfg.train
-    dtype = jnp.dtype(train.dtype)
-    return Context(layout, ops, dtype=dtype, remat=train.remat, residuals_on_host=train.offloads_residuals)
+    ctx = Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
+    return replace(ctx, checkpoint=host_residuals.checkpoint) if cfg.train.offloads_residuals else ctx
 
 
 def make_layout(
@@ -103,9 +102,8 @@ def make_ops(
     )
     codes = kernels.decode_scheme
     ops = Ops(quant=train.quant, decode_weights=codes, max_documents=max_documents)
-    in_turn: dict[str, Any] = {"update": "in_turn"} if train.offloads_optimizer else {}
     if platform is None:
-        return replace(ops, **in_turn)
+        return ops
     mesh = layout.mesh
     assert mesh is not None
     known = {"dtype": jnp.dtype(train.dtype), "compute_capability": getattr(device, "compute_capability", None)}
@@ -126,7 +124,7 @@ def make_ops(
             "decode": (too_long or layout.gathers_params) and not (codes is not None and mesh.size == 1),
         }
         chosen |= {op: "scan" for op, wanted in looped.items() if wanted and getattr(kernels, op) == "auto"}
-    return replace(ops, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen | in_turn)
+    return replace(ops, platform=platform, loss_chunk=CHUNK_TOKENS[platform], **chosen)
 
 
 def pipeline_program(

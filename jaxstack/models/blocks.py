@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import Offloadable, checkpoint_name
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
@@ -374,25 +374,6 @@ REMAT_POLICIES = {
 }
 """The policy of `jax.checkpoint` for each value of `train.remat`."""
 
-LAYER_INPUT = "layer_input"
-"""The name of a layer's input, which is the only residual of `train.remat=full`."""
-
-STATISTICS = ("attention_lse", "norm_mean", "norm_inverse")
-"""Names of residuals that are small, a number for each token or head, and stay on the device."""
-
-
-def _on_host(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a policy that stores the inputs of layers and what `policy` saves in the host's memory."""
-
-    def stored(primitive: Any, *avals: Any, **params: Any) -> Any:
-        name = params.get("name")
-        if name != LAYER_INPUT and not policy(primitive, *avals, **params):
-            return False
-        return True if name in STATISTICS else Offloadable("device", "pinned_host")
-
-    return stored
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -408,10 +389,7 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
         return f
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # `jax.checkpoint` would trace what runs eagerly
         return f
-    policy = REMAT_POLICIES[ctx.remat]
-    if ctx.residuals_on_host:
-        policy = _on_host(policy)
-    return jax.checkpoint(f, policy=policy, prevent_cse=not in_loop)  # type: ignore[return-value]
+    return ctx.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)
 
 
 def group_layers(period: int, stacked: Tree) -> list[Tree]:
@@ -469,8 +447,6 @@ def scan_stack(
 
     def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
         stacked, cache, index = scanned
-        if ctx.residuals_on_host:
-            x = checkpoint_name(x, LAYER_INPUT)
         weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.period)]
         return stack.step(cfg, ctx, stack, weights, x, index, of_layer(), cache)
 

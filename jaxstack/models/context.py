@@ -39,7 +39,7 @@ class Context:
       ops: the implementation that runs each op.
       dtype: dtype of activations, and of matrices in matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
-      residuals_on_host: whether what is not recomputed is stored in the host's memory until the backward pass.
+      checkpoint: `jax.checkpoint`, or a function with its arguments that stores what it saves elsewhere.
       observer: measures activations of the layers. `None` measures nothing: the program is then the same.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
       values: collects the named values of a layer, see `collecting`. `None` outside of what collects them.
@@ -50,7 +50,7 @@ class Context:
     ops: Ops = field(default_factory=Ops)
     dtype: Any = jnp.float32
     remat: Literal["none", "selective", "dots", "full"] = "none"
-    residuals_on_host: bool = False
+    checkpoint: Callable[..., Any] = jax.checkpoint
     observer: Observer | None = None
     placement: Placement | None = None
     values: Aux | None = field(default=None, compare=False, repr=False)

@@ -38,8 +38,7 @@ class Ops:
       attention, linear, norm, gelu, cross_entropy: implementation of each op in `jaxstack.kernels`.
       moe: implementation of the experts' matmuls, see `jaxstack.moe.MoEOptions`.
       layers: how the layers of a training step run: `scan`, or `unrolled`, which compiles each of them.
-      update: how a bad step is skipped: `branch`, or `select` after an update that always runs. `in_turn` is `select`
-        where the optimizer selects its own state, given whether the step is good.
+      update: how a bad step is skipped: `branch`, or `select` after an update that always runs.
       decode: how a new token runs through the layers: `scan`, or `unrolled` with a copy of each layer's weights.
       decode_weights: format of these copies on one device, see `jaxstack.config.KernelsConfig`; `None` means floats.
       codes: how matrices that are kept as codes are multiplied.
@@ -56,7 +55,7 @@ class Ops:
     cross_entropy: str = "xla"
     moe: str = "ragged"
     layers: Literal["scan", "unrolled"] = "scan"
-    update: Literal["branch", "select", "in_turn"] = "branch"
+    update: Literal["branch", "select"] = "branch"
     decode: Literal["scan", "unrolled"] = "scan"
     decode_weights: Scheme | None = None
     codes: str = "xla"

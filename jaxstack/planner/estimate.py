@@ -166,6 +166,7 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
         waiting = 0 if job.ctx.layout.pipeline.loss_follows_forward else job.ctx.layout.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
+    on_device = offload.residual_layers(job, layers)
     in_head = _head_bytes(job, weights, acts)
     in_layer = _layer_bytes(job, weights, acts)
     if _pipelines_collectives(job.ctx):
@@ -175,7 +176,7 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         if job.ctx.ops.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
             in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
-        in_layer = max(in_layer, 4 * weights.trained - layers * saved)
+        in_layer = max(in_layer, 4 * weights.trained - on_device * saved)
     if t.remat == "dots":
         in_layer += 4 * acts.statistics
     if job.ctx.layout.pipeline is None and t.grad_accum == 1:
@@ -183,7 +184,6 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
     work_of = WORK
-    on_device = offload.residual_layers(job, layers)
     in_update = _muon_bytes(job, weights.trained) - gradients - on_device * saved - cast
     if in_update > work:
         work = in_update
@@ -211,10 +211,19 @@ def _exact_parts(job: Job, state: TrainState, batch: Batch) -> dict[str, float]:
 
 def host_memory(job: Job, state: TrainState) -> dict[str, float]:
     """Returns the bytes that a device needs in its host's memory, by purpose (`train.offload`)."""
-    found = {"optimizer state": offload.host_state_bytes(job, state)}
+    found = {EXACT[1]: offload.host_state_bytes(job, state)}
     if job.train.offloads_residuals and offload.has_host_memory(job):
         found |= residuals(job)
     return {name: size for name, size in found.items() if size}
+
+
+def host_traffic(job: Job) -> dict[str, float]:
+    """Returns the bytes that a device copies to its host in a step, by purpose. It copies as many back."""
+    state = EXACT[1]
+    return {
+        name: size * (1 if name == state else job.train.grad_accum)
+        for name, size in host_memory(job, job.state).items()
+    }
 
 
 def residuals(job: Job) -> dict[str, float]:

@@ -86,9 +86,9 @@ def memory_figures(job: Job) -> list[Figure]:
 
 
 def host_figures(job: Job) -> list[Figure]:
-    """Returns the bytes that a device needs in its host's memory, and those that it copies there in a step."""
-    found = [Figure(name, size) for name, size in estimate.host_memory(job, job.state).items()]
-    return [replace(figure, formula="{size:.12g} bytes", terms={"size": figure.value}) for figure in found]
+    """Returns the bytes that a device needs in its host's memory, by purpose."""
+    sizes = estimate.host_memory(job, job.state).items()
+    return [Figure(name, size, "{size:.12g} bytes", {"size": size}) for name, size in sizes]
 
 
 def _state_bytes(state: TrainState) -> float:
@@ -271,6 +271,15 @@ def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
     return [
         Figure(f"{axes}, {where}", size, "{size:.8g} bytes, {rate:.6g} bytes/s", {"size": size, "rate": rate})
         for (axes, where, rate), size in sent.items()
+    ]
+
+
+def copy_figures(job: Job, limits: ChipLimits) -> list[Figure]:
+    """Returns the bytes that a device copies to its host in a step, by purpose. It copies as many back."""
+    formula = "{size:.12g} bytes in each direction, {rate:.6g} bytes/s"
+    rate = offload.host_rate(limits.name) if job.train.offload != "none" else 0.0
+    return [
+        Figure(name, size, formula, {"size": size, "rate": rate}) for name, size in estimate.host_traffic(job).items()
     ]
 
 

@@ -15,8 +15,7 @@ from jaxstack.models import params as parameters
 from jaxstack.planner import shards
 from jaxstack.planner.hlo_text import Instruction, bytes_of, computations_of, dims, runs_of
 from jaxstack.planner.job import Job
-from jaxstack.training.features import offload
-from jaxstack.training.state import TrainState
+from jaxstack.training.state import HOST, TrainState, host_paths
 
 IN_FLIGHT = 2
 """Layers whose residuals are on the device: those that are copied and those that are computed or read."""
@@ -52,7 +51,8 @@ def host_state_bytes(job: Job, state: TrainState) -> float:
 
 def group_bytes(job: Job, state: TrainState) -> float:
     """Returns the bytes of the optimizer's state that the update of one group copies to the device."""
-    sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
+    trained, _ = parameters.partition(families.spec(job.model), state.params)
+    sizes = [leaf.size for leaf in jax.tree.leaves(trained)]
     return host_state_bytes(job, state) * max(sizes) / sum(sizes)
 
 
@@ -61,25 +61,23 @@ def residual_layers(job: Job, layers: float) -> float:
     return min(IN_FLIGHT, layers) if job.train.offloads_residuals and has_host_memory(job) else layers
 
 
-def host_seconds(copied: float, chip: str) -> float:
-    """Returns the time in which a device copies bytes to its host, or from there.
+def host_rate(chip: str) -> float:
+    """Returns the bytes/s that a device copies to its host, and as many from there.
 
     Raises:
       ConfigError: no source says how fast the chip does.
     """
-    if not copied:
-        return 0.0
     if chip not in HOST_BANDWIDTH:
         raise ConfigError(
             f"train.offload copies to the host, but no source says how fast {chip} does. Use train.offload=none, or "
             f"another chip: {', '.join(HOST_BANDWIDTH)}."
         )
-    return copied / HOST_BANDWIDTH[chip][0]
+    return HOST_BANDWIDTH[chip][0]
 
 
 def _host_paths(job: Job, state: TrainState) -> set[str]:
     trained, _ = parameters.partition(families.spec(job.model), families.spec(job.model))
-    return offload.host_paths(state.opt_state, tuple(parameters.flat_spec(trained)))
+    return host_paths(state.opt_state, tuple(parameters.flat_spec(trained)))
 
 
 def host_copies(text: str, trip_counts: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -141,7 +139,7 @@ def place_arguments(lowered: jax.stages.Lowered, state: TrainState, job: Job) ->
         changed = []
         for index, attributes in enumerate(main.attributes["arg_attrs"]):
             path = path_of(leaves[index][0]) if index < len(leaves) else ""
-            kind = offload.HOST if path.removeprefix("opt_state/") in on_host else "device"
+            kind = HOST if path.removeprefix("opt_state/") in on_host else "device"
             entries = ir.DictAttr(attributes)
             named = {entries[k].name: entries[k].attr for k in range(len(entries))}
             named["mhlo.memory_kind"] = ir.StringAttr.get(kind)

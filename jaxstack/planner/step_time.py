@@ -25,7 +25,7 @@ from jaxstack.planner import estimate, rates, shards
 from jaxstack.planner.estimate import split_of
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
-from jaxstack.planner.offload import host_seconds
+from jaxstack.planner.offload import host_rate
 from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
@@ -374,17 +374,18 @@ def _copies(job: Job, limits: ChipLimits, forward: float, backward: float) -> di
     Residuals are copied to the host during the forward pass of the layers, and back during their backward pass. The
     update waits for the optimizer's state, which is copied in both directions at the same time.
     """
-    found: dict[str, tuple[float, float]] = {}
     if job.train.offload == "none":
-        return found
-    state = host_seconds(estimate.host_memory(job, job.state).get("optimizer state", 0.0), limits.name)
-    if state:
-        found["optimizer state from and to the host"] = (state, state)
-    if job.train.offloads_residuals:
-        size = math.fsum(estimate.residuals(job).values()) * job.train.grad_accum
-        each = host_seconds(size, limits.name)
-        found["residuals to and from the host"] = (2 * each, max(0.0, each - forward) + max(0.0, each - backward))
-    return found
+        return {}
+    sizes = estimate.host_traffic(job)
+    rate = host_rate(limits.name)
+    state = sizes.pop(estimate.EXACT[1], 0.0) / rate
+    each = math.fsum(sizes.values()) / rate
+    waits = max(0.0, each - forward) + max(0.0, each - backward)
+    found = {
+        "optimizer state from and to the host": (state, state),
+        "residuals to and from the host": (2 * each, waits),
+    }
+    return {name: seconds for name, seconds in found.items() if seconds[0]}
 
 
 WEIGHTS = ("weights", "weights, network")

@@ -7,14 +7,12 @@ A loss of your own is an argument of `make_gradients` and `make_train_step`: a f
 from dataclasses import replace
 
 import jax
-import optax
 from jax.sharding import PartitionSpec
 
 from jaxstack import families
 from jaxstack.common.tree import Batch
-from jaxstack.config import Config, ConfigError, ModelConfig, TrainConfig
+from jaxstack.config import Config, ModelConfig, TrainConfig
 from jaxstack.config.training import PreferenceConfig, RLConfig
-from jaxstack.models import params as parameters
 from jaxstack.models import shape_errors
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -28,7 +26,6 @@ from jaxstack.training.features.preference import preference_objective
 from jaxstack.training.features.watch import Watched, WatchProbe
 from jaxstack.training.gradients import Gradients, Share, accumulated, over_devices, plain, summed_once
 from jaxstack.training.losses import EvalSums, Objective
-from jaxstack.training.optimizer import updates_are_bounded
 from jaxstack.training.state import Recipe, TrainState, make_optimizer
 from jaxstack.training.step import Probe, TrainStep
 
@@ -115,31 +112,12 @@ def make_train_step(
         inner = replace(ctx, observer=watched.watcher)
     objective = objective or objective_of(cfg.model, cfg.aim)
     gradients = make_gradients(cfg, inner, objective)
-    optimizer = make_optimizer(recipe, ctx)
-    if cfg.train.offloads_optimizer:
-        optimizer = offloaded(optimizer, recipe, ctx)
-    train_step = step.one_step(gradients, optimizer, recipe, ctx, objective, probes)
+    on_host = cfg.train.offloads_optimizer
+    optimizer = offload.in_turn(recipe, ctx) if on_host else make_optimizer(recipe, ctx)
+    train_step = step.one_step(gradients, optimizer, recipe, ctx, objective, probes, keeps_state=on_host)
     if cfg.train.dtype == "float16":
         return loss_scale.with_loss_scale(train_step, cfg.train.loss_scale, objective)
     return train_step
-
-
-def offloaded(whole: optax.GradientTransformation, recipe: Recipe, ctx: Context) -> optax.GradientTransformation:
-    """Returns an optimizer whose state is in the host's memory, see `offload.in_turn`.
-
-    Raises:
-      ConfigError: a step must check its update, which would need the complete state on the device.
-    """
-    if not updates_are_bounded(recipe.optim, recipe.train.steps):
-        raise ConfigError(
-            f"train.offload={recipe.train.offload} cannot check whether an update is finite, as optim.eps="
-            f"{recipe.optim.eps}, optim.lr={recipe.optim.lr} and optim.clip_norm={recipe.optim.clip_norm} need.",
-            "Use the defaults of optim.eps and optim.clip_norm, or train.offload=none.",
-        )
-    spec, _ = parameters.partition(families.spec(recipe.model), families.spec(recipe.model))
-    unclipped = recipe._replace(optim=replace(recipe.optim, clip_norm=None))
-    parts = [(group, make_optimizer(unclipped, ctx, group)) for group in offload.groups(spec)]
-    return offload.in_turn(whole, parts, spec, recipe.optim.clip_norm)
 
 
 def jit_train_step(

@@ -87,10 +87,6 @@ def check_update(
     return jax.lax.cond(good, is_finite, lambda: jnp.array(False))
 
 
-def _select(good: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    return new if new is old else jnp.where(good, new, old)
-
-
 def dropout_key(model: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
     """Returns the key that all dropout masks of a step derive from; `None` without dropout.
 
@@ -109,6 +105,7 @@ def one_step(
     ctx: Context,
     objective: Objective,
     probes: Sequence[Probe] = (),
+    keeps_state: bool = False,
 ) -> TrainStep:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
@@ -117,6 +114,8 @@ def one_step(
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
     `skipped_in_a_row`, `spike` (0 or 1), and `Objective.metrics`. `Objective.extras` and `probes` add more.
+
+    With `keeps_state` the optimizer's update reads its argument `good`, and returns the old state if it is False.
     """
     train = recipe.train
     spec = families.spec(recipe.model)
@@ -149,11 +148,13 @@ def one_step(
         with jax.named_scope("optimizer"):
             if not is_bounded:
                 good = check_update(optimizer, good, grads, params, opt_state)
-            if ctx.ops.update != "branch":
-                changed = update(params, opt_state)
-                # In turn, the optimizer has selected its state, which may not be on the device.
-                unchanged = skip(params, changed[1] if ctx.ops.update == "in_turn" else opt_state)
-                params, opt_state, updated = jax.tree.map(partial(_select, good), changed, unchanged)
+            if keeps_state or ctx.ops.update == "select":
+                select = partial(jax.tree.map, partial(jnp.where, good))
+                new_params, new_opt_state, figures_of_update = update(params, opt_state)
+                old_params, old_opt_state, figures_of_skip = skip(params, opt_state)
+                params = select(new_params, old_params)
+                opt_state = new_opt_state if keeps_state else select(new_opt_state, old_opt_state)
+                updated = select(figures_of_update, figures_of_skip)
             else:
                 params, opt_state, updated = jax.lax.cond(good, update, skip, params, opt_state)
         bad = 1 - good.astype(jnp.int32)

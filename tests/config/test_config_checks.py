@@ -121,6 +121,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"train.offload": "both", "kernels.layers": "unrolled"}, {"train.offload": "both", "kernels.layers": "scan"}),
     ({"train.offload": "optimizer", "kernels.update": "branch"},
      {"train.offload": "optimizer", "kernels.update": "select"}),
+    ({"train.offload": "optimizer", "optim.name": "sgd", "optim.b1": 0.0},
+     {"train.offload": "optimizer", "optim.name": "sgd", "optim.b1": 0.1}),
     ({"train.offload": "residuals", "debug.eager": True}, {"train.offload": "none", "debug.eager": True}),
     ({"model.rope_scaling.low_freq_factor": 4.0}, {"model.rope_scaling.low_freq_factor": 3.9}),
     ({"model.rope_scaling.low_freq_factor": 0.0}, {"model.rope_scaling.low_freq_factor": 0.1}),

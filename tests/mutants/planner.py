@@ -188,9 +188,13 @@ mistakes(
     "planner", "planner/step_time.py", OFFLOAD,
     ("max(0.0, each - forward) + max(0.0, each - backward)", "max(0.0, 2 * each - forward - backward)",
      OFFLOAD + " -k waits"),
-    ("found[\"optimizer state from and to the host\"] = (state, state)",
-     "found[\"optimizer state from and to the host\"] = (state, 0.0)", OFFLOAD + " -k waits"),
-    ("* job.train.grad_accum\n", "\n", OFFLOAD + " -k waits"),
+    ('"optimizer state from and to the host": (state, state),', '"optimizer state from and to the host": (state, 0.0),',
+     OFFLOAD + " -k waits"),
+)  # fmt: skip
+
+mistakes(
+    "planner", "planner/estimate.py", OFFLOAD,
+    ("size * (1 if name == state else job.train.grad_accum)", "size", OFFLOAD + " -k waits"),
 )  # fmt: skip
 
 mistakes(

@@ -112,20 +112,33 @@ mistakes(
 OFFLOAD = "training/test_offload.py"
 
 mistakes(
-    "step", "training/features/offload.py", OFFLOAD,
+    "step", "training/step.py", OFFLOAD,
+    ("opt_state = new_opt_state if keeps_state else select(new_opt_state, old_opt_state)", "opt_state = new_opt_state",
+     "training/test_step.py"),
+)  # fmt: skip
+
+mistakes(
+    "step", "features/host_residuals.py", OFFLOAD + " -k residuals",
+    ("f(checkpoint_name(x, INPUT), *others)", "f(x, *others)"),
+    ('Offloadable("device", "pinned_host")', "True"),
+    ("if name in STATISTICS else", "if name == INPUT else"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/state.py", OFFLOAD,
     ('and not path.startswith("average/")', "", OFFLOAD + " -k moments"),
     ("if leaf.ndim and f", "if f", OFFLOAD + " -k moments"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/features/offload.py", OFFLOAD,
     ("kept = jnp.where(good, array, old[path])", "kept = array", OFFLOAD + " -k bad_step"),
     ("old = {path: before[path] for path in flatten(template)}",
      "old = {path: new[path] for path in flatten(template)}", OFFLOAD + " -k 'run_with_offload and data2'"),
     ("if total + size > largest:", "if total + size >= largest:", OFFLOAD + " -k groups"),
     ("grads, _ = clip.update(grads, clip.init(params))", "", OFFLOAD + " -k 'run_with_offload and data2'"),
     ("if HOST not in kinds:", "if not kinds:", OFFLOAD + " -k refused"),
-)  # fmt: skip
-
-mistakes(
-    "step", "training/assemble.py", OFFLOAD,
-    ("if not updates_are_bounded(recipe.optim, recipe.train.steps):", "if False:", OFFLOAD + " -k refused"),
-    ("unclipped = recipe._replace(optim=replace(recipe.optim, clip_norm=None))", "unclipped = recipe",
+    ("if not updates_are_bounded(optim, recipe.train.steps):", "if False:", OFFLOAD + " -k refused"),
+    ("unclipped = recipe._replace(optim=replace(optim, clip_norm=None))", "unclipped = recipe",
      OFFLOAD + " -k 'run_with_offload and data2'"),
 )  # fmt: skip

@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import offload as bytes_of
 import pytest
 import test_meshes as meshes
+import test_train
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import families
 from jaxstack.checkpoint import store
@@ -18,8 +22,9 @@ from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import CheckpointConfig, ConfigError, OptimConfig, PipelineConfig, TrainConfig
 from jaxstack.families.context import make_context
+from jaxstack.features import host_residuals
 from jaxstack.models.params import flat_spec
-from jaxstack.planner import estimate, memory
+from jaxstack.planner import estimate, figures, memory
 from jaxstack.planner import offload as planned
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
@@ -33,7 +38,7 @@ from jaxstack.training.state import Recipe, abstract_state, make_state
 SLOW = pytest.mark.slow
 Case = tuple[str, str, dict[str, Any], dict[str, Any], str]
 CASES: list[Case] = [
-    ("adamw", "llama3", {"data": 2, "fsdp": 2}, {}, "both"),
+    ("lion", "llama3", {"data": 2, "fsdp": 2}, {}, "both"),
     ("adamw", "gpt2", {"data": 2, "zero": "state"}, {"accum": 2, "dropout": 0.3}, "optimizer"),
 ]
 SLOW_CASES: list[Case] = [
@@ -44,11 +49,12 @@ SLOW_CASES: list[Case] = [
     ("adamw", "llama3", {"pipe": 2, "data": 2}, {}, "optimizer"),
     ("adamw", "sigmoid", {"data": 2, "expert": 2}, {}, "both"),
     ("adamw", "lora", {"fsdp": 2}, {}, "both"),
+    ("adamw", "llama3", {"fsdp": 2}, {"dtype": "float16"}, "optimizer"),
     ("adamw", "coca", {"data": 2, "fsdp": 2}, {}, "both"),
     ("adamw", "llama3", {"fsdp": 4, "partitioner": "auto"}, {}, "both"),
     ("muon", "llama3", {"data": 2, "fsdp": 2}, {}, "both"),
     ("adafactor", "wide", {"fsdp": 4}, {}, "both"),
-    ("lion", "llama3", {"fsdp": 4}, {}, "both"),
+    ("adamw", "llama3", {"data": 2, "fsdp": 2}, {}, "both"),
     ("sgd", "llama3", {"fsdp": 4}, {}, "both"),
 ]
 meshes.MODELS["wide"] = dataclasses.replace(meshes.MODELS["llama3"], d_model=128, head_dim=16, d_ff=256)
@@ -60,11 +66,13 @@ def name_of(case: Case) -> str:
 
 
 def build(optimizer: str, family: str, mesh: dict[str, Any], how: dict[str, Any], where: str):
+    dtype = how.get("dtype", "float32")
+    how = {name: value for name, value in how.items() if name != "dtype"}
     cfg = meshes.config(family, mesh, **{"remat": "selective"} | how)
     cfg = dataclasses.replace(
         cfg,
         optim=OptimConfig(name=optimizer, lr=1e-2, warmup_steps=0, ema=0.9 if optimizer == "lion" else None),
-        train=dataclasses.replace(cfg.train, steps=10, offload=where),
+        train=dataclasses.replace(cfg.train, steps=10, offload=where, dtype=dtype),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2 if cfg.mesh.pipe > 1 else None),
     )
     devices = int(np.prod(list(cfg.mesh.sizes.values())))
@@ -100,22 +108,30 @@ def trained(optimizer: str, family: str, mesh: dict[str, Any], how: dict[str, An
 def test_a_run_with_offload_is_the_run_without(case, seed):
     """The host's memory is the device's on a CPU, but the programs differ: groups, barriers and policies.
 
-    The arithmetic is the same, in the same order. Only what XLA fuses differs, which rounds the last bit.
+    The arithmetic is the same, in the same order. With Lion, whose directions are signs, no bit differs. In the updates
+    of others XLA fuses other operations, which rounds the last bit.
     """
     *how, where = case
     metrics, first, state = trained(*how, "none", seed)
     other_metrics, other_first, other_state = trained(*how, where, seed)
+    assert all(np.array_equal(value, other_first[path]) for path, value in first.items())
+    if how[0] == "lion":
+        assert other_metrics == metrics
+        assert [path for path, value in state.items() if not np.array_equal(value, other_state[path])] == []
+        return
+    # In float16, the last bit of a parameter can move an activation to the next number, which is 1e-3 away.
+    is_float16 = how[3].get("dtype") == "float16"
     for one, other in zip(metrics, other_metrics, strict=True):
-        assert other == pytest.approx(one, rel=1e-6)
+        assert other == pytest.approx(one, rel=1e-3 if is_float16 else 1e-6)
     # A key's bias moves all scores of a query alike: without RoPE its true gradient is zero, and what is left is noise.
     noise = () if meshes.MODELS[how[1]].positions == "rope" else ("/b_k",)
     for path, value in state.items():
         if path.endswith(noise):
             continue
-        assert np.array_equal(first[path], other_first[path]), path
         # Adam divides a gradient by its own size: a last bit is a larger part of a sum that is nearly zero.
         error = np.linalg.norm((other_state[path] - value).astype(np.float64))
-        assert error <= 1e-3 * max(np.linalg.norm((value - first[path]).astype(np.float64)), 1e-6), path
+        size = max(np.linalg.norm((value - first[path]).astype(np.float64)), 1e-6)
+        assert error <= (1e-2 if is_float16 else 1e-3) * size, path
 
 
 def test_moments_are_on_the_host_and_all_else_on_the_device():
@@ -124,6 +140,23 @@ def test_moments_are_on_the_host_and_all_else_on_the_device():
     on_host = {path for path, kind in kinds.items() if kind == "pinned_host"}
     params = {path.removeprefix("params/") for path in kinds if path.startswith("params/")}
     assert on_host == {f"opt_state/inner/1/mu/{path}" for path in params}  # counters and averages are not
+
+
+def test_residuals_and_inputs_of_layers_are_on_the_host_and_statistics_are_not():
+    """What the backward pass reads, by the trace: the input, the query, the mean, and the cotangent of the result."""
+
+    def layer(x, w):
+        query = checkpoint_name(x @ w, "query")
+        mean = checkpoint_name(jnp.sin(query).sum(1), "norm_mean")
+        return jnp.cos(query) * (jnp.sin(mean) * jnp.exp(x).sum(1))[:, None]
+
+    policy = jax.checkpoint_policies.save_only_these_names("query", "norm_mean")
+    stored = host_residuals.checkpoint(layer, policy=policy, prevent_cse=False)
+    gradient = jax.grad(lambda w, x: stored(x, w).sum())
+    traced = jax.make_jaxpr(gradient)(jnp.ones((3, 4)), jnp.ones((5, 3)))
+    (backward,) = [equation for equation in traced.eqns if "policy" in equation.params]
+    read = [(v.aval.shape, v.aval.memory_space == jax.memory.Space.Host) for v in backward.invars]
+    assert sorted(read) == [((5,), False), ((5, 3), True), ((5, 4), False), ((5, 4), True)]
 
 
 def test_groups_are_in_order_and_no_larger_than_the_largest_parameter():
@@ -181,6 +214,28 @@ def test_a_run_resumes_with_and_without_offload(rng, tmp_path, pipe):
             assert np.array_equal(value, expected[path]), (where, path)
 
 
+@SLOW
+def test_complete_runs_resume_bit_for_bit_across_a_switch(tmp_path):
+    """Two runs to the end, and each of them again from its middle with the other value of `train.offload`."""
+    (tmp_path / "text.txt").write_text("".join(p.read_text() for p in sorted((test_train.ROOT / "docs").glob("*.md"))))
+    argv = [*test_train.SMALL, f"--data.path={tmp_path / 'text.txt'}", "--train.steps=8", "--sample.prompts=[]"]
+    ends = {}
+    for where, other in (("none", "both"), ("both", "none")):
+        run, again = tmp_path / where, tmp_path / f"{where}-{other}"
+        test_train.run(*argv, f"--run.dir={run}", f"--train.offload={where}")
+        shutil.copytree(run, again)
+        shutil.rmtree(again / "checkpoints" / "8")
+        out, _ = test_train.run(*argv, f"--run.dir={again}", f"--train.offload={other}")
+        assert "resumed from step 4" in out
+        assert ("saves nothing on a CPU" in out) == (other == "both")
+        ends |= {folder: test_train.arrays(folder / "checkpoints" / "8") for folder in (run, again)}
+    straight, *others = ends.values()
+    for arrays in others:
+        for (path, a), (of_other, b) in zip(straight, arrays, strict=True):
+            assert path == of_other
+            assert np.array_equal(a, b), path
+
+
 def test_devices_that_do_not_read_the_memory_of_the_host_are_refused():
     device = mock.Mock(device_kind="Toy", platform="toy")
     device.addressable_memories.return_value = [mock.Mock(kind="device")]
@@ -204,7 +259,6 @@ def test_layers_run_in_a_loop_on_gpus():
     assert make_context(cfg, ctx.layout.mesh, "gpu").ops.layers == "scan"
     cfg, ctx, _ = build("adamw", "llama3", {}, {}, "optimizer")
     assert make_context(cfg, ctx.layout.mesh, "gpu").ops.layers == "unrolled"
-    assert make_context(cfg, ctx.layout.mesh, "gpu").ops.update == "in_turn"
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "offload.json"
@@ -253,12 +307,14 @@ def test_a_step_waits_for_its_copies():
     assert time.total == pytest.approx(
         time.layers + time.recomputation + time.head + time.update + sum(time.exposed.values())
     )
+    job = Job(cfg, memory.context(cfg, 8, "gpu"))
+    copied = figures.copy_figures(job, ChipLimits(CHIPS["h100"]))
+    assert [figure.value for figure in copied] == [state * 64e9, residuals]
     several, on_host = times(4)
     assert several.exposed[name] + several.hidden[name] == pytest.approx(2 * 4 * sum(list(on_host.values())[1:]) / 64e9)
     plain, none = times(1, offload="none")
     assert not none
     assert plain.exposed.keys() == {"fsdp"}
-    job = Job(cfg, memory.context(cfg, 8, "gpu"))
     with pytest.raises(ConfigError, match=r"no source says how fast trn2 does. Use train.offload=none, or"):
         step_time(job, ChipLimits(CHIPS["trn2"]))
 

@@ -332,6 +332,11 @@ def _check_offload(cfg: Groups) -> None:
         f"optimizer in good steps only. Use kernels.update=auto.",
     )
     require(
+        not train.offloads_optimizer or cfg.optim.name != "sgd" or cfg.optim.b1 > 0,
+        f"train.offload={train.offload} has nothing to store, as optim.name=sgd has no momentum with optim.b1=0. Use "
+        f"train.offload=none, or another optim.b1.",
+    )
+    require(
         train.offload == "none" or not cfg.debug.eager,
         f"train.offload={train.offload} needs a compiled step, but debug.eager=true runs operations one by one. Use "
         f"train.offload=none.",

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, TrainConfig
+from jaxstack.models.context import Context
 from jaxstack.models.params import Spec, flat_spec, map_spec, partition
-
-HOST = "pinned_host"
-"""The kind of memory of JAX that GPUs and TPUs read and write by themselves."""
+from jaxstack.training.optimizer import updates_are_bounded
+from jaxstack.training.state import HOST, Recipe, host_paths, make_optimizer
 
 AT_ONCE = 2
 """Groups whose arrays may be on a device at the same time."""
@@ -41,24 +42,6 @@ def check_memory(train: TrainConfig, devices: Sequence[jax.Device]) -> str | Non
     if devices[0].platform == "cpu":
         return f"offload  train.offload={train.offload} saves nothing on a CPU: the host's memory is the device's"
     return None
-
-
-def host_paths(opt_state: PyTree, parameters: Collection[str]) -> set[str]:
-    """Returns the paths of the optimizer's arrays that `train.offload` stores in the host's memory.
-
-    These are the arrays for a parameter. Counters stay on the device, and so do averages of `optim.ema`, which
-    evaluations read.
-
-    Args:
-      opt_state: state of the optimizer, with arrays or shapes.
-      parameters: paths of the parameters that it updates.
-    """
-    suffixes = tuple(f"/{path}" for path in parameters)
-    return {
-        path
-        for path, leaf in flatten(opt_state).items()
-        if leaf.ndim and f"/{path}".endswith(suffixes) and not path.startswith("average/")
-    }
 
 
 def groups(spec: Spec) -> list[Spec]:
@@ -87,24 +70,27 @@ def groups(spec: Spec) -> list[Spec]:
     return [only(paths) for paths in members]
 
 
-def in_turn(
-    whole: optax.GradientTransformation,
-    parts: Sequence[tuple[Spec, optax.GradientTransformation]],
-    spec: Spec,
-    clip_norm: float | None,
-) -> optax.GradientTransformationExtraArgs:
-    """Builds an optimizer whose state is in the host's memory before and after each update.
+def in_turn(recipe: Recipe, ctx: Context) -> optax.GradientTransformationExtraArgs:
+    """Builds a run's optimizer with its state in the host's memory before and after each update.
 
     Its update has the argument `good`: whether the step is good. If it is not, the state stays as it was.
 
-    Args:
-      whole: the optimizer of all parameters.
-      parts: the optimizer of each group without clipping, with the declarations of the group from `groups`.
-      spec: of the trained parameters.
-      clip_norm: gradients with a larger global norm are scaled down to it.
+    Raises:
+      ConfigError: a step must check its update, which would need the complete state on the device.
     """
-    clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
+    optim = recipe.optim
+    if not updates_are_bounded(optim, recipe.train.steps):
+        raise ConfigError(
+            f"train.offload={recipe.train.offload} cannot check whether an update is finite, as optim.eps={optim.eps}, "
+            f"optim.lr={optim.lr} and optim.clip_norm={optim.clip_norm} need.",
+            "Use the defaults of optim.eps and optim.clip_norm, or train.offload=none.",
+        )
+    spec, _ = partition(families.spec(recipe.model), families.spec(recipe.model))
     parameters = tuple(flat_spec(spec))
+    # Gradients are clipped by the norm of all of them, before any group.
+    clip = optax.clip_by_global_norm(optim.clip_norm) if optim.clip_norm else optax.identity()
+    unclipped = recipe._replace(optim=replace(optim, clip_norm=None))
+    parts = [(group, make_optimizer(unclipped, ctx, group)) for group in groups(spec)]
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree = None, *, good: jax.Array, **_: Any
@@ -135,7 +121,7 @@ def in_turn(
             finished.append(moved)
         return _like(grads, changes), _like(state, new)
 
-    return optax.GradientTransformationExtraArgs(whole.init, update)
+    return optax.GradientTransformationExtraArgs(make_optimizer(recipe, ctx).init, update)
 
 
 def _like(tree: PyTree, leaves: dict[str, jax.Array]) -> PyTree:
