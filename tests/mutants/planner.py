@@ -187,7 +187,7 @@ mistakes(
 mistakes(
     "planner", "planner/step_time.py", OFFLOAD,
     ("max(0.0, each - forward) + max(0.0, each - backward)", "max(0.0, 2 * each - forward - backward)",
-     OFFLOAD + " -k waits"),
+     OFFLOAD + " -k passes_waits"),
     ('"optimizer state from and to the host": (state, state),', '"optimizer state from and to the host": (state, 0.0),',
      OFFLOAD + " -k waits"),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from jaxstack.common.tree import flatten, path_of
 from jaxstack.config import CheckpointConfig, ConfigError, OptimConfig, PipelineConfig, TrainConfig
 from jaxstack.families.context import make_context
 from jaxstack.features import host_residuals
-from jaxstack.models.params import flat_spec
+from jaxstack.models.params import Param, flat_spec
 from jaxstack.planner import estimate, figures, memory
 from jaxstack.planner import offload as planned
 from jaxstack.planner.job import Job
@@ -134,12 +134,15 @@ def test_a_run_with_offload_is_the_run_without(case, seed):
         assert error <= (1e-2 if is_float16 else 1e-3) * size, path
 
 
-def test_moments_are_on_the_host_and_all_else_on_the_device():
-    _, _, abstract = build("lion", "llama3", {"fsdp": 2}, {}, "optimizer")
+@pytest.mark.parametrize(("family", "scalars"), [("llama3", 0), ("coca", 2)])
+def test_moments_are_on_the_host_and_all_else_on_the_device(family, scalars):
+    _, _, abstract = build("lion", family, {"fsdp": 2}, {}, "optimizer")
     kinds = {path_of(keys): leaf.sharding.memory_kind for keys, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
     on_host = {path for path, kind in kinds.items() if kind == "pinned_host"}
-    params = {path.removeprefix("params/") for path in kinds if path.startswith("params/")}
-    assert on_host == {f"opt_state/inner/1/mu/{path}" for path in params}  # counters and averages are not
+    params = flatten(abstract.params)
+    arrays = [path for path, leaf in params.items() if leaf.ndim]
+    assert len(params) - len(arrays) == scalars
+    assert on_host == {f"opt_state/inner/1/mu/{path}" for path in arrays}  # counters and averages are not
 
 
 def test_residuals_and_inputs_of_layers_are_on_the_host_and_statistics_are_not():
@@ -157,6 +160,13 @@ def test_residuals_and_inputs_of_layers_are_on_the_host_and_statistics_are_not()
     (backward,) = [equation for equation in traced.eqns if "policy" in equation.params]
     read = [(v.aval.shape, v.aval.memory_space == jax.memory.Space.Host) for v in backward.invars]
     assert sorted(read) == [((5,), False), ((5, 3), True), ((5, 4), False), ((5, 4), True)]
+
+
+def test_a_group_may_be_as_large_as_the_largest_parameter():
+    """Sizes 3, 5, 2, 3 and 5: the third and the fourth have five elements together."""
+    spec = {name: Param((size,), ("embed",), "vector") for name, size in zip("abcde", (3, 5, 2, 3, 5), strict=True)}
+    groups = [[path for path, p in flat_spec(group).items() if not p.frozen] for group in offload.groups(spec)]
+    assert groups == [["a"], ["b"], ["c", "d"], ["e"]]
 
 
 def test_groups_are_in_order_and_no_larger_than_the_largest_parameter():
@@ -269,6 +279,7 @@ def test_the_planner_counts_what_the_compiler_made(chip, name):
     """The bytes were compiled for eight H100 and eight v5p, by benchmarks/offload.py."""
     row = json.loads(RESULTS.read_text())["cases"][chip][name]
     found = bytes_of.formula(bytes_of.CASES[name], chip)
+    assert found == {name: row[name] for name in found}  # the file has the formula of today
     assert found["formula_arguments"] == pytest.approx(row["arguments"], rel=1e-3)
     on_host = sum(found["formula_host"].values())
     assert on_host == pytest.approx(row["host"], rel=2e-3)  # XLA pads vectors
@@ -317,6 +328,17 @@ def test_a_step_waits_for_its_copies():
     assert plain.exposed.keys() == {"fsdp"}
     with pytest.raises(ConfigError, match=r"no source says how fast trn2 does. Use train.offload=none, or"):
         step_time(job, ChipLimits(CHIPS["trn2"]))
+
+
+def test_only_one_of_the_passes_waits():
+    """On a GB200, the copies to the host take longer than the forward pass, and less time than the backward pass."""
+    cfg = bytes_of.CASES["both, remat selective"]
+    job = Job(cfg, memory.context(cfg, 8, "gpu"))
+    time = step_time(job, ChipLimits(CHIPS["gb200"]))
+    _, residuals = estimate.host_memory(job, job.state).values()
+    each = residuals / 225e9
+    assert time.forward < each < time.layers + time.recomputation - time.forward
+    assert time.exposed["residuals to and from the host"] == pytest.approx(each - time.forward)
 
 
 def test_a_cpu_has_one_memory():
