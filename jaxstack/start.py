@@ -33,11 +33,13 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     from jaxstack.families.context import make_context
     from jaxstack.planner import estimate, memory, pipeline_costs
     from jaxstack.planner.job import Job
+    from jaxstack.training.features.offload import check_memory
     from jaxstack.training.features.watch import watched_of
     from jaxstack.training.setup import Setup
     from jaxstack.training.state import Recipe, abstract_state
 
     mesh = sharding.make_mesh(cfg.mesh, cfg.microbatch_size)
+    on_host = check_memory(cfg.train, mesh.local_devices)
     ctx = make_context(pipeline_costs.resolve_partition(cfg, mesh), mesh)
     abstract = abstract_state(Recipe.of(cfg), ctx)
     job = Job(cfg, ctx)
@@ -46,7 +48,7 @@ def resolve(cfg: Config, dataset: data.Dataset) -> "Setup":
     if ctx.layout.pipeline is not None:
         pipeline = replace(ctx.layout.pipeline, split=chosen.pipeline.split)
         ctx = replace(ctx, layout=replace(ctx.layout, pipeline=pipeline))
-    warnings = () if warning is None else (warning,)
+    warnings = tuple(line for line in (warning, on_host) if line is not None)
     watched = watched_of(cfg.model, cfg.debug.patterns, cfg.data, cfg.train.dtype)
     return Setup(cfg, dataset, mesh, ctx, abstract, watched, warnings, split)
 

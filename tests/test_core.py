@@ -39,7 +39,7 @@ CONFIG = 57
 
 WORDS = re.compile(
     r"moe|expert|lora|adapter|qat|watch|teacher|distill|noise_scale|placement|cross_attention|gate_ids|width_ratio|token_types"
-    r"|preference|\brl\b"
+    r"|preference|\brl\b|offload"
 )
 """Words of features: of models with experts, of adapters, of quantisation-aware training, and so on."""
 

@@ -48,6 +48,8 @@ def main(args: Namespace) -> None:
     needed = max(sum(figure.value for figure in of_phase) for of_phase in (parts, rollout))
     verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
     plan.say(f"{plan.chip} has {there / GIB:.1f} GiB: the {'run' if rollout else 'step'} {verdict}.\n")
+    if not classic and (on_host := figures.host_figures(plan.job)):
+        plan.table("memory of its host for a device", on_host, "GiB", GIB, total=True)
     plan.table("activations that the layers save", figures.saved_figures(plan.job, policies), "GiB", GIB)
     generation = [] if rollout else figures.generation_figures(plan.job)
     if generation:

@@ -30,7 +30,7 @@ def main(args: Namespace) -> None:
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxstack.planner.beside import time_beside
-    from jaxstack.planner.figures import outside_fit, published_errors, time_figures, traffic_figures
+    from jaxstack.planner.figures import copy_figures, outside_fit, published_errors, time_figures, traffic_figures
     from jaxstack.planner.step_time import step_time
 
     plan = Plan(args)
@@ -45,6 +45,8 @@ def main(args: Namespace) -> None:
         plan.table("beside each step", more, "ms", 1e-3, total=True, key="beside")
     if sent:
         plan.table("sent by a device in a step", sent, "MB", 1e6)
+    if copied := copy_figures(plan.job, plan.limits):
+        plan.table("copied to the host in a step, and back", copied, "MB", 1e6)
     each = time.tokens_per_s / plan.devices
     low, high = (time.tokens / seconds / plan.devices for seconds in reversed(time.interval))
     days = budget / time.tokens * whole / 86400

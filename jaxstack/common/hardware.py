@@ -299,6 +299,38 @@ CHIPS: dict[str, Chip] = {
 }  # fmt: skip
 """Every chip by the name that commands take. No program exceeds these figures, and few reach them."""
 
+_PCIE = "{0}: PCIe {1} x16, half of the two directions together"
+_SCALING_BOOK = "jax-ml.github.io/scaling-book/tpus: PCIe of a chip in one direction"
+_HOST_LINKS: dict[str, tuple[tuple[str, ...], float, str]] = {
+    "pcie3": (("t4", "p100", "v100", "v100_32gb"), 16e9, _PCIE.format("NVIDIA's data sheet", "3.0")),
+    "pcie4": (
+        ("a100", "a100_pcie", "a100_40gb", "a100_40gb_pcie", "a10", "a6000", "rtx3090", "rtx4090", "l4", "l40s"),
+        32e9,
+        _PCIE.format("NVIDIA's data sheet", "4.0"),
+    ),
+    "pcie5": (
+        ("rtx5090", "h100", "h100_pcie", "h100_500w", "h800", "h20", "h200", "b200"),
+        64e9,
+        _PCIE.format("NVIDIA's data sheet", "5.0"),
+    ),
+    "pcie5_amd": (("mi300x", "mi325x"), 64e9, _PCIE.format("AMD's data sheet", "5.0")),
+    "c2c": (
+        ("gb200", "gb300"),
+        225e9,
+        "NVIDIA's data sheet: NVLink-C2C has 900 GB/s in both directions together, for two GPUs",
+    ),
+    "tpu": (("v4", "v5e", "v5p"), 15e9, _SCALING_BOOK),
+    "trillium": (("v6e",), 32e9, _SCALING_BOOK),
+}
+
+HOST_BANDWIDTH: dict[str, tuple[float, str]] = {
+    chip: (rate, source) for chips, rate, source in _HOST_LINKS.values() for chip in chips
+}
+"""Bytes/s that a device copies to its host's memory, and as many from there at the same time, and the source.
+
+Chips are left out if no source says it.
+"""
+
 
 @cache
 def chip_name(device_kind: str) -> str | None:

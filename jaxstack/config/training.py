@@ -111,6 +111,9 @@ class TrainConfig:
     remat: Literal["none", "selective", "dots", "full"] = "selective"
     """What the backward pass recomputes. `none`: nothing. `selective`: norms, activations and the inside of attention.
     `dots`: everything but the outputs of unbatched matmuls. `full`: every layer."""
+    offload: Literal["none", "optimizer", "residuals", "both"] = "none"
+    """What is stored in the host's memory while devices do not compute with it. `optimizer`: the optimizer's state.
+    `residuals`: what the layers save for the backward pass. `both`: the two of them. See docs/offload.md."""
     eval_every: PositiveInt = 250
     """Optimizer steps between evaluations. There is always one at the end."""
     eval_steps: PositiveInt = 20
@@ -137,6 +140,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_bounds("train", self)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is stored in the host's memory between updates."""
+        return self.offload in ("optimizer", "both")
+
+    @property
+    def offloads_residuals(self) -> bool:
+        """Whether what layers save for the backward pass is stored in the host's memory."""
+        return self.offload in ("residuals", "both")
 
     @property
     def rounding(self) -> Scheme | None:

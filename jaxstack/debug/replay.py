@@ -64,6 +64,8 @@ class Replay:
                 f"{run.run.dir} learns from completions that it samples, which are not stored, so its steps cannot be "
                 f"run again. Lower optim.lr, or check the rewards of these steps in metrics.jsonl."
             )
+        # The values do not depend on it, and what is examined must be on the device.
+        run = replace(run, train=replace(run.train, offload="none"))
         self.mesh = mesh_of(run.mesh, run.microbatch_size)
         self.context = make_context(pipeline_costs.resolve_partition(run, self.mesh), self.mesh)
         self.cfg = estimate.resolve_split(Job(run, self.context))[0].cfg

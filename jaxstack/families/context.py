@@ -11,6 +11,7 @@ from jaxstack import families
 from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.bounds import require
 from jaxstack.config.checks.buckets import require_lengths
+from jaxstack.features import host_residuals
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.models.context import Context
@@ -43,7 +44,8 @@ def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = 
     layout = make_layout(cfg.mesh, mesh, pipeline, cfg.pipeline.gather, jnp.dtype(cfg.train.reduce_dtype))
     segments = cfg.has_segments, cfg.data.known_documents
     ops = make_ops(cfg.model, cfg.kernels, cfg.train, *segments, layout, platform, device)
-    return Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
+    ctx = Context(layout, ops, dtype=jnp.dtype(cfg.train.dtype), remat=cfg.train.remat)
+    return replace(ctx, checkpoint=host_residuals.checkpoint) if cfg.train.offloads_residuals else ctx
 
 
 def make_layout(
@@ -117,7 +119,7 @@ def make_ops(
         others = any(mesh.shape[axis] > 1 for axis in ("pipe", "expert", "context", "tensor"))
         loops = others or train.grad_accum > 1 or train.remat == "full"
         looped = {
-            "layers": too_long or (layout.gathers_params and loops),
+            "layers": too_long or (layout.gathers_params and loops) or train.offloads_residuals,
             # An unrolled token keeps the weights of all layers, which FSDP has no room for.
             "decode": (too_long or layout.gathers_params) and not (codes is not None and mesh.size == 1),
         }

@@ -395,7 +395,7 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
         return f
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # `jax.checkpoint` would trace what runs eagerly
         return f
-    return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)  # type: ignore[return-value]
+    return ctx.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stacked"], meta_fields=["index"])

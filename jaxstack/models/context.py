@@ -39,6 +39,7 @@ class Context:
       ops: the implementation that runs each op.
       dtype: dtype of activations, and of matrices in matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
+      checkpoint: `jax.checkpoint`, or a function with its arguments that stores what it saves elsewhere.
       around_layer: changes the function that runs a layer, where a step of the loop over layers runs several.
       observer: measures activations of the layers. `None` measures nothing: the program is then the same.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
@@ -50,6 +51,7 @@ class Context:
     ops: Ops = field(default_factory=Ops)
     dtype: Any = jnp.float32
     remat: Literal["none", "selective", "dots", "full"] = "none"
+    checkpoint: Callable[..., Any] = jax.checkpoint
     around_layer: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda run: run
     observer: Observer | None = None
     placement: Placement | None = None

@@ -20,7 +20,7 @@ from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import Config, ConfigError
 from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
-from jaxstack.planner import estimate, hlo, trace, traced
+from jaxstack.planner import estimate, hlo, offload, trace, traced
 from jaxstack.planner.job import Job
 from jaxstack.runtime.platform import GPU_MEMORY_FRACTION
 from jaxstack.sharding import make_mesh
@@ -55,6 +55,7 @@ class CompiledStep:
       device_kind: JAX's name of the target.
       arguments: bytes of state and batch on a device. The state is donated, so the new state takes no further bytes.
       temporary: bytes that the program needs beside its arguments.
+      host: bytes that it needs in the memory of the device's host.
       memory: bytes by formula, by purpose.
       collectives: the collectives of the program.
       expected: the collectives by formula.
@@ -66,6 +67,7 @@ class CompiledStep:
     device_kind: str
     arguments: int
     temporary: int
+    host: int
     memory: dict[str, float]
     collectives: list[hlo.Collective]
     expected: list[hlo.Collective]
@@ -186,13 +188,17 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     assert ctx.layout.mesh is not None
     job, _ = estimate.resolve_split(Job(cfg, ctx))
     jitted: Any = assemble.jit_train_step(job.cfg, ctx, state)
-    compiled = jitted.lower(state, batch).compile()
+    lowered = jitted.lower(state, batch)
+    if job.train.offloads_optimizer and job.ctx.ops.platform == "gpu":
+        offload.place_arguments(lowered, state, job)
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
     return CompiledStep(
         compiled=compiled,
         device_kind=ctx.layout.mesh.devices.flat[0].device_kind,
         arguments=memory.argument_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
+        host=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         memory=estimate.memory(job, state, batch),
         collectives=_collectives(compiled.as_text(), ctx, target),
         expected=estimate.traffic(job),

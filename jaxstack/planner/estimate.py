@@ -14,7 +14,7 @@ from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
 from jaxstack.models import batches
 from jaxstack.models.context import Context
-from jaxstack.planner import shards, trace, traced, weight_split
+from jaxstack.planner import offload, shards, trace, traced, weight_split
 from jaxstack.planner.explain import Counter
 from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import (
@@ -29,6 +29,7 @@ from jaxstack.planner.sizes import (
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
+from jaxstack.training.features.offload import AT_ONCE
 from jaxstack.training.state import TrainState
 
 GROUPS = 16
@@ -42,7 +43,8 @@ FROZEN = "frozen reference"
 
 WORK = "work of one layer or the head"
 MUON_WORK = "work of Muon's update"
-"""Purposes of `memory` for temporary arrays. Only the larger of the two is counted: they are not alive together."""
+COPY_WORK = "work of the update, state from the host"
+"""Purposes of `memory` for temporary arrays. Only the largest is counted: they are not alive together."""
 
 
 def abstract_inputs(job: Job) -> tuple[TrainState, Batch]:
@@ -82,7 +84,7 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     """
     frozen = {FROZEN: frozen_bytes(job, counter)} if stores_reference(job) else {}
     if not has_formulas(job.model):
-        return _exact_parts(state, batch) | frozen | _traced_parts(resolve_split(job)[0])
+        return _exact_parts(job, state, batch) | frozen | _traced_parts(resolve_split(job)[0])
     parts = frozen | _parts_without_pairs(job, state, batch, counter)
     if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.weight is None:
         return parts
@@ -164,6 +166,7 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
         waiting = 0 if job.ctx.layout.pipeline.loss_follows_forward else job.ctx.layout.pipeline.slots
         saved += e * (4 + waiting) * acts.stream // acts.between / layers
+    on_device = offload.residual_layers(job, layers)
     in_head = _head_bytes(job, weights, acts)
     in_layer = _layer_bytes(job, weights, acts)
     if _pipelines_collectives(job.ctx):
@@ -173,7 +176,7 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         if job.ctx.ops.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
             in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
-        in_layer = max(in_layer, 4 * weights.trained - layers * saved)
+        in_layer = max(in_layer, 4 * weights.trained - on_device * saved)
     if t.remat == "dots":
         in_layer += 4 * acts.statistics
     if job.ctx.layout.pipeline is None and t.grad_accum == 1:
@@ -181,23 +184,56 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
     work_of = WORK
-    in_update = _muon_bytes(job, weights.trained) - gradients - layers * saved - cast
+    in_update = _muon_bytes(job, weights.trained) - gradients - on_device * saved - cast
     if in_update > work:
         work = in_update
         work_of = MUON_WORK
-    return _exact_parts(state, batch) | {
+    # Of each group in flight, the old state and the new one.
+    in_update = 2 * AT_ONCE * offload.group_bytes(job, state) - on_device * saved - cast
+    if in_update > work:
+        work = in_update
+        work_of = COPY_WORK
+    return _exact_parts(job, state, batch) | {
         f"parameters in {t.dtype}": cast,
         **({} if t.rounding is None else {"rounded matrices, float32": 4 * weights.rounded}),
         "gradients": gradients,
-        f"saved by {layers:.0f} layers, remat {t.remat}": layers * saved,
+        f"saved by {on_device:.0f} layers, remat {t.remat}": on_device * saved,
         work_of: work,
     }
 
 
-def _exact_parts(state: TrainState, batch: Batch) -> dict[str, float]:
+def _exact_parts(job: Job, state: TrainState, batch: Batch) -> dict[str, float]:
     """Returns the bytes of the step's arguments on one device, by the names of `EXACT`."""
-    sizes = (shards.bytes_of(part) for part in (state.params, replace(state, params=()), batch))
+    others = replace(offload.device_state(job, state), params=())
+    sizes = (shards.bytes_of(part) for part in (state.params, others, batch))
     return dict(zip(EXACT, sizes, strict=True))
+
+
+def host_memory(job: Job, state: TrainState) -> dict[str, float]:
+    """Returns the bytes that a device needs in its host's memory, by purpose (`train.offload`)."""
+    found = {EXACT[1]: offload.host_state_bytes(job, state)}
+    if job.train.offloads_residuals and offload.has_host_memory(job):
+        found |= residuals(job)
+    return {name: size for name, size in found.items() if size}
+
+
+def host_traffic(job: Job) -> dict[str, float]:
+    """Returns the bytes that a device copies to its host in a step, by purpose. It copies as many back."""
+    state = EXACT[1]
+    return {
+        name: size * (1 if name == state else job.train.grad_accum)
+        for name, size in host_memory(job, job.state).items()
+    }
+
+
+def residuals(job: Job) -> dict[str, float]:
+    """Returns the bytes of what all layers save for the backward pass of one microbatch, by purpose."""
+    t = job.train
+    if has_formulas(job.model):
+        layers = job.model.num_layers
+        size = layers * _saved_bytes(job, count_activations(job), t.remat)
+        return {f"saved by {layers} layers, remat {t.remat}": size}
+    return {name: float(trace.total(arrays)) for name, arrays in traced.saved(job).items()}
 
 
 def _traced_parts(job: Job) -> dict[str, float]:
@@ -206,6 +242,10 @@ def _traced_parts(job: Job) -> dict[str, float]:
     The update of Muon is not traced. If it needs more than the gradients did, it is counted instead.
     """
     parts = {name: float(trace.total(arrays)) for name, arrays in traced.memory(job).items()}
+    for name in [name for name in parts if name.startswith("saved by")]:
+        layers = int(name.split()[2])
+        on_device = offload.residual_layers(job, layers)
+        parts[f"saved by {on_device:.0f} {name.split(maxsplit=3)[3]}"] = parts.pop(name) * on_device / layers
     saved = sum(size for name, size in parts.items() if name.startswith("saved by"))
     if _pipelines_collectives(job.ctx):
         if job.train.grad_accum > 1:  # see `_copied_bytes`

@@ -15,7 +15,7 @@ from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models import params
-from jaxstack.planner import aot, estimate, generation_memory, megatron, rates, shards, trace, traced
+from jaxstack.planner import aot, estimate, generation_memory, megatron, offload, rates, shards, trace, traced
 from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
@@ -69,7 +69,11 @@ def memory_figures(job: Job) -> list[Figure]:
         "parameters", sum(recorder.shaped(path, shards.stored_shape(p, job.ctx), p.axes) for path, p in spec)
     )
     exact = dict(
-        zip(estimate.EXACT, (4 * elements, _state_bytes(replace(state, params=())), _batch_bytes(batch)), strict=True)
+        zip(
+            estimate.EXACT,
+            (4 * elements, _state_bytes(replace(offload.device_state(job, state), params=())), _batch_bytes(batch)),
+            strict=True,
+        )
     )
     found = []
     arrays = {} if has_formulas(job.model) else traced.memory(job)
@@ -79,6 +83,12 @@ def memory_figures(job: Job) -> list[Figure]:
             name = f"pipeline stash, {name}"
         found.append(Figure(name, float(size), formula.text, where=formula.where))
     return found
+
+
+def host_figures(job: Job) -> list[Figure]:
+    """Returns the bytes that a device needs in its host's memory, by purpose."""
+    sizes = estimate.host_memory(job, job.state).items()
+    return [Figure(name, size, "{size:.12g} bytes", {"size": size}) for name, size in sizes]
 
 
 def _state_bytes(state: TrainState) -> float:
@@ -261,6 +271,15 @@ def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
     return [
         Figure(f"{axes}, {where}", size, "{size:.8g} bytes, {rate:.6g} bytes/s", {"size": size, "rate": rate})
         for (axes, where, rate), size in sent.items()
+    ]
+
+
+def copy_figures(job: Job, limits: ChipLimits) -> list[Figure]:
+    """Returns the bytes that a device copies to its host in a step, by purpose. It copies as many back."""
+    formula = "{size:.12g} bytes in each direction, {rate:.6g} bytes/s"
+    rate = offload.host_rate(limits.name) if job.train.offload != "none" else 0.0
+    return [
+        Figure(name, size, formula, {"size": size, "rate": rate}) for name, size in estimate.host_traffic(job).items()
     ]
 
 

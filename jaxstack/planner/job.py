@@ -71,8 +71,11 @@ class Job:
         return self.cfg.sample
 
     def with_remat(self, policy: str) -> "Job":
-        """Returns the job with another value of `train.remat`."""
-        train = replace(self.train, remat=policy)  # type: ignore[arg-type]
+        """Returns the job with another value of `train.remat`; residuals of `none` are on the device."""
+        offload = self.train.offload
+        if policy == "none" and self.train.offloads_residuals:
+            offload = "optimizer" if self.train.offloads_optimizer else "none"
+        train = replace(self.train, remat=policy, offload=offload)  # type: ignore[arg-type]
         return replace(self, cfg=replace(self.cfg, train=train))
 
     def with_split(self, names: tuple[str, ...]) -> "Job":

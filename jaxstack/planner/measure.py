@@ -246,7 +246,8 @@ def _layer(model: ModelConfig, ctx: Context, x: jax.Array) -> float:
 
 
 def _step(cfg: Config, device: jax.Device) -> dict[str, float]:
-    """Measures a whole training step, and the optimizer alone."""
+    """Measures a whole training step, and the optimizer alone. Nothing is on the host (`train.offload`)."""
+    cfg = replace(cfg, train=replace(cfg.train, offload="none"))
     ctx = make_context(cfg, make_mesh(cfg.mesh, cfg.microbatch_size, [device]))
     abstract = abstract_state(Recipe.of(cfg), ctx)
     state = make_state(Recipe.of(cfg), ctx, abstract)

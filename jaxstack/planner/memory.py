@@ -155,7 +155,8 @@ def plan(job: Job, name: str) -> str:
     assert job.ctx.layout.mesh is not None
     chip = CHIPS[name]
     count = job.ctx.layout.mesh.size
-    found = need_of(job, abstract_state(Recipe.of(job.cfg), job.ctx), chip.platform)
+    state = abstract_state(Recipe.of(job.cfg), job.ctx)
+    found = need_of(job, state, chip.platform)
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
@@ -169,6 +170,8 @@ def plan(job: Job, name: str) -> str:
         size = GPU_MEMORY_FRACTION * chip.hbm_bytes / GIB
         more = "XLA_PYTHON_CLIENT_MEM_FRACTION changes that"
         lines.append(f"  {f'a run reserves {GPU_MEMORY_FRACTION:.0%} of it':<44} {size:>8.3f}  ({more})")
+    if on_host := sum(estimate.host_memory(job, state).values()):
+        lines.append(f"  {'in the memory of its host':<44} {on_host / GIB:>8.3f}")
     if job.train.dtype not in chip.flops and job.train.dtype == "bfloat16":
         lines.append(f"{name} has no matrix units for bfloat16. Use train.dtype=float16.")
     if verdict != "it fits":
@@ -343,6 +346,7 @@ class Savings:
             [{"train.grad_accum": value} for value in splits],
             [{"mesh.fsdp": value, "mesh.data": shards // value} for value in fsdp],
             [{"data.batch_size": value} for value in smaller],
+            [{"train.offload": value} for value in ("optimizer", "residuals", "both") if cfg.train.offload == "none"],
             [{"kernels.attention": "auto"}],
             [{"kernels.cross_entropy": "auto"}],
         ]

@@ -21,10 +21,11 @@ from functools import lru_cache
 
 from jaxstack.families import flops
 from jaxstack.models.context import Context
-from jaxstack.planner import rates, shards
+from jaxstack.planner import estimate, rates, shards
 from jaxstack.planner.estimate import split_of
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
+from jaxstack.planner.offload import host_rate
 from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
@@ -43,8 +44,9 @@ class StepTime:
       recomputation: seconds of the operations that `train.remat` repeats.
       head: seconds of embedding, head and loss.
       update: seconds of the optimizer, casts of weights and sums of gradients.
-      exposed: seconds that a device waits for collectives, by mesh axes (joined by `+`).
-      hidden: seconds of collectives that run beside operations, by mesh axes.
+      exposed: seconds that a device waits for collectives, by mesh axes (joined by `+`), and for copies from and to the
+        host.
+      hidden: seconds of collectives and copies that run beside operations, by the same names.
       bubble: seconds in which a mean pipeline stage has no unit.
       tokens: tokens of a step over all devices.
       model_flops: FLOPs of the model in a step over all devices, by both conventions.
@@ -229,6 +231,10 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
         bubble *= 1 + exposed.get("tensor", 0.0) / (layers + repeated)
     head = seconds(op for op in ops if not op.of_layer and not op.of_update)
     update = seconds(op for op in ops if op.of_update)
+    forward = seconds(op for op in in_layers if not op.in_backward)
+    for name, (copying, waiting) in _copies(job, limits, forward, layers + repeated - forward).items():
+        alone[name] = copying
+        exposed[name] = waiting
     tokens = job.data.batch_size * job.data.seq_len
     per_token = _flops_per_token(job.model, job.data.seq_len, job.data.target_length, job.cfg.microbatch_size)
     total = layers + repeated + head + update + bubble + math.fsum(exposed.values())
@@ -246,7 +252,7 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
         recomputed_flops=_recomputed_flops(job, ops),
         peak=limits.peak(job.train.dtype) * shards.device_count(job.ctx),
         interval=(low * total, high * total),
-        forward=seconds(op for op in in_layers if not op.in_backward),
+        forward=forward,
         weights=seconds(filter(_is_weight_gradient, in_layers)),
     )
 
@@ -360,6 +366,26 @@ def _communication(
             exposed[axes] += (beyond - shared) * seconds / math.fsum(of_weights.values())
     sent = [axes for axes, seconds in alone.items() if seconds]
     return {axes: alone[axes] for axes in sent}, {axes: exposed[axes] for axes in sent}
+
+
+def _copies(job: Job, limits: ChipLimits, forward: float, backward: float) -> dict[str, tuple[float, float]]:
+    """Returns for each kind of copy between device and host its seconds, and those that a device waits.
+
+    Residuals are copied to the host during the forward pass of the layers, and back during their backward pass. The
+    update waits for the optimizer's state, which is copied in both directions at the same time.
+    """
+    if job.train.offload == "none":
+        return {}
+    sizes = estimate.host_traffic(job)
+    rate = host_rate(limits.name)
+    state = sizes.pop(estimate.EXACT[1], 0.0) / rate
+    each = math.fsum(sizes.values()) / rate
+    waits = max(0.0, each - forward) + max(0.0, each - backward)
+    found = {
+        "optimizer state from and to the host": (state, state),
+        "residuals to and from the host": (2 * each, waits),
+    }
+    return {name: seconds for name, seconds in found.items() if seconds[0]}
 
 
 WEIGHTS = ("weights", "weights, network")

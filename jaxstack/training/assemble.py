@@ -20,7 +20,7 @@ from jaxstack.models.partitioned import within_step
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.sharding import collectives
 from jaxstack.training import losses, step
-from jaxstack.training.features import comparison, loss_scale, noise_scale, pipelined, qat, teacher
+from jaxstack.training.features import comparison, loss_scale, noise_scale, offload, pipelined, qat, teacher
 from jaxstack.training.features.policy import policy_objective, policy_share
 from jaxstack.training.features.preference import preference_objective
 from jaxstack.training.features.watch import Watched, WatchProbe
@@ -113,7 +113,9 @@ def make_train_step(
         inner = replace(ctx, observer=watched.watcher)
     objective = objective or objective_of(cfg.model, cfg.aim)
     gradients = make_gradients(cfg, inner, objective)
-    train_step = step.one_step(gradients, make_optimizer(recipe, ctx), recipe, ctx, objective, probes)
+    on_host = cfg.train.offloads_optimizer
+    optimizer = offload.in_turn(recipe, ctx) if on_host else make_optimizer(recipe, ctx)
+    train_step = step.one_step(gradients, optimizer, recipe, ctx, objective, probes, keeps_state=on_host)
     if cfg.train.dtype == "float16":
         return loss_scale.with_loss_scale(train_step, cfg.train.loss_scale, objective)
     return train_step

@@ -1,5 +1,6 @@
 """The train state: its initial values, shapes, dtypes and shardings, and the optimizer that belongs to it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -7,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack import families
-from jaxstack.common.tree import PyTree, path_of
+from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import Config, ModelConfig, OptimConfig, TrainConfig
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
@@ -18,6 +19,9 @@ from jaxstack.models.params import Params, Spec
 from jaxstack.pipeline import Stages
 from jaxstack.training import optimizer as optim
 from jaxstack.training.optimizer import AverageState
+
+HOST = "pinned_host"
+"""JAX's name of the host's memory that GPUs and TPUs read and write by themselves."""
 
 
 class Recipe(NamedTuple):
@@ -85,9 +89,14 @@ class TrainState:
     loss_scale: LossScale | None = None
 
 
-def make_optimizer(recipe: Recipe, ctx: Context | None = None) -> optax.GradientTransformation:
-    """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state."""
-    spec = families.spec(recipe.model)
+def make_optimizer(
+    recipe: Recipe, ctx: Context | None = None, spec: Spec | None = None
+) -> optax.GradientTransformation:
+    """Builds the optimizer of the trained parameters, sharded as the context says; frozen ones have no state.
+
+    `spec` has their declarations, by default those of the model.
+    """
+    spec = families.spec(recipe.model) if spec is None else spec
     trained, _ = parameters.partition(spec, spec)
     if ctx is None or ctx.layout.mesh is None:
         return optim.optimizer(recipe.optim, recipe.train.steps, trained)
@@ -183,11 +192,30 @@ def make_state(recipe: Recipe, ctx: Context, abstract: TrainState) -> TrainState
     return jax.jit(of_drawn, out_shardings=shardings, compiler_options=options, donate_argnums=0)(params)
 
 
+def host_paths(opt_state: PyTree, parameters: Collection[str]) -> set[str]:
+    """Returns the paths of the optimizer's arrays that `train.offload` stores in the host's memory.
+
+    These are the arrays for a parameter. Counters stay on the device, and so do averages of `optim.ema`, which
+    evaluations read.
+
+    Args:
+      opt_state: state of the optimizer, with arrays or shapes.
+      parameters: paths of the parameters that it updates.
+    """
+    suffixes = tuple(f"/{path}" for path in parameters)
+    return {
+        path
+        for path, leaf in flatten(opt_state).items()
+        if leaf.ndim and f"/{path}".endswith(suffixes) and not path.startswith("average/")
+    }
+
+
 def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     """Returns shapes, dtypes and shardings of the state.
 
     The optimizer's arrays for a parameter are sharded like it, and with `mesh.zero` over replicas too. Means over the
-    inputs or outputs of its matrices are sharded like it in the remaining dimensions.
+    inputs or outputs of its matrices are sharded like it in the remaining dimensions. `train.offload` stores the arrays
+    of `host_paths` in the host's memory.
     """
     spec = parameters.pad_to_slots(families.spec(recipe.model), ctx.layout.stages)
     by_shape = {}
@@ -206,16 +234,23 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
         by_shape[path] = {shape: ctx.layout.sharding(PartitionSpec(*entry)) for shape, entry in parts}
     replicated = ctx.layout.sharding(PartitionSpec())
 
+    def sharding_of(path: str, shape: tuple[int, ...]) -> NamedSharding:
+        if path.startswith("params/"):
+            return of_params[path.removeprefix("params/")]
+        for suffix, shardings in by_shape.items():
+            if path.endswith("/" + suffix) and shape in shardings:
+                return shardings[shape]
+        return replicated
+
     def with_sharding(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = path_of(keys)
-        if path.startswith("params/"):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_params[path.removeprefix("params/")])
-        for suffix, shardings in by_shape.items():
-            if path.endswith("/" + suffix) and leaf.shape in shardings:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.shape])
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+        sharding = sharding_of(path, leaf.shape)
+        if path.removeprefix("opt_state/") in on_host:
+            sharding = sharding.with_memory_kind(HOST)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     # Of `train`, only what the shapes depend on: a search over meshes asks for many.
     train = TrainConfig(steps=recipe.train.steps, spike=recipe.train.spike, dtype=recipe.train.dtype)
     shapes = _state_shapes(recipe.model, recipe.optim, train, ctx.layout.stages)
+    on_host = host_paths(shapes.opt_state, by_shape) if recipe.train.offloads_optimizer else ()
     return jax.tree_util.tree_map_with_path(with_sharding, shapes)

@@ -105,6 +105,7 @@ def one_step(
     ctx: Context,
     objective: Objective,
     probes: Sequence[Probe] = (),
+    keeps_state: bool = False,
 ) -> TrainStep:
     """Builds the pure `train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
@@ -113,11 +114,14 @@ def one_step(
 
     Metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `lr`, `tokens`, `skipped`,
     `skipped_in_a_row`, `spike` (0 or 1), and `Objective.metrics`. `Objective.extras` and `probes` add more.
+
+    With `keeps_state` the optimizer's update reads its argument `good`, and returns the old state if it is False.
     """
     train = recipe.train
     spec = families.spec(recipe.model)
     schedule = optim.schedule(recipe.optim, train.steps)
     is_bounded = optim.updates_are_bounded(recipe.optim, train.steps)
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = dropout_key(recipe.model, recipe.seed, state.step)
@@ -131,7 +135,7 @@ def one_step(
             good &= ~spike
 
         def update(params: Params, opt_state: PyTree) -> tuple[Params, PyTree, list[Metrics]]:
-            changes, opt_state = optimizer.update(grads, opt_state, params)
+            changes, opt_state = optimizer.update(grads, opt_state, params, good=good)
             new = optax.apply_updates(params, changes)
             final = objective.extras.after_update(new, sums, ctx)
             return final, opt_state, [probe.updates(params, changes, (new, final)) for probe in probes]
@@ -144,9 +148,13 @@ def one_step(
         with jax.named_scope("optimizer"):
             if not is_bounded:
                 good = check_update(optimizer, good, grads, params, opt_state)
-            if ctx.ops.update == "select":
-                results = (update(params, opt_state), skip(params, opt_state))
-                params, opt_state, updated = jax.tree.map(partial(jnp.where, good), *results)
+            if keeps_state or ctx.ops.update == "select":
+                select = partial(jax.tree.map, partial(jnp.where, good))
+                new_params, new_opt_state, figures_of_update = update(params, opt_state)
+                old_params, old_opt_state, figures_of_skip = skip(params, opt_state)
+                params = select(new_params, old_params)
+                opt_state = new_opt_state if keeps_state else select(new_opt_state, old_opt_state)
+                updated = select(figures_of_update, figures_of_skip)
             else:
                 params, opt_state, updated = jax.lax.cond(good, update, skip, params, opt_state)
         bad = 1 - good.astype(jnp.int32)

@@ -11,7 +11,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxstack import kernels
 from jaxstack.config import KernelsConfig, ModelConfig, MoEConfig
-from jaxstack.planner import aot, hlo
+from jaxstack.planner import aot, estimate, hlo
+from jaxstack.planner import offload as planned
+from jaxstack.planner.job import Job
 from jaxstack.training import assemble
 
 TOKENS, WIDTH, VOCAB = 8192, 2048, 131072
@@ -54,6 +56,30 @@ def with_gradients(f: Any, count: int) -> Any:
         return value, vjp(args[count])
 
     return run
+
+
+def offload(target: str) -> None:
+    """Steps of four devices: what is on the host, what is copied, and what the device has less (`train.offload`).
+
+    Of what is not on the device, XLA has two layers' residuals and two groups of the optimizer's arrays there again.
+    """
+    model = ModelConfig(num_layers=4, d_model=512, num_heads=4, vocab_size=4096, d_ff=1408)
+    cfg = config(model, 8, 512, fsdp=4)
+    cfg = replace(cfg, kernels=replace(cfg.kernels, layers="scan"))
+    plain, both = (
+        aot.compile(replace(cfg, train=replace(cfg.train, offload=where)), target) for where in ("none", "both")
+    )
+    job = Job(replace(cfg, train=replace(cfg.train, offload="both")), aot.abstract_inputs(cfg, target)[0])
+    on_host = estimate.host_memory(job, job.state)
+    total = sum(on_host.values())
+    assert planned.host_copies(str(plain.compiled.as_text())) == {}
+    copies = planned.host_copies(str(both.compiled.as_text()), both.trip_counts)
+    assert copies.keys() == {planned.TO_HOST, planned.TO_DEVICE}
+    for size in (both.host, *copies.values()):
+        assert 0 <= size / total - 1 < 2e-3  # XLA pads vectors
+    assert abs((plain.arguments - both.arguments) / on_host["optimizer state"] - 1) < 2e-3
+    assert both.total < plain.total - on_host["optimizer state"]
+    assert abs(sum(both.memory.values()) / both.total - 1) < 0.15
 
 
 def norm(target: str, implementation: str) -> jax.stages.Compiled:

@@ -442,3 +442,7 @@ def test_a_packed_step(most):
     text = str(aot.compile(cfg, "h100:1x1x4").compiled.as_text())
     assert ("__cudnn$fmhaSoftmaxBackward" in text) == (most is not None)
     assert ("attention_dkv" in text) == (most is None)
+
+
+def test_offload_copies_what_the_formula_says():
+    programs.offload("h100:1x1x4")

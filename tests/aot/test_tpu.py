@@ -178,3 +178,7 @@ def test_a_step_with_every_kernel(target, mesh):
     text = programs.small_step(target, **mesh)
     assert text.count("tpu_custom_call") >= 10
     assert re.search(r"= s32\[\S* convolution\(", text)
+
+
+def test_offload_copies_what_the_formula_says():
+    programs.offload("v5p:2x2x1")

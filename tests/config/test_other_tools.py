@@ -76,8 +76,6 @@ def test_a_word_of_another_program_gets_its_advice(flag, advice, tmp_path):
 
 
 MISSING = {
-    "offloading to the host": "offload",
-    "CPU offloading": "offload",
     "Cloud Storage paths": "gcs",
     "MX formats": "mxfp",
     "asynchronous tensor parallelism": "async",

@@ -108,3 +108,38 @@ mistakes(
     ("(before.scale > 1) & (cfg.interval is not None)", "(before.scale > 1)",
      "training/test_loss_scale.py -k cannot_be_halved"),
 )  # fmt: skip
+
+OFFLOAD = "training/test_offload.py"
+
+mistakes(
+    "step", "training/step.py", OFFLOAD,
+    ("opt_state = new_opt_state if keeps_state else select(new_opt_state, old_opt_state)", "opt_state = new_opt_state",
+     "training/test_step.py"),
+)  # fmt: skip
+
+mistakes(
+    "step", "features/host_residuals.py", OFFLOAD + " -k residuals",
+    ("f(checkpoint_name(x, INPUT), *others)", "f(x, *others)"),
+    ('Offloadable("device", "pinned_host")', "True"),
+    ("if name in STATISTICS else", "if name == INPUT else"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/state.py", OFFLOAD,
+    ('and not path.startswith("average/")', "", OFFLOAD + " -k moments"),
+    ("if leaf.ndim and f", "if f", OFFLOAD + " -k moments"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/features/offload.py", OFFLOAD,
+    ("kept = jnp.where(good, array, old[path])", "kept = array", OFFLOAD + " -k bad_step"),
+    ("old = {path: before[path] for path in flatten(template)}",
+     "old = {path: new[path] for path in flatten(template)}", OFFLOAD + " -k 'run_with_offload and lion'"),
+    ("if total + size > largest:", "if total + size >= largest:", OFFLOAD + " -k group"),
+    ("grads, _ = clip.update(grads, clip.init(params))", "", OFFLOAD + " -k 'run_with_offload and lion'"),
+    ("if HOST not in kinds:", "if not kinds:", OFFLOAD + " -k refused"),
+    ("if not updates_are_bounded(optim, recipe.train.steps):", "if False:", OFFLOAD + " -k refused"),
+    ("unclipped = recipe._replace(optim=replace(optim, clip_norm=None))", "unclipped = recipe",
+     OFFLOAD + " -k 'run_with_offload and lion'",
+     {"survives": "the norm of a group is at most the norm of all, so that a second clipping changes nothing"}),
+)  # fmt: skip

@@ -23,6 +23,7 @@ def check_training(cfg: Groups) -> None:
     _check_rewards(cfg)
     _check_qat(cfg)
     _check_keep_zeros(cfg)
+    _check_offload(cfg)
 
 
 def _check_steps(cfg: Groups) -> None:
@@ -313,4 +314,38 @@ def _check_keep_zeros(cfg: Groups) -> None:
         not (cfg.optim.keep_zeros and cfg.model.lora.rank),
         f"optim.keep_zeros=true would keep new adapters at zero, but model.lora.rank={cfg.model.lora.rank}. Use "
         f"optim.keep_zeros=false: frozen matrices keep their zeros.",
+    )
+
+
+def _check_offload(cfg: Groups) -> None:
+    train = cfg.train
+    require(
+        not train.offloads_residuals or train.remat != "none",
+        f"train.offload={train.offload} stores what train.remat saves, but train.remat=none leaves that choice to XLA. "
+        f"Use train.remat=selective, dots or full, or train.offload=optimizer.",
+    )
+    require(
+        not train.offloads_residuals or cfg.mesh.pipe == 1,
+        f"train.offload={train.offload} is for layers in one loop, but the stages of mesh.pipe={cfg.mesh.pipe} store "
+        f"residuals of several microbatches themselves. Use train.offload=optimizer, or mesh.pipe=1.",
+    )
+    require(
+        not train.offloads_residuals or cfg.kernels.layers != "unrolled",
+        f"train.offload={train.offload} needs a loop over layers: XLA does not finish compiling the copies of "
+        f"kernels.layers=unrolled. Use kernels.layers=auto.",
+    )
+    require(
+        not train.offloads_optimizer or cfg.kernels.update != "branch",
+        f"train.offload={train.offload} copies the optimizer's state in every step, but kernels.update=branch runs the "
+        f"optimizer in good steps only. Use kernels.update=auto.",
+    )
+    require(
+        not train.offloads_optimizer or cfg.optim.name != "sgd" or cfg.optim.b1 > 0,
+        f"train.offload={train.offload} has nothing to store, as optim.name=sgd has no momentum with optim.b1=0. Use "
+        f"train.offload=none, or another optim.b1.",
+    )
+    require(
+        train.offload == "none" or not cfg.debug.eager,
+        f"train.offload={train.offload} needs a compiled step, but debug.eager=true runs operations one by one. Use "
+        f"train.offload=none.",
     )

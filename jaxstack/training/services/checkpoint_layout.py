@@ -70,12 +70,17 @@ def checkpoint_layout(recipe: Recipe, ctx: Context, abstract: TrainState) -> Lay
         split = [entry if n % parts == 0 else None for n, entry, parts in zip(shape, entries, shards, strict=False)]
         return Leaf(shape, leaf.dtype, sharding=ctx.layout.sharding(PartitionSpec(*split)))
 
+    def on_device(a: jax.Array) -> jax.Array:  # devices compute with their own memory only (`train.offload`)
+        return jax.device_put(a, jax.memory.Space.Device) if recipe.train.offloads_optimizer else a
+
     def to_checkpoint(path: str, a: jax.Array) -> jax.Array:
+        a = on_device(a)
         if stack := placed(path):
             return a[stack.slot_of_layer]
         return a[tuple(slice(n) for n in small[path].shape)]
 
     def to_run(path: str, a: jax.Array) -> jax.Array:
+        a = on_device(a)
         if stack := placed(path):
             return to_slots(stack, a)
         zeros = [(0, to - n) for n, to in zip(a.shape, padded[path].shape, strict=True)]
