@@ -1,9 +1,11 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the family that also predicts later tokens.
 
-Behind the layers of the model there are `mtp.depth` modules. Module k reads what module k - 1 has made of a token (the
-first one reads what the head reads), and the embedding of the k-th token after it. Each is normalised, a matrix joins
-them, and one layer follows. The module has a norm of its own, and shares embedding and head with the model. It predicts
-the token after the one that it reads. Its loss is a second loss of a step; evaluations and texts leave it out.
+Behind the layers of the model there are `mtp.depth` modules. Module k reads what the head reads of module k - 1 (the
+first one: of the model), and the embedding of the k-th token after it. Each is normalised, a matrix joins them, and one
+layer follows. The module has a last norm of its own, and shares embedding and head with the model. It predicts the
+token after the one that it reads. Its loss is a second loss of a step; evaluations and texts leave it out.
+
+The paper does not say whether a module reads the last norm of the one before. `MtpModel` of transformers reads it.
 
 Suffixes: B batch, S sequence, D width, K modules.
 """
@@ -167,7 +169,8 @@ def predict(
     h = narrow(own["join"], "w", jnp.concatenate([token, hidden], -1), ctx)
     inner = replace(stack, spec=_without_own(stack.spec), stream=None)
     h, values = run_layers(cfg, ctx, inner, [_without_own(module)], h, index, inputs)
-    read = ctx.layout.gather_activations(layers.norm(cfg, own["module_norm"], h, ctx), "vocab")
+    h = layers.norm(cfg, own["module_norm"], h, ctx)
+    read = ctx.layout.gather_activations(h, "vocab")
     arrays = inputs.arrays["next_targets"][index], inputs.arrays["next_weights"][index]
     measure = partial(kernels.cross_entropy, implementation=ctx.ops.cross_entropy)
     loss = decoder.sum_over_vocabulary(measure, cfg, inputs.side["head"], read, arrays, ctx)

@@ -109,7 +109,8 @@ def by_hand(cfg: ModelConfig, values, batch):
         e = rms(table[reads], module["join"]["token_norm"]["scale"], cfg.norm_eps)
         h = rms(h, module["join"]["hidden_norm"]["scale"], cfg.norm_eps)
         h = layer_of(plain, module, jnp.concatenate([e, h], -1) @ module["join"]["w"], batch)
-        log_p = jax.nn.log_softmax(rms(h, module["module_norm"]["scale"], cfg.norm_eps) @ head)
+        h = rms(h, module["module_norm"]["scale"], cfg.norm_eps)
+        log_p = jax.nn.log_softmax(h @ head)
         weights = batch["loss_weights"][row, of]
         total -= (weights * log_p[row, at, batch["targets"][row, of]]).sum() / max(weights.sum(), 1)
     return total / cfg.mtp.depth

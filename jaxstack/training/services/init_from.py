@@ -17,6 +17,7 @@ from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
+from jaxstack.families.token_prediction import without_prediction
 from jaxstack.features import adapters, reward_head
 from jaxstack.hf import configs, peft
 from jaxstack.hf.pretrained import PretrainedFolder
@@ -107,6 +108,14 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     )
 
 
+def _without_modules(source: Config | PretrainedFolder) -> Config | PretrainedFolder:
+    """Returns the source of a model without its modules of multi-token prediction, for a run that has none."""
+    if isinstance(source, Config):
+        return replace(source, model=without_prediction(source.model))
+    source.leave_modules()
+    return source
+
+
 def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: DataConfig, tokenizer: Tokenizer) -> None:
     """Makes sure that the data has the token ids with which a model was trained.
 
@@ -159,6 +168,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     name = cfg.run.init_from
     source = find_source(str(name), "run.init_from")
     require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
+    if not cfg.model.mtp.depth:
+        source = _without_modules(source)
     there = source.model.base
     here = cfg.model.base
     scores = here.reward_head and not there.reward_head  # the model gets this head now
