@@ -5,8 +5,9 @@
 Two samplers write the same number of completions of the same prompts: `rl.exact=true`, whose tokens the forward pass of
 training has chosen, and `rl.exact=false`, whose tokens come from the KV cache. Their steps are timed, too. With
 `rl.exact=true`, the backward pass computes the forward pass again. Rounds of both alternate, and `ratio` divides their
-medians. For each mesh of simulated devices there are also the extremes of the first ratio of each rollout, and the
-largest difference between sampler and trainer, in nats.
+medians. `cpu` has the same of CPU seconds, which other work on the machine changes less. For each of `--meshes` of
+simulated devices there are also the extremes of the first ratio of each rollout, and the largest difference between
+sampler and trainer, in nats.
 """
 
 import argparse
@@ -41,10 +42,19 @@ TORCHTITAN = {"rollout": 2.4, "update": 2.9}
 """What torchtitan states for its batch-invariant kernels: a decoded token, and forward and backward."""
 
 
+CLOCKS = {"seconds": time.perf_counter, "cpu": time.process_time}
+
+
+def now() -> dict[str, float]:
+    """Returns the time of each clock."""
+    return {name: clock() for name, clock in CLOCKS.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each sampler")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each sampler")
     parser.add_argument("--steps", type=int, default=3, help="steps on each mesh")
+    parser.add_argument("--meshes", nargs="*", choices=MESHES, default=["tensor=2"])
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -59,17 +69,17 @@ def main() -> None:
 def measure(folder: Path, args: argparse.Namespace) -> None:
     """Runs all meshes and the timed rounds in processes of their own, and records the figures."""
     write_data(folder)
-    meshes = []
-    for name, (mesh, _) in MESHES.items():
-        devices = 2 if any(flag.endswith("=2") for flag in mesh) else 1
+    settings = {"rounds": args.rounds, "steps": args.steps, "torchtitan": TORCHTITAN}
+    result = {**settings, "times": child(folder, args, {}, 1), "meshes": []}
+    print(result["times"], flush=True)
+    record.record("exactness", result)
+    for name in args.meshes:
+        devices = 2 if any(flag.endswith("=2") for flag in MESHES[name][0]) else 1
         for exact in (True, False):
             figures = child(folder, args, {"name": name, "exact": exact}, devices)
-            meshes.append({"mesh": name, "exact": exact} | figures)
-            print(meshes[-1], flush=True)
-    times = child(folder, args, {}, 1)
-    print(times, flush=True)
-    settings = {"rounds": args.rounds, "steps": args.steps, "torchtitan": TORCHTITAN}
-    record.record("exactness", {**settings, "times": times, "meshes": meshes})
+            result["meshes"].append({"mesh": name, "exact": exact} | figures)
+            print(result["meshes"][-1], flush=True)
+            record.record("exactness", result)
 
 
 def child(folder: Path, args: argparse.Namespace, job: dict[str, Any], devices: int) -> dict[str, Any]:
@@ -141,30 +151,35 @@ def time_both(args: argparse.Namespace) -> None:
         loader = DataLoader(cfg, dataset, setup.ctx.layout.sharding(jax.sharding.PartitionSpec()))
         state = init_from.init_state_from(cfg, setup.ctx, setup.abstract, dataset.tokenizer)
         sides[exact] = [Rollouts.create(setup, loader), jit_train_step(cfg, setup.ctx, setup.abstract), state]
-    seconds: dict[bool, dict[str, list[float]]] = {exact: {"rollout": [], "update": []} for exact in sides}
+    empty = {clock: {exact: {"rollout": [], "update": []} for exact in sides} for clock in CLOCKS}
+    seconds: dict[str, dict[bool, dict[str, list[float]]]] = empty
     tokens: dict[bool, list[float]] = {exact: [] for exact in sides}
     for index in range(args.rounds + 2):  # the first rounds compile
         for exact, side in sides.items():
             rollouts, step, state = side
-            began = time.perf_counter()
+            began = now()
             batch, figures = rollouts.batch(state.params, index)
             jax.block_until_ready(batch)
-            between = time.perf_counter()
+            between = now()
             side[2], metrics = step(state, batch)
             jax.block_until_ready(metrics)
-            ended = time.perf_counter()
+            ended = now()
             if index >= 2:
-                seconds[exact]["rollout"].append((between - began) / float(figures["length"]))
-                seconds[exact]["update"].append(ended - between)
                 tokens[exact].append(float(figures["length"]))
-    median = {exact: {what: float(np.median(each)) for what, each in own.items()} for exact, own in seconds.items()}
-    result = {
-        "load_average": os.getloadavg()[0],
-        "seconds_exact": median[True],
-        "seconds_inexact": median[False],
-        "ratio": {what: median[True][what] / median[False][what] for what in median[True]},
-        "tokens": {str(exact): float(np.mean(each)) for exact, each in tokens.items()},
-    }
+                for clock, own in seconds.items():
+                    own[exact]["rollout"].append((between[clock] - began[clock]) / float(figures["length"]))
+                    own[exact]["update"].append(ended[clock] - between[clock])
+    result: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+    for clock, own in seconds.items():
+        median = {
+            exact: {what: float(np.median(each)) for what, each in of_side.items()} for exact, of_side in own.items()
+        }
+        result[clock] = {
+            "exact": median[True],
+            "inexact": median[False],
+            "ratio": {what: median[True][what] / median[False][what] for what in median[True]},
+        }
+    result["tokens"] = {str(exact): float(np.mean(each)) for exact, each in tokens.items()}
     (args.folder / "result.json").write_text(json.dumps(result))
 
 

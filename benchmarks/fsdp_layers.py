@@ -136,6 +136,20 @@ def measure(case: Case) -> dict[str, Any]:
     chip = case.target.partition(":")[0]
     found = read_overlap(text, cfg.mesh.sizes, CHIPS[chip], compiled.trip_counts)
     print(format_overlap(found), flush=True)
+    by_kind_rows = [
+        {"kind": kind, "next_turn": next_turn, "runs": row["runs"], "alone_ms": row["alone"],
+         "exposed_ms": row["exposed"]}
+        for (_, kind, next_turn), row in by_kind(found).items()
+    ]  # fmt: skip
+    if chip != "h100":  # the parts of a step are read from what the compiler for GPUs writes
+        return {
+            "gib": compiled.total / 2**30,
+            "formula_gib": sum(compiled.memory.values()) / 2**30,
+            "compile_seconds": seconds,
+            "compile_cpu_seconds": cpu_seconds,
+            "collectives_ms": 1e3 * found.collectives,
+            "by_kind": by_kind_rows,
+        }
     return {
         "gib": compiled.total / 2**30,
         "formula_gib": sum(compiled.memory.values()) / 2**30,
@@ -148,12 +162,8 @@ def measure(case: Case) -> dict[str, Any]:
         "compute_ms": 1e3 * found.compute,
         "collectives_ms": 1e3 * found.collectives,
         "exposed_ms": 1e3 * found.exposed,
-        "by_kind": [
-            {"kind": kind, "next_turn": next_turn, "runs": row["runs"], "alone_ms": row["alone"],
-             "exposed_ms": row["exposed"]}
-            for (_, kind, next_turn), row in by_kind(found).items()
-        ],
-    }  # fmt: skip
+        "by_kind": by_kind_rows,
+    }
 
 
 def main() -> None:

@@ -6,11 +6,16 @@ llama  `transformers.LlamaForCausalLM` with `attn_implementation="sdpa"`.
 bert   `transformers.BertForMaskedLM`, likewise, without dropout. All tokens are targets.
 t5     `transformers.T5ForConditionalGeneration` without dropout: half as many targets as inputs.
 
-All use float32, the fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1.
+All use float32, the fused AdamW of `torch.optim`, and gradients clipped to a global norm of 1. Weights and batch are
+those that jaxstack's side has written (`train_cpu.write_start`).
 """
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,16 +81,29 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(job.width, bias=False)
         self.head = nn.Linear(job.width, job.vocab, bias=False)
         self.head.weight = self.tokens.weight
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                down = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * job.layers) ** 0.5 if down else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def gpt_weights(values: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields name, path in jaxstack and values of each weight of `GPT`, from jaxstack's parameters by path."""
+    yield "tokens.weight", "embedding/tokens", values["embedding/tokens"]
+    yield "positions.weight", "embedding/positions", values["embedding/positions"]
+    yield "norm.weight", "final_norm/scale", values["final_norm/scale"]
+    layers, width = values["layers/attention_norm/scale"].shape
+    for i in range(layers):
+        block = {path.removeprefix("layers/"): v[i] for path, v in values.items() if path.startswith("layers/")}
+        qkv = np.concatenate([block[f"attention/w_{each}"].reshape(width, -1) for each in "qkv"], axis=1)
+        yield f"blocks.{i}.norm_1.weight", "layers/attention_norm/scale", block["attention_norm/scale"]
+        yield f"blocks.{i}.qkv.weight", "layers/attention/w_q", qkv.T
+        yield f"blocks.{i}.out.weight", "layers/attention/w_o", block["attention/w_o"].reshape(-1, width).T
+        yield f"blocks.{i}.norm_2.weight", "layers/mlp_norm/scale", block["mlp_norm/scale"]
+        yield f"blocks.{i}.up.weight", "layers/mlp/w_up", block["mlp/w_up"].T
+        yield f"blocks.{i}.down.weight", "layers/mlp/w_down", block["mlp/w_down"].T
 
 
 def _llama(job: Job) -> nn.Module:
@@ -146,28 +164,41 @@ def _t5(job: Job) -> nn.Module:
 
 
 class Peer:
-    """One job in one mode on a fixed random batch. `step()` trains once and returns the loss in nats per token."""
+    """One job in one mode on a fixed batch. `step()` trains once and returns the loss in nats per token.
 
-    def __init__(self, name: str, mode: str, *, threads: int, lr: float = 1e-3) -> None:
+    Args:
+      folder: has the initial weights and the batch.
+    """
+
+    def __init__(self, name: str, mode: str, *, folder: Path, threads: int, lr: float = 1e-3) -> None:
         if name not in JOBS or mode not in MODES:
             raise ValueError(
                 f"job {name!r} in mode {mode!r} does not exist. The jobs are {', '.join(JOBS)}; the modes are "
                 f"{', '.join(MODES)}."
             )
         torch.set_num_threads(threads)
-        torch.manual_seed(0)
         job = JOBS[name]
         self.model = {"gpt": GPT, "llama": _llama, "bert": _bert, "t5": _t5}[job.family](job)
         self.model.train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        text = torch.randint(job.vocab, (job.batch, job.seq_len + 1))
-        self.inputs, self.targets = text[:, :-1].contiguous(), text[:, 1:].reshape(-1)
+        named = dict(self.model.named_parameters())
+        with np.load(folder / "weights.npz", allow_pickle=False) as weights, torch.no_grad():
+            if missing := named.keys() - {*weights.files}:
+                raise ValueError(f"the weights of {name} lack {', '.join(sorted(missing))}.")
+            for key, parameter in named.items():
+                parameter.copy_(torch.from_numpy(weights[key]).reshape(parameter.shape))
+        decayed = {*json.loads((folder / "decayed.json").read_text())}
+        groups = [
+            {"params": [p for key, p in named.items() if (key in decayed) is kind], "weight_decay": 0.1 * kind}
+            for kind in (True, False)
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        with np.load(folder / "batch.npz", allow_pickle=False) as batch:
+            arrays = {key: torch.from_numpy(batch[key]) for key in batch.files}
+        self.inputs, self.targets = arrays["tokens"].long(), arrays["targets"].long().reshape(-1)
         self.given: dict[str, Tensor] = {}
         if job.family == "t5":
-            self.targets = text[:, : job.seq_len // 2].reshape(-1)
-            self.given = {"decoder_input_ids": text[:, 1 : job.seq_len // 2 + 1].contiguous()}
+            self.given = {"decoder_input_ids": self.inputs}
+            self.inputs = arrays["encoder_tokens"].long()
         self.loss = torch.compile(self._loss) if mode == "compile" else self._loss
 
     def _loss(self) -> Tensor:

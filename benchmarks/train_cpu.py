@@ -11,7 +11,8 @@ on a busy machine run `taskset -c 0 python benchmarks/train_cpu.py ...`: all pro
 mean little, because threads of PyTorch use the processor while they wait.
 
 Our side runs as `train.py` does: with its device count and flags, `assemble.jit_train_step`, and metrics that are read
-one step late.
+one step late. It writes its initial weights and the batch for the other sides, which begin with them. All sides decay
+the same weights. So their losses agree step by step, and `losses` has the first ones.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -27,6 +29,13 @@ from typing import Any
 import record
 
 ROOT = Path(__file__).parent.parent
+COMPARED = 4
+"""Steps whose losses are compared, before any time is taken."""
+
+TOLERANCE = 2e-5
+"""Largest relative difference of these losses. Sums in another order gave 1e-7. Another epsilon, a missing decay
+or another batch gives more."""
+
 STEPS = {"J1": 30, "J2": 2, "J3": 2, "E1": 4, "T1": 4}  # steps of a turn, which takes about a second or two
 
 
@@ -113,6 +122,7 @@ def ours(name: str) -> None:
     arrays = family_of(cfg.model).batch_spec(cfg.model, cfg.data)
     rng = np.random.default_rng(0)
     batch = {name: array.draw(rng) for name, array in arrays.items()}
+    write_start(Path(job["folder"]), job["family"], cfg.model, state.params, batch)
     placed = ctx.layout.sharding(ctx.layout.batch)
 
     def run(steps: int) -> float:
@@ -128,12 +138,38 @@ def ours(name: str) -> None:
     serve(run)
 
 
+def write_start(folder: Path, family: str, model: Any, params: Any, batch: dict[str, Any]) -> None:
+    """Writes the weights by their names in PyTorch, the names of those that are decayed, and the batch."""
+    import numpy as np
+
+    from jaxstack import families
+    from jaxstack.common.tree import flatten
+    from jaxstack.hf.weights import build_tensor, hf_tensors
+
+    declared = flatten(families.spec(model))
+    values = {path: np.asarray(value, np.float32) for path, value in flatten(params).items()}
+    weights, decayed = {}, []
+    if family == "gpt":
+        import peers_torch
+
+        for name, path, array in peers_torch.gpt_weights(values):
+            weights[name] = array
+            decayed += [name] * declared[path].is_decayed
+    else:
+        for name, tensor in hf_tensors(family, families.spec(model)).items():
+            weights[name] = build_tensor(tensor, declared, values, np.float32)
+            decayed += [name] * declared[tensor.sources[0][0]].is_decayed
+    np.savez(folder / "weights.npz", **weights)
+    np.savez(folder / "batch.npz", **batch)
+    (folder / "decayed.json").write_text(json.dumps(decayed))
+
+
 def torch_peer(name: str, mode: str) -> None:
     """Trains one job in PyTorch, in a process of its own."""
-    sys.stdin.readline()
+    job = json.loads(sys.stdin.readline())
     import peers_torch
 
-    peer = peers_torch.Peer(name, mode, threads=len(os.sched_getaffinity(0)))
+    peer = peers_torch.Peer(name, mode, folder=Path(job["folder"]), threads=len(os.sched_getaffinity(0)))
 
     def run(steps: int) -> float:
         for _ in range(steps):
@@ -146,8 +182,10 @@ def torch_peer(name: str, mode: str) -> None:
 def serve(run: Any) -> None:
     """Answers each line `n` with the seconds and processor seconds per step over n steps, and the last loss."""
     begin = time.perf_counter()
-    run(1)
-    print(json.dumps({"first_step_s": time.perf_counter() - begin}), flush=True)
+    losses = [run(1)]
+    first_step_s = time.perf_counter() - begin
+    losses += [run(1) for _ in range(COMPARED - 1)]
+    print(json.dumps({"first_step_s": first_step_s, "losses": losses}), flush=True)
     for line in sys.stdin:
         begin, used = time.perf_counter(), time.process_time()
         loss = run(int(line))
@@ -195,11 +233,15 @@ def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
     import peers_torch
 
     job = asdict(peers_torch.JOBS[name]) | {"accum": accum}
-    workers = {
-        "jaxstack": Worker("--worker", "ours", name, job=job),
-        "torch eager": Worker("--worker", "eager", name, job=job),
-        "torch compile": Worker("--worker", "compile", name, job=job),
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        workers = {
+            label: Worker("--worker", kind, name, job=job | {"folder": folder})
+            for label, kind in (("jaxstack", "ours"), ("torch eager", "eager"), ("torch compile", "compile"))
+        }
+    first = {label: worker.first["losses"] for label, worker in workers.items()}
+    difference = max(abs(a / b - 1) for a, b in zip(first["jaxstack"], first["torch eager"], strict=True))
+    if difference > TOLERANCE:
+        sys.exit(f"{name}: the sides do not train the same model: losses {first}")
     for worker in workers.values():
         worker.turn(2)
     steps, losses = {key: [] for key in workers}, {}
@@ -223,6 +265,8 @@ def compare(name: str, rounds: int, accum: int) -> dict[str, Any]:
         "step_ms": {key: round(1e3 * median(values), 2) for key, values in steps.items()},
         "processor_ms": {key: round(1e3 * median(values), 2) for key, values in used.items()},
         "first_step_s": {key: round(worker.first_step_s, 1) for key, worker in workers.items()},
+        "losses": first,
+        "largest_difference_of_losses": difference,
         "last_loss": losses,
         "ratios": [round(r, 3) for r in ratios],
         "speed_against_better_torch": round(median(ratios), 3),

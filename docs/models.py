@@ -10,14 +10,16 @@ from pathlib import Path
 
 from jaxstack import families
 from jaxstack.common.errors import ConfigError
+from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.prune import smaller_sizes
-from jaxstack.compress.quantize import linear_tensors
+from jaxstack.compress.quantize import why_own_layout
 from jaxstack.config import Config, DataConfig, DenoiserConfig, MeshConfig, ModelConfig, SampleConfig, resolve
 from jaxstack.families.context import make_context
 from jaxstack.families.token_prediction import without_prediction
 from jaxstack.hf.configs import from_json
 from jaxstack.hf.families import FAMILIES
 from jaxstack.models import params
+from jaxstack.models.context import Context
 from jaxstack.sharding import abstract_mesh
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -77,10 +79,13 @@ def row(kind: str, name: str, model: ModelConfig) -> list[str]:
     """Returns the cells of a family."""
     size = params.count(families.spec(model))
     shown = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.0f} M"
-    is_decoder = model.family == "decoder"
-    quantised = whether(lambda: linear_tensors(model)) if is_decoder else "no"
+    quantised = whether(lambda: Walk.of(model, Context()))
+    if quantised == "yes" and why_own_layout(model) is not None:
+        quantised = "own"
     writes = "no" if model.family == "encoder" else "yes"
-    prunes = whether(lambda: smaller_sizes(model, {})) if is_decoder else "no"
+    prunes = whether(lambda: smaller_sizes(model, {}))
+    if model.family not in ("decoder", "encoder"):
+        prunes = "weights" if quantised != "no" else "no"
     return [f"`{kind}`", name, shown, writes, quantised, prunes, *(split_over(model, axis) for axis in AXES)]
 
 

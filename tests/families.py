@@ -68,6 +68,18 @@ NEAR = {
         rope_theta=100.0,
         rope_scaling=RopeScaling("dynamic", factor=3.0, original_max_position=40, long_context=True),
     ),
+    "gptj": ModelConfig(
+        **SMALL,
+        norm="layer",
+        norm_bias=True,
+        parallel="one_norm",
+        rotary_fraction=0.5,
+        rotary_interleaved=True,
+        activation="gelu_tanh",
+        gated=False,
+        mlp_bias=True,
+        head_bias=True,
+    ),
     "olmo2": ModelConfig(
         **SMALL,
         num_kv_heads=2,

@@ -4,14 +4,14 @@
 
 It writes sorting.jsonl, whose answers are right in half of the conversations, and sorting_pairs.jsonl, in which the
 right answer is preferred to one with two digits exchanged. The pairs have other digits than the conversations, and are
-also prompts for rewards, which read `answer`.
+also prompts for rewards, which read `answer`. It also writes sorting_test.jsonl, prompts with other digits than both.
 """
 
 import json
 import random
 from pathlib import Path
 
-CONVERSATIONS, PAIRS = 6000, 2000
+CONVERSATIONS, PAIRS, TEST = 6000, 2000, 128
 
 
 def draw(rng: random.Random) -> tuple[str, str, str]:
@@ -37,7 +37,14 @@ def main(folder: Path = Path()) -> None:
         {"prompt": prompt, "chosen": right, "rejected": wrong, "answer": right}
         for prompt, right, wrong in rows[-PAIRS:]
     ]
-    for name, lines in (("sorting", chats), ("sorting_pairs", pairs)):
+    tests: dict[str, tuple[str, str, str]] = {}
+    rng = random.Random(1)
+    while len(tests) < TEST:
+        one = draw(rng)
+        if one[0] not in drawn:
+            tests.setdefault(one[0], one)
+    test = [{"prompt": prompt, "answer": right} for prompt, right, _ in tests.values()]
+    for name, lines in (("sorting", chats), ("sorting_pairs", pairs), ("sorting_test", test)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         print(f"wrote {len(lines):,} lines to {folder / name}.jsonl")
 

@@ -54,9 +54,22 @@ def add_arguments(parser: Parser) -> None:
         parser.add_argument(f"--{name}", type=PositiveInt | None, default=None, help=text)
     parser.add_argument(
         "--layers_by",
-        type=Literal["loss", "cosine"],
+        type=Literal["loss", "cosine", "order"],
         default="loss",
-        help="leave out layers one by one, by the loss without them, or those that change their input least",
+        help="leave out layers one by one, by the loss without them, or those that change their input least, or by the "
+        "file of --order",
+    )
+    parser.add_argument(
+        "--experts_by",
+        type=Literal["output", "load", "order"],
+        default="output",
+        help="keep the experts whose outputs are largest, or that get most tokens, or by the file of --order",
+    )
+    parser.add_argument(
+        "--order",
+        type=str | None,
+        default=None,
+        help="file of `jaxstack compress order`, for --layers_by=order and --experts_by=order",
     )
     parser.add_argument(
         "--sparsity",
@@ -90,7 +103,7 @@ def main(args: Namespace) -> None:
     batches = calibration(opened, args.sequences if needed else 0)
     new, report = (opened, None) if _given(args) == {} else smaller(opened, args, batches)
     if args.sparsity is not None:
-        names = ("layers_by", "sparsity", "method", "sequences", *SIZES)
+        names = ("layers_by", "experts_by", "order", "sparsity", "method", "sequences", *SIZES)
         store = unfinished.open_folder(out, settings_of(args, opened, names))
         new = with_zeros(new, settings(args), batches, store)
         write(Path(args.run), new, report, out, keep_zeros=True)
@@ -100,7 +113,7 @@ def main(args: Namespace) -> None:
     if report is not None:
         before, after = (params.count(families.spec(one.model)) for one in (opened, new))
         print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
-    print_losses(opened.evaluate(), new.evaluate())
+    print_losses(opened.evaluate(), new.evaluate(), opened.model.objective.unit)
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")
 
 
@@ -123,12 +136,19 @@ def open_run(args: Namespace) -> "TrainedRun":
     if args.sparsity is None and not _given(args):
         raise ConfigError(f"the command names nothing to remove. Use --{', --'.join(SIZES)} or --sparsity.")
     check_mesh(args.mesh)
-    if (family := cfg.model.family) != "decoder":
-        raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
+    if (family := cfg.model.family) not in ("decoder", "encoder") and _given(args):
+        raise ConfigError(
+            f"{run} has model.family={family}, and parts are removed from decoders and encoders. Use --sparsity alone, "
+            f"or name another run."
+        )
+    _check_order(args)
 
     def check(on_mesh: Config, placement: object) -> None:
         from jaxstack.compress import prune, sparsify
 
+        if family not in ("decoder", "encoder"):
+            sparsify.check_groups(cfg.model.base, settings(args).pattern)
+            return
         sizes = prune.smaller_sizes(cfg.model, _given(args))
         for each in (cfg, on_mesh):  # the mesh of the run, and the mesh of the calibration
             replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
@@ -138,6 +158,37 @@ def open_run(args: Namespace) -> "TrainedRun":
     plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
     opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
     return replace(opened, config=_without_adapters(opened.config))
+
+
+def _check_order(args: Namespace) -> None:
+    """Checks that the file of an order and what uses it are both named.
+
+    Raises:
+      ConfigError: one is named without the other.
+    """
+    uses = [f"--{flag}=order" for flag in ("layers_by", "experts_by") if getattr(args, flag) == "order"]
+    if uses and args.order is None:
+        raise ConfigError(f"{uses[0]} needs a measured order. Set --order to the file of `jaxstack compress order`.")
+    if args.order is not None and not uses:
+        raise ConfigError(f"--order={args.order} is not used. Set --layers_by=order or --experts_by=order.")
+
+
+def read_order(args: Namespace) -> dict[str, object]:
+    """Returns the order of `--order`; without the flag it is empty.
+
+    Raises:
+      ConfigError: not such a file, or parts were quantised and not removed.
+    """
+    if args.order is None:
+        return {}
+    from jaxstack.common import files
+
+    found = files.read_json(Path(args.order).expanduser(), "Make it with `jaxstack compress order`.")
+    if not isinstance(found, dict) or found.get("by") != "removed":
+        raise ConfigError(
+            f"--order={args.order} is not an order of parts that were removed. Make one with `jaxstack compress order`."
+        )
+    return found
 
 
 def _without_adapters(cfg: Config) -> Config:
@@ -172,12 +223,21 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
     from jaxstack.compress import prune
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.importance import measure
+    from jaxstack.compress.order import read_experts, read_layers
     from jaxstack.families.context import make_context
 
     sizes = prune.smaller_sizes(run.model, _given(args))
     found = measure(Walk.of(run.model, run.context), run.params, batches)
     steps = None
     losses = None
+    order = read_order(args)
+    if args.experts_by == "load" and run.model.moe.num_experts:
+        found = replace(found, experts=found.load)
+    if args.experts_by == "order":
+        found = replace(found, experts=read_experts(order, *found.experts.shape))
+    if args.layers_by == "order":
+        above = read_layers(order, run.model.num_layers)
+        steps = prune.largest(above.reshape(len(found.turns), -1).sum(-1), sizes.layers // len(run.model.windows))
     if sizes.layers < run.model.num_layers and args.layers_by == "loss":
         search = prune.LayerSearch(run.config, run.context, run.params, batches)
         steps, losses = search.leave_out(sizes.layers // len(run.model.windows), partial(print, flush=True))

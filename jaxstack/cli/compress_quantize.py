@@ -1,8 +1,9 @@
 """Quantises the matrices of a run's layers, and makes the run OUT with the result.
 
 OUT/model is a Hugging Face folder in the layout of bitsandbytes for nf4, and of compressed-tensors for other formats.
-vLLM and transformers load both. The commands `generate`, `export` and `train` take OUT like any other run. Embedding,
-head, norms, biases and routers stay as they are.
+vLLM and transformers load both. For GPT-2, and for models that are not decoders, OUT/model has codes that jaxstack
+alone reads. The commands `generate`, `export` and `train` take OUT like any other run. Embedding, head, norms, biases
+and routers stay as they are.
 """
 
 import json
@@ -16,7 +17,7 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.export_model import write_tokenizer
-from jaxstack.config import ConfigError, LoraConfig, MeshConfig
+from jaxstack.config import Config, ConfigError, LoraConfig, MeshConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
@@ -113,10 +114,14 @@ def main(args: Namespace) -> None:
     from jaxstack.hf import safetensors
     from jaxstack.models import folding
 
-    if (family := opened.model.family) != "decoder":
-        raise ConfigError(f"{run} has model.family={family}, and calibration reads decoders. Name a run of a decoder.")
-    quantize.linear_tensors(opened.model)  # before anything is computed: the result must be a family's
-    safetensors.import_safetensors()  # and it is written with this library
+    safetensors.import_safetensors()  # the result is written with this library
+    own_layout = quantize.why_own_layout(opened.model)
+    if args.weights == "nf4" and own_layout is not None:
+        raise ConfigError(f"--weights=nf4 is stored as bitsandbytes does, but {own_layout}. Use int4, int8 or fp8.")
+    if args.method == "awq" and (family := opened.model.family) != "decoder":
+        raise ConfigError(
+            f"--method=awq moves factors between the parts of a decoder's layer, but model.family={family}. Use gptq."
+        )
     how = settings(args)
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
     if opened.model.moe.num_experts:
@@ -135,9 +140,13 @@ def main(args: Namespace) -> None:
     values = quantize.join(opened.model, opened.params, layers)
     computed = replace(opened.config, train=replace(opened.config.train, quant=quant))
     made = replace(opened, params=values, context=rounding, config=computed)
-    write(made, quantize.hf_codes(opened.model, layers), how, out)
+    if own_layout is None:
+        write(made, quantize.hf_codes(opened.model, layers), how, out)
+    else:
+        print(f"{out / 'model'} has codes that jaxstack alone reads: {own_layout}")
+        write_coded(made, quantize.stacked_codes(opened.model, layers), how, out)
     store.remove()
-    print_losses(opened.evaluate(), made.evaluate())
+    print_losses(opened.evaluate(), made.evaluate(), opened.model.objective.unit)
     print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
 
 
@@ -173,7 +182,11 @@ def describe(walk: "Walk", scheme: Scheme) -> str:
     Raises:
       ConfigError: nf4 whose group does not divide the inputs of a matrix.
     """
-    inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in walk.matrices.items()}
+    several = len(walk.stacks) > 1
+    matrices = {
+        f"{name}/{path}" if several else path: p for name in walk.stacks for path, p in walk.matrices_of(name).items()
+    }
+    inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in matrices.items()}
     whole = [
         f"{path} ({size})"
         for path, size in inputs.items()
@@ -211,7 +224,10 @@ def settings_of(args: Namespace, run: "TrainedRun", names: Sequence[str]) -> dic
 
 def write_layers(layers: "Iterable[QuantizedLayer]", store: "Unfinished", run: "TrainedRun") -> "list[QuantizedLayer]":
     """Returns all layers. Each is stored and printed as soon as it is finished, with its largest error if known."""
+    from jaxstack import families
+
     finished = []
+    depth = sum(stack.depth for stack in families.of(run.model).stacks(run.model).values())
     for index, layer in enumerate(layers):
         store.write(index, layer)
         finished.append(layer)
@@ -219,7 +235,7 @@ def write_layers(layers: "Iterable[QuantizedLayer]", store: "Unfinished", run: "
         if layer.errors:
             path = max(layer.errors, key=lambda path: layer.errors[path])
             error = f": outputs off by at most {layer.errors[path] ** 0.5:.2%} (root mean square, {path})"
-        print(f"layer {index + 1} of {run.model.num_layers}{error}", flush=True)
+        print(f"layer {index + 1} of {depth}{error}", flush=True)
     return finished
 
 
@@ -241,23 +257,46 @@ def write(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None
         quantized = how.scheme, codes
         hf.save_pretrained(folder, plain, jax.device_get(run.params), how.dtype, cfg.data.seq_len, ids, quantized)
         (made / "tokenizer.json").write_text(json.dumps(saved))
-        begin = replace(cfg.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
-        model = replace(cfg.model, lora=LoraConfig(), pad_vocab_to=None)
         kernels = cfg.kernels
         if replace(how.scheme, inputs="none") == Scheme(8):  # new tokens read the codes themselves
             kernels = replace(kernels, decode_weights="int8")
-        final = replace(cfg, run=begin, model=model, mesh=MeshConfig(), kernels=kernels)
-        (made / "config.yaml").write_text(parse.to_yaml(final))
+        (made / "config.yaml").write_text(parse.to_yaml(_final(replace(cfg, kernels=kernels), out)))
 
 
-def print_losses(before: "Evaluation", after: "Evaluation") -> None:
-    """Prints the held-out loss before and after, in bits per byte where the tokenizer keeps the text."""
+def _final(cfg: Config, out: Path) -> Config:
+    """Returns the configuration of the run to make, which begins with the parameters of its folder `model`."""
+    begin = replace(cfg.run, dir=str(out), init_from=str((out / "model").resolve()), init_adapter=None)
+    return replace(cfg, run=begin, model=replace(cfg.model, lora=LoraConfig(), pad_vocab_to=None), mesh=MeshConfig())
+
+
+def write_coded(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -> None:
+    """Writes the run directory with a folder of codes in it that jaxstack alone reads."""
+    import jax
+
+    from jaxstack.hf import coded_folder, safetensors
+
+    cfg = run.config
+    tokenizer = (Path(cfg.run.dir) / "tokenizer.json").read_bytes()
+    final = _final(cfg, out)
+    with safetensors.new_folder(out) as made:
+        folder = made / "model"
+        folder.mkdir()
+        scheme = how.scheme
+        values = jax.device_get(run.params)
+        coded_folder.write(folder, final.model, values, codes, scheme.bits, scheme.kind, how.dtype)
+        for each, its in ((made, final), (folder, replace(final, run=replace(final.run, init_from=None)))):
+            (each / "config.yaml").write_text(parse.to_yaml(its))
+            (each / "tokenizer.json").write_bytes(tokenizer)
+
+
+def print_losses(before: "Evaluation", after: "Evaluation", unit: str) -> None:
+    """Prints the held-out loss before and after: bits per byte where the tokenizer keeps the text, else `unit`."""
     from math import isnan
 
-    unit = "bits per byte"
     losses = (before.bits_per_byte, after.bits_per_byte)
-    if isnan(before.bits_per_byte):
-        unit = "nats per token"
+    if not isnan(before.bits_per_byte):
+        unit = "bits per byte"
+    else:
         losses = (before.loss, after.loss)
     a, b = losses
     print(f"held-out loss: {a:.4f} before, {b:.4f} after ({b / a - 1:+.2%}), in {unit}")

@@ -31,6 +31,7 @@ def add_arguments(parser: Parser) -> None:
         default=[bpe.END_OF_TEXT],
         help="tokens that no text becomes; the first one ends a document",
     )
+    parser.add_argument("--chat", action="store_true", help="add a chat template, and the special tokens of its turns")
     add_source_keys(parser)
 
 
@@ -63,18 +64,23 @@ def main(args: Namespace) -> None:
     sources = text_sources(args, folder)
     if folder.exists():
         raise ConfigError(f"{folder} exists and is never overwritten. Name another folder.")
+    special = args.special_tokens
+    if args.chat:
+        special = [*special, *(token for token in bpe.CHAT_TOKENS if token not in special)]
     skipped: list[str] = []
     with progress_of_documents() as progress:
         read = counted(chain.from_iterable(documents(cfg, skipped) for cfg in sources), progress, "reading")
-        content = bpe.train_bpe((document.text for document in read), args.vocab_size, args.special_tokens)
+        content = bpe.train_bpe((document.text for document in read), args.vocab_size, special)
     tokenizer = HFTokenizer(str(folder / "tokenizer.json"), content)
     sample = next(grouped((document.text for cfg in sources for document in documents(cfg)), str))
     size = sum(len(text.encode()) for text in sample)
     count = sum(ids.size for ids in tokenizer.encode_batch(sample))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": args.special_tokens[0]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[0]}
     with files.scratch_folder(folder) as scratch:
         (scratch / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", "utf-8")
         (scratch / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False) + "\n", "utf-8")
+        if args.chat:
+            (scratch / "chat_template.jinja").write_text(bpe.CHAT_TEMPLATE, "utf-8")
         os.replace(scratch, folder)
     print(f"{folder}: {tokenizer.vocab_size:,} tokens, {size / count:.2f} bytes per token of the first {size:,} bytes")
     if tokenizer.vocab_size < args.vocab_size:

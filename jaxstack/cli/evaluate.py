@@ -1,4 +1,4 @@
-"""Evaluates the model of a run: tasks of lm-eval (extra [eval]), bits per byte of text files, scores of completions.
+"""Evaluates the model of a run: tasks of lm-eval (extra [eval]), bits per byte, answers, scores of completions.
 
 Results are printed, and kept in RUN/evaluations, where `jaxstack report` finds them.
 """
@@ -27,6 +27,7 @@ from jaxstack.common.files import atomic_file
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
+from jaxstack.config.training import RLConfig
 from jaxstack.data import chat
 from jaxstack.data.preferences import Feedback, Preference, read_preferences
 from jaxstack.data.tokenizers import describe_frame
@@ -45,7 +46,9 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--include", metavar="PATH", type=user_path, help="folder with the YAML files of more tasks")
     parser.add_argument("--fewshot", type=NonNegativeInt | None, help="examples in a prompt; null means as a task says")
-    parser.add_argument("--limit", type=PositiveInt | None, help="examples of each task at most; null means all")
+    parser.add_argument(
+        "--limit", type=PositiveInt | None, help="examples of each task, or prompts, at most; null means all"
+    )
     parser.add_argument("--chat", action="store_true", help="put prompts as messages in the run's chat template")
     parser.add_argument(
         "--text", metavar="FILE", type=user_path, nargs="+", default=[], help="text files, for bits per byte"
@@ -54,6 +57,17 @@ def add_arguments(parser: Parser) -> None:
         "--preferences", metavar="FILE", type=user_path, nargs="+", default=[],
         help="pairs of completions, or completions with labels, which a reward model scores",
     )  # fmt: skip
+    parser.add_argument(
+        "--prompts", metavar="FILE", type=user_path, nargs="+", default=[],
+        help="prompts that the model answers, and --rewards reward: files, or tasks such as task:addition",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rewards", metavar="FUNCTION", type=str, nargs="+", default=[],
+        help="as rl.rewards has them; by default the run's own, or those of a task",
+    )  # fmt: skip
+    parser.add_argument("--completions", type=PositiveInt, default=8, help="number of answers to each prompt")
+    parser.add_argument("--tokens", type=PositiveInt | None, help="tokens of an answer at most; null means rl.tokens")
+    parser.add_argument("--turns", type=PositiveInt | None, help="turns of an answer at most; null means rl.turns")
     parser.add_argument("--scores", metavar="FILE", type=user_path, help="where to write the score of each completion")
     parser.add_argument("--overlap", type=NonNegativeInt | None, help="tokens of a window that the one before has too")
     parser.add_argument("--context", type=int, help="tokens that the model reads at once; null means data.seq_len")
@@ -98,6 +112,8 @@ def main(args: Namespace) -> None:
         results.append(text_result(run, name, content, context=context, overlap=overlap, rows=args.rows))
     if scored:
         results += preference_results(run, scored, args)
+    if args.prompts:
+        results += prompt_results(run, context, args)
     if tasks is not None:
         results += task_results(run, tasks, template, context, args)
     record = {
@@ -124,14 +140,28 @@ def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
     Raises:
       ConfigError: there is nothing to do, or a flag has no effect.
     """
-    if not names and not args.text and not args.preferences:
-        raise ConfigError("there is nothing to evaluate. Use --tasks=NAME, --text=FILE or --preferences=FILE.")
-    if args.scores is not None and not args.preferences:
-        raise ConfigError(f"--scores={args.scores} is for scores of completions. Name a file with --preferences.")
-    of_tasks = {"include": args.include, "fewshot": args.fewshot, "limit": args.limit, "chat": args.chat or None}
+    if not names and not args.text and not args.preferences and not args.prompts:
+        raise ConfigError(
+            "there is nothing to evaluate. Use --tasks=NAME, --text=FILE, --prompts=FILE or --preferences=FILE."
+        )
+    if args.scores is not None and not args.preferences and not args.prompts:
+        raise ConfigError(
+            f"--scores={args.scores} is for scores of completions. Name a file with --prompts or --preferences."
+        )
+    if args.scores is not None and args.preferences and args.prompts:
+        raise ConfigError(
+            f"--scores={args.scores} is one file, but there are --prompts and --preferences. Evaluate one of them."
+        )
+    if args.limit is not None and not names and not args.prompts:
+        raise ConfigError(f"--limit={args.limit} is for tasks and prompts. Name some with --tasks or --prompts.")
+    of_tasks = {"include": args.include, "fewshot": args.fewshot, "chat": args.chat or None}
     for name, value in of_tasks.items():
         if value is not None and not names:
             raise ConfigError(f"--{name}={value} is for tasks. Name some with --tasks.")
+    of_prompts = {"rewards": args.rewards or None, "tokens": args.tokens, "turns": args.turns}
+    for name, value in of_prompts.items():
+        if value is not None and not args.prompts:
+            raise ConfigError(f"--{name}={value} is for prompts. Name some with --prompts.")
     if args.overlap is not None and not args.text:
         raise ConfigError(f"--overlap={args.overlap} is for texts. Name some with --text.")
     if args.overlap is not None and args.overlap >= context:
@@ -198,6 +228,46 @@ def text_result(run: "TrainedRun", name: str, content: str, *, context: int, ove
     }
 
 
+def prompt_results(run: "TrainedRun", context: int, args: Namespace) -> list[Result]:
+    """Returns the results of files or tasks with prompts that the model answers; writes the answers to `--scores`."""
+    from jaxstack.evaluate.answers import answer, figures
+
+    rl = run.config.learned_rewards or RLConfig()
+    if args.rewards:
+        rl = replace(rl, rewards=tuple(args.rewards), weights=())
+    if args.turns is not None:
+        rl = replace(rl, turns=args.turns)
+    results = []
+    lines = []
+    for path in args.prompts:
+        groups = answer(
+            run,
+            path,
+            rl,
+            completions=args.completions,
+            context=context,
+            tokens=args.tokens,
+            limit=args.limit,
+            rows=args.rows,
+        )
+        for metric, values in figures(groups).items():
+            results.append(mean_result(path, metric, values))
+        lines += [
+            {"row": one.row.name, "prompt": one.row.text, "completion": one.text, "score": one.reward}
+            for group in groups
+            for one in group
+        ]
+    write_scores(args.scores, lines)
+    return results
+
+
+def write_scores(path: str | None, lines: Sequence[Mapping[str, object]]) -> None:
+    """Writes the score of each completion as a line of JSON, if there is a path."""
+    if path is not None:
+        with atomic_file(Path(path)) as file:
+            file.writelines(f"{json.dumps(line)}\n".encode() for line in lines)
+
+
 def preference_results(
     run: "TrainedRun", files: "Mapping[str, Sequence[Preference | Feedback]]", args: Namespace
 ) -> list[Result]:
@@ -219,9 +289,7 @@ def preference_results(
         for metric, values in measured.items():
             if values.size:
                 results.append(mean_result(name, metric, values))
-    if args.scores is not None:
-        with atomic_file(Path(args.scores)) as file:
-            file.writelines(f"{json.dumps(line)}\n".encode() for line in lines)
+    write_scores(args.scores, lines)
     return results
 
 

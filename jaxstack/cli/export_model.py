@@ -212,11 +212,10 @@ def write_tokenizer(saved: "JsonObject", folder: Path, model: ModelConfig, keys:
 
 def _read_params(run: Path) -> "Params":
     """Returns the newest parameters of a run on one device, or its initial ones if it has not begun."""
-    from jaxstack import hf
     from jaxstack.training.services import init_from
 
-    source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
-    if isinstance(source, hf.PretrainedFolder):
+    source = init_from.find_source(str(run), "RUN")
+    if not isinstance(source, Config):
         with source:
             return source.read_params()
     return _restore(source)
@@ -282,7 +281,7 @@ def _write_adapters(run: Path, folder: Path, dtype: str, repo: str | None) -> No
     from jaxstack.models.context import Context
     from jaxstack.training.services import init_from
 
-    source: Config | hf.PretrainedFolder = init_from.find_source(str(run), "RUN")
+    source = init_from.find_source(str(run), "RUN")
     base: str | None
     if isinstance(source, hf.PretrainedFolder):
         with source:
@@ -294,7 +293,7 @@ def _write_adapters(run: Path, folder: Path, dtype: str, repo: str | None) -> No
             family = source.family
             values = peft.place(adapters, source.model, Context())
     else:
-        if not source.model.lora.rank:
+        if not isinstance(source, Config) or not source.model.lora.rank:
             raise ConfigError(f"{run} has no adapters: model.lora.rank=0. Leave out --adapter to write the model.")
         base = _base_folder(str(source.run.init_from))
         model = source.model

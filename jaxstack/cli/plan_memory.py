@@ -35,18 +35,22 @@ def main(args: Namespace) -> None:
     """
     plan = Plan(args)
 
-    from jaxstack.planner import figures
+    from jaxstack.planner import beside, figures
 
     classic = args.bytes_per_parameter if args.style == "megatron-fp16" else None
     policies = figures.memory_by_policy(plan.job, classic)
     parts = policies[plan.job.cfg.train.remat]
     there = plan.limits.chip.hbm_bytes
     plan.table(f"memory of one of {plan.devices} {plan.chip}", parts, "GiB", GIB, total=True)
-    needed = sum(figure.value for figure in parts)
+    rollout = [] if classic else beside.rollout_memory(plan.job, parts)
+    if rollout:
+        plan.table("a rollout, before the step", rollout, "GiB", GIB, total=True, key="rollout")
+    needed = max(sum(figure.value for figure in of_phase) for of_phase in (parts, rollout))
     verdict = "fits by this formula" if needed <= there else "does NOT fit by this formula"
-    plan.say(f"{plan.chip} has {there / GIB:.1f} GiB: the step {verdict}.\n")
+    plan.say(f"{plan.chip} has {there / GIB:.1f} GiB: the {'run' if rollout else 'step'} {verdict}.\n")
     plan.table("activations that the layers save", figures.saved_figures(plan.job, policies), "GiB", GIB)
-    if generation := figures.generation_figures(plan.job):
+    generation = [] if rollout else figures.generation_figures(plan.job)
+    if generation:
         plan.table("generation", generation, "GiB", GIB, total=True)
     plan.write(hbm_bytes=there, style=args.style)
     if plan.plot:

@@ -29,6 +29,7 @@ def main(args: Namespace) -> None:
     import os
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jaxstack.planner.beside import time_beside
     from jaxstack.planner.figures import outside_fit, published_errors, time_figures, traffic_figures
     from jaxstack.planner.step_time import step_time
 
@@ -37,16 +38,22 @@ def main(args: Namespace) -> None:
     budget = plan.budget(args.tokens)
     parts = time_figures(plan.job, plan.limits, time)
     sent = traffic_figures(plan.job, plan.limits)
+    more = time_beside(plan.job, plan.limits, time)
+    whole = time.total + sum(figure.value for figure in more)
     plan.table(f"time of a step on {plan.devices} {plan.chip}", parts, "ms", 1e-3, total=True, key="parts")
+    if more:
+        plan.table("beside each step", more, "ms", 1e-3, total=True, key="beside")
     if sent:
         plan.table("sent by a device in a step", sent, "MB", 1e6)
     each = time.tokens_per_s / plan.devices
     low, high = (time.tokens / seconds / plan.devices for seconds in reversed(time.interval))
-    days = budget / time.tokens_per_s / 86400
+    days = budget / time.tokens * whole / 86400
     mfu = time.mfu
     peak = f"({time.total:.6g} s x {time.peak:.6g} FLOP/s)"
     plan.say(f"{each:,.0f} tokens/s a device, in nine of ten cases {low:,.0f} to {high:,.0f}")
     plan.say(f"{time.tokens_per_s:,.0f} tokens/s; {days:,.4g} days for {budget:.4g} tokens")
+    if more:
+        plan.say(f"tokens/s are of the step; the days include what is beside it: {whole * 1e3:,.4g} ms for each step")
     cost = None
     if args.price:
         cost = args.price * plan.devices * 24 * days
@@ -54,7 +61,7 @@ def main(args: Namespace) -> None:
     plan.say(f"MFU {mfu.full:.1%} (full attention), {mfu.causal:.1%} (causal); with recomputation {time.hfu:.1%}")
     if plan.explain:
         plan.say(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
-        plan.say(f"  days = {budget:.6g} tokens / {time.tokens_per_s:.6g} tokens/s / 86400")
+        plan.say(f"  days = {budget:.6g} tokens / {time.tokens} tokens a step x {whole:.6g} s / 86400")
     plan.say(f"attention by {plan.job.ctx.ops.attention}")
     plan.say(published_errors())
     warning = outside_fit(plan.job.cfg.model, plan.chip)
@@ -62,7 +69,7 @@ def main(args: Namespace) -> None:
         plan.say(warning)
     plan.write(
         tokens_per_s_per_device=each, low=low, high=high, mfu=mfu.full, mfu_causal=mfu.causal, hfu=time.hfu,
-        step_s=time.total, tokens_per_s=time.tokens_per_s, tokens=budget, days=days, cost=cost,
+        step_s=time.total, tokens_per_s=time.tokens_per_s, tokens=budget, days=days, cost=cost, with_beside_s=whole,
         attention=plan.job.ctx.ops.attention, within_fit=not warning,
     )  # fmt: skip
     if plan.plot:

@@ -70,6 +70,7 @@ def main(args: Namespace) -> None:
     from jaxstack.planner import measure, memory
     from jaxstack.planner import roofline as roof
     from jaxstack.planner.job import Job
+    from jaxstack.planner.sizes import has_formulas
 
     device = sharding.find_devices()[0]
     name = _chip_name(args.chip, device)
@@ -80,7 +81,8 @@ def main(args: Namespace) -> None:
     chip = measure.this_chip(device, cfg.train.dtype) if name == "here" else CHIPS[name]
     limits = roof.ChipLimits(chip, args.matmul_efficiency, args.bandwidth_efficiency, _link(args.link, chip, ctx))
     job = Job(cfg, ctx)
-    measured = measure.parts(job, device) if here and args.measure != "no" else {}
+    able = args.measure == "yes" or has_formulas(cfg.model)
+    measured = measure.parts(job, device) if here and args.measure != "no" and able else {}
     report = roof.make_roofline(job, name, limits, args.traffic, measured)
     print(report)
     if tables:

@@ -23,7 +23,7 @@ from jaxstack.kernels import taps
 from jaxstack.models import params
 from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
-from jaxstack.models.params import Param, Params, flat_spec, is_compressed, map_spec, unstack
+from jaxstack.models.params import Param, Params, flat_spec, is_compressed, map_spec
 from jaxstack.sharding import collectives
 from jaxstack.sharding.rules import names_of
 
@@ -72,8 +72,15 @@ class _Once:
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures a layer over the calibration batches, at the first call."""
+    """Measures a layer over the calibration batches, at the first call.
 
+    Attributes:
+      stack: name of the stack that the layer belongs to.
+      matrices: the matrices of the layer by path: what is compressed.
+    """
+
+    stack: str
+    matrices: dict[str, Param]
     _once: _Once
     _index: int
 
@@ -86,9 +93,13 @@ class Measure:
         return self._once.found[1]
 
 
+Stream = tuple[PyTree, PyTree]
+"""The residual stream, or several by name, and the side inputs of the layers of a stack."""
+
+
 @dataclass(frozen=True)
 class Walk:
-    """The way through a model's layers.
+    """The way through a model's layers: the stacks of its family, one after the other.
 
     Attributes:
       cfg: the model, without a capacity limit.
@@ -103,7 +114,7 @@ class Walk:
         """Returns the way through a model that was loaded for a mesh without stages.
 
         Raises:
-          ConfigError: layers of several kinds.
+          ConfigError: layers of several kinds, or several devices for a model that is not a decoder.
         """
         if cfg.states_key:
             raise ConfigError(
@@ -114,12 +125,26 @@ class Walk:
                 "model.moe.layers leaves layers without experts, and layers of two kinds are not compressed. Use a "
                 "model whose layers all have experts, or none."
             )
-        return cls(dropless(cfg), ctx.whole_sequences())
+        walk = cls(dropless(cfg), ctx.whole_sequences())
+        if walk._meshed and cfg.family != "decoder":
+            raise ConfigError(
+                f"model.family={cfg.family} is calibrated on one device, but the mesh has several. Use --mesh.data=1."
+            )
+        return walk
+
+    @property
+    def matrices(self) -> dict[str, Param]:
+        """The matrices of one layer of the only stack by path: what is compressed."""
+        return self.matrices_of(families.only_stack(self.cfg)[0])
+
+    def matrices_of(self, stack: str) -> dict[str, Param]:
+        """Returns the matrices of one layer of a stack by path: what is compressed."""
+        return {path: p for path, p in flat_spec(self.stacks[stack].spec).items() if is_compressed(p)}
 
     @cached_property
-    def matrices(self) -> dict[str, Param]:
-        """The matrices of one layer by path: what is compressed."""
-        return {path: p for path, p in flat_spec(self._layer).items() if is_compressed(p)}
+    def stacks(self) -> dict[str, Stack]:
+        """The stacks of layers by name, in the order in which they run."""
+        return families.of(self.cfg).layers(self.cfg)
 
     def run(
         self, values: Params, batches: Sequence[Batch], compress: Callable[[int, Params, Measure], Params]
@@ -127,45 +152,54 @@ class Walk:
         """Compresses one layer after the other, and yields their index and parameters.
 
         Args:
-          compress: receives the index of a layer, its parameters without the axis of layers, and a function that
-            returns the statistics of its matrices by path. It returns the parameters to use instead, with the same
-            shapes.
+          compress: receives the index of a layer, counted over all stacks, its parameters without the axis of layers,
+            and a function that returns the statistics of its matrices by path. It returns the parameters to use
+            instead, with the same shapes.
         """
-        period = self._stack[1].period
-        stream = [self._embed(values, batch) for batch in batches]
-        for first in range(0, self._stack[1].depth, period):
-            layers = [self._take(values[self._stack[0]], first + i) for i in range(period)]
-            measured = _Once(partial(self._sum, [*layers], stream, batches))
-            for i, layer in enumerate(layers):
-                new = compress(first + i, layer, Measure(measured, i))
-                layers[i] = jax.tree.map(lambda to, like: jax.device_put(to, like.sharding), new, layer)
-                yield first + i, new
-            if first + period < self._stack[1].depth:
-                stream = [self._step(layers, x, batch)[0] for x, batch in zip(stream, batches, strict=True)]
+        streams = [self._embed(values, batch) for batch in batches]
+        before = 0
+        for name, stack in self.stacks.items():
+            if stack.enter is not None:
+                enter = self._enter(name)
+                streams = [enter(values, stream, batch) for stream, batch in zip(streams, batches, strict=True)]
+            matrices = self.matrices_of(name)
+            take = self._take(name)
+            step = self._step(name)
+            for first in range(0, stack.depth, stack.period):
+                count = min(stack.period, stack.depth - first)  # the last step of an encoder may have fewer layers
+                layers = [take(values[name], first + i) for i in range(count)]
+                index = first // stack.period
+                measured = _Once(partial(self._sum, step, [*layers], index, streams, batches))
+                for i, layer in enumerate(layers):
+                    number = before + first + i
+                    new = compress(number, layer, Measure(name, matrices, measured, i))
+                    layers[i] = jax.tree.map(lambda to, like: jax.device_put(to, like.sharding), new, layer)
+                    yield number, new
+                if first + count < stack.depth or name != [*self.stacks][-1]:
+                    streams = [
+                        (step(layers, index, stream, batch)[0], stream[1])
+                        for stream, batch in zip(streams, batches, strict=True)
+                    ]
+            before += stack.depth
 
     def _sum(
-        self, layers: list[Params], stream: list[jax.Array], batches: Sequence[Batch]
+        self,
+        step: "Step",
+        layers: list[Params],
+        index: int,
+        streams: list[Stream],
+        batches: Sequence[Batch],
     ) -> tuple[list[dict[str, Statistics]], Turn]:
         """Returns the statistics of the matrices of each layer over all batches, and how far the layers turn."""
         found: Any = None
-        for x, batch in zip(stream, batches, strict=True):
-            one = self._step(layers, x, batch)[1:]
+        for stream, batch in zip(streams, batches, strict=True):
+            one = step(layers, index, stream, batch)[1:]
             found = one if found is None else jax.tree.map(jnp.add, found, one)
         return found
 
-    @property
-    def _stack(self) -> tuple[str, Stack]:
-        return families.only_stack(self.cfg)
-
-    @cached_property
-    def _layer(self) -> params.Spec:
-        layer: params.Spec = unstack(families.spec(self.cfg)[self._stack[0]])
-        return layer
-
-    @cached_property
-    def _layer_specs(self) -> PyTree:
-        """How the parameters of one layer are sharded."""
-        return self.ctx.layout.parameters(self._layer) if self._meshed else None
+    def _layer_specs(self, stack: str) -> PyTree:
+        """Returns how the parameters of one layer are sharded."""
+        return self.ctx.layout.parameters(self.stacks[stack].spec) if self._meshed else None
 
     @property
     def _meshed(self) -> bool:
@@ -180,22 +214,33 @@ class Walk:
         return self.ctx.layout.batch if self._meshed else None
 
     @cached_property
-    def _embed(self) -> Callable[[Params, Batch], jax.Array]:
-        def work(values: Params, batch: Batch) -> jax.Array:
+    def _embed(self) -> Callable[[Params, Batch], Stream]:
+        def work(values: Params, batch: Batch) -> Stream:
             its = families.of(self.cfg)
             layer_inputs = its.make_layer_inputs(self.cfg, batch, self.ctx)
-            return its.embed(self.cfg, self._cast(values), layer_inputs, self.ctx)[0]
+            return its.embed(self.cfg, self._cast(values), layer_inputs, self.ctx)
 
         if not self._meshed:
             return jax.jit(work)
         where = self.ctx.layout.parameters(families.spec(self.cfg))
-        return jax.jit(self.ctx.layout.local(work, (where, self._batch_spec), self._stream_spec))
+        return jax.jit(self.ctx.layout.local(work, (where, self._batch_spec), (self._stream_spec, None)))
+
+    def _enter(self, name: str) -> Callable[[Params, Stream, Batch], Stream]:
+        """Returns what leads from the stack before to a stack. The model is on one device."""
+        enter = self.stacks[name].enter
+        assert enter is not None
+        assert not self._meshed
+
+        def work(values: Params, stream: Stream, batch: Batch) -> Stream:
+            layer_inputs = families.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
+            return enter(self.cfg, self._cast(values), *stream, layer_inputs, self.ctx)
+
+        return jax.jit(work)
 
     def _cast(self, values: Params) -> Params:
         return params.cast_matrices(families.spec(self.cfg), values, self.ctx.dtype)
 
-    @cached_property
-    def _take(self) -> Callable[[Params, int], Params]:
+    def _take(self, name: str) -> Callable[[Params, int], Params]:
         """Returns one layer of the stacked parameters, sharded as before."""
 
         def take(stacked: Params, index: jax.Array) -> Params:
@@ -203,33 +248,45 @@ class Walk:
 
         if not self._meshed:
             return jax.jit(take)
-        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.layout.sharding, self._layer_specs))
+        return jax.jit(take, out_shardings=jax.tree.map(self.ctx.layout.sharding, self._layer_specs(name)))
 
-    @cached_property
-    def _step(self) -> Callable[[list[Params], jax.Array, Batch], tuple[jax.Array, list[dict[str, Statistics]], Turn]]:
-        """Computes the layers of one period: the residual stream after them, and what `_sum` adds up."""
-        period = self._stack[1].period
-        wanted = [map_spec(is_compressed, self._layer)] * period
+    def _step(self, name: str) -> "Step":
+        """Returns what computes the layers of one step: the residual stream after them, and what `_sum` adds up."""
+        stack = self.stacks[name]
+        matrices = self.matrices_of(name)
+        one = map_spec(is_compressed, stack.spec)
 
         def work(
-            layers: list[Params], before: jax.Array, batch: Batch
-        ) -> tuple[jax.Array, list[dict[str, Statistics]], Turn]:
-            layer_inputs = families.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx)
-            cast = [params.cast_matrices(self._layer, layer, self.ctx.dtype) for layer in layers]
-            run = partial(self._stack[1].step, self.cfg, self.ctx, self._stack[1])
-            (x, _), seen = taps.record_inputs(lambda weights: run(weights, before, 0, layer_inputs), cast, wanted)
+            layers: list[Params], index: jax.Array, stream: Stream, batch: Batch
+        ) -> tuple[PyTree, list[dict[str, Statistics]], Turn]:
+            before, side = stream
+            layer_inputs = families.of(self.cfg).make_layer_inputs(self.cfg, batch, self.ctx).of_stack(name, side)
+            cast = [params.cast_matrices(stack.spec, layer, self.ctx.dtype) for layer in layers]
+            run = partial(stack.step, self.cfg, self.ctx, stack)
+            wanted = [one] * len(layers)
+            (x, _), seen = taps.record_inputs(lambda weights: run(weights, before, index, layer_inputs), cast, wanted)
             paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(cast)]
             found: list[dict[str, Statistics]] = [{} for _ in layers]
             for leaf, (inputs, sizes) in seen.items():
                 which, _, path = paths[leaf].partition("/")
-                found[int(which)][path] = self._measure(self.matrices[path], inputs, sizes)
-            turn = jax.tree.map(partial(self._total, self.ctx.layout.axes("batch")), _turn(before, x))
+                found[int(which)][path] = self._measure(matrices[path], inputs, sizes)
+            turned = (before, x) if stack.stream is None else (before[stack.stream], x[stack.stream])
+            turn = jax.tree.map(partial(self._total, self.ctx.layout.axes("batch")), _turn(*turned))
             return x, found, turn
 
         if not self._meshed:
             return jax.jit(work)
-        where = ([self._layer_specs] * period, self._stream_spec, self._batch_spec)
-        return jax.jit(self.ctx.layout.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec())))
+
+        def of_period(count: int) -> Any:
+            where = (
+                [self._layer_specs(name)] * count,
+                PartitionSpec(),
+                (self._stream_spec, None),
+                self._batch_spec,
+            )
+            return self.ctx.layout.local(work, where, (self._stream_spec, PartitionSpec(), PartitionSpec()))
+
+        return jax.jit(lambda layers, *rest: of_period(len(layers))(layers, *rest))
 
     def _measure(self, p: Param, x: jax.Array, sizes: tuple[jax.Array, ...]) -> Statistics:
         """Returns the statistics of the inputs of a matrix, equal on all devices.
@@ -268,6 +325,10 @@ class Walk:
         varies = collectives.varies_along(a)
         same = prod(collectives.count((axis,)) for axis in varies if axis not in stored)
         return collectives.all_reduce(a / same, varies)
+
+
+Step = Callable[[list[Params], int, Stream, Batch], tuple[PyTree, list[dict[str, Statistics]], Turn]]
+"""The program of a step of layers, see `Walk._step`."""
 
 
 def _sums(x: jax.Array, chosen: jax.Array) -> Statistics:

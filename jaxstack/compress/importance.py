@@ -1,4 +1,4 @@
-"""How much each layer, head, hidden unit, expert and channel of a decoder matters on calibration batches.
+"""How much each layer, head, hidden unit, expert and channel of a decoder or an encoder matters on calibration batches.
 
 Parts are measured by the size of their activations, as in Minitron (Muralidharan et al. 2024, arXiv:2407.14679, section
 2.2): the L2 norm over the tokens of a sequence, and the mean over sequences. Norms of heads and hidden units are times
@@ -7,7 +7,7 @@ the angle between its input and its output, or by the loss of the model without 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jaxstack.models.params import Params
 
 @dataclass(frozen=True)
 class Importance:
-    """Importance of the parts of a decoder with L layers.
+    """Importance of the parts of a decoder or an encoder with L layers.
 
     Attributes:
       turns: 1 - cosine of the residual stream before and after each step of layers, mean over tokens [L / period].
@@ -29,6 +29,7 @@ class Importance:
         `moe` [L, E, F], `moe/shared` [L, F].
       experts: root of the summed squares of each expert's weighted outputs [L, E]; E = 0 in a dense model.
       channels: norms of what attention and MLPs read, summed over layers [D].
+      load: share of the pairs of tokens and experts that each expert gets [L, E]; E = 0 in a dense model.
     """
 
     turns: np.ndarray
@@ -36,6 +37,7 @@ class Importance:
     neurons: Mapping[str, np.ndarray]
     experts: np.ndarray
     channels: np.ndarray
+    load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 class _Layer(NamedTuple):
@@ -43,6 +45,7 @@ class _Layer(NamedTuple):
     neurons: dict[str, np.ndarray]
     experts: np.ndarray
     channels: np.ndarray
+    load: np.ndarray
 
 
 def measure(walk: Walk, params: Params, batches: Sequence[Batch]) -> Importance:
@@ -71,6 +74,7 @@ def measure(walk: Walk, params: Params, batches: Sequence[Batch]) -> Importance:
         {group: np.stack([layer.neurons[group] for layer in layers]) for group in layers[0].neurons},
         np.stack([layer.experts for layer in layers]),
         np.sum([layer.channels for layer in layers], axis=0),
+        np.stack([layer.load for layer in layers]),
     )
 
 
@@ -78,6 +82,7 @@ def _of_layer(walk: Walk, layer: Params, found: Mapping[str, Statistics], sequen
     """Returns the importance of the parts of one layer."""
     neurons = {}
     experts = np.zeros(0)
+    load = np.zeros(0)
     for path, p in walk.matrices.items():
         group, _, name = path.rpartition("/")
         if name != "w_down":
@@ -88,6 +93,8 @@ def _of_layer(walk: Walk, layer: Params, found: Mapping[str, Statistics], sequen
             gram = found[path].gram
             norms = np.sqrt(np.diagonal(gram, axis1=1, axis2=2))
             experts = np.sqrt(((gram @ w) * w).sum((1, 2)).clip(0))
+            tokens = np.asarray(found[path].tokens)
+            load = tokens / tokens.sum()
         neurons[group] = norms * np.linalg.norm(w, axis=-1)
     heads = np.linalg.norm(np.asarray(layer["attention"]["w_o"]), axis=(1, 2))  # of a matrix: Frobenius
     read = [found[path].norms for path in ("attention/w_q", "mlp/w_up", "moe/shared/w_up") if path in found]
@@ -96,4 +103,5 @@ def _of_layer(walk: Walk, layer: Params, found: Mapping[str, Statistics], sequen
         neurons,
         experts,
         np.sum(read, axis=0) / sequences,
+        load,
     )

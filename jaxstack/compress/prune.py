@@ -111,7 +111,7 @@ def _check(cfg: ModelConfig, new: Sizes) -> None:
             f"--heads={new.heads} with --kv_heads={new.kv_heads}: each key head must keep equally many of its {each} "
             f"query heads. {advice}"
         )
-    if new.layers % len(cfg.windows):
+    if new.layers % len(cfg.windows) or (new.layers != cfg.num_layers and cfg.num_layers % len(cfg.windows)):
         raise ConfigError(
             f"--layers={new.layers}, but layers are removed in whole periods of model.windows={list(cfg.windows)}. Use "
             f"a multiple of {len(cfg.windows)}."
@@ -274,6 +274,8 @@ def describe(found: Importance, kept: Kept, losses: Losses | None) -> dict[str, 
     parts |= {"channels": (found.channels, kept.channels)}
     if not found.experts.size:
         del parts["experts"]
+    else:
+        parts["load of experts"] = (found.load, kept.experts)
     layers: dict[str, Any] = {"one_minus_cosine": found.turns.tolist(), "kept": kept.layers.tolist()}
     if losses is not None:
         layers |= {"loss": losses.whole, "loss_without": losses.without}

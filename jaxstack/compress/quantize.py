@@ -1,6 +1,6 @@
 """Quantises the matrices of a model's layers: to the nearest, by GPTQ or by AWQ."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
@@ -24,7 +24,11 @@ from jaxstack.models.params import Param, Params, flat_spec, is_compressed
 Method: TypeAlias = Literal["rtn", "gptq", "awq"]
 
 Codes: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
-"""Codes [O, I] and scales [O, G] of each quantised Hugging Face tensor by its name."""
+"""Codes [O, I] and scales [O, G] of each quantised Hugging Face tensor by its name, see `hf_codes`, or of all layers of
+a parameter by its path, see `stacked_codes`."""
+
+Matrices: TypeAlias = Mapping[str, Param]
+"""The declarations of the matrices of a layer by path."""
 
 DAMPS = (DAMP, 10 * DAMP, 100 * DAMP)
 """Values of `gptq`'s damp, of which the first one that gives finite factors is taken."""
@@ -68,8 +72,8 @@ def quantize(
 ) -> Iterator[QuantizedLayer]:
     """Yields one layer after the other, quantised; see `each_layer`."""
 
-    def compress(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
-        return quantize_layer(walk, layer, statistics, how)
+    def compress(matrices: Matrices, layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+        return quantize_layer(walk.cfg, matrices, layer, statistics, how)
 
     return each_layer(walk, params, batches, compress, finished)
 
@@ -78,14 +82,14 @@ def each_layer(
     walk: Walk,
     params: Params,
     batches: Sequence[Batch],
-    compress: Callable[[Params, dict[str, Statistics]], QuantizedLayer],
+    compress: Callable[[Matrices, Params, dict[str, Statistics]], QuantizedLayer],
     finished: Callable[[int], QuantizedLayer | None],
 ) -> Iterator[QuantizedLayer]:
     """Yields the layers after their compression, each with the inputs that the layers before it then give.
 
     Args:
       batches: calibration batches on the devices; without any, the statistics are empty.
-      compress: compresses a layer on the host, given the statistics of its inputs.
+      compress: compresses the matrices of a layer on the host, given the statistics of their inputs.
       finished: returns a layer that an earlier call has yielded, or `None`.
     """
     results: dict[int, QuantizedLayer] = {}  # `Walk.run` yields them in the same order
@@ -94,7 +98,7 @@ def each_layer(
         found = finished(index)
         if found is None:
             statistics = measure() if batches else {}
-            found = compress(jax.device_get(layer), jax.device_get(statistics))
+            found = compress(measure.matrices, jax.device_get(layer), jax.device_get(statistics))
         results[index] = found
         return found.params
 
@@ -102,10 +106,13 @@ def each_layer(
         yield results.pop(index)
 
 
-def quantize_layer(walk: Walk, layer: Params, statistics: dict[str, Statistics], how: Settings) -> QuantizedLayer:
+def quantize_layer(
+    cfg: ModelConfig, matrices: Matrices, layer: Params, statistics: dict[str, Statistics], how: Settings
+) -> QuantizedLayer:
     """Quantises the matrices of one layer.
 
     Args:
+      matrices: the matrices by path.
       layer: parameters without the axis of layers, on the host.
       statistics: of the inputs of each matrix by path; may be empty for rounding to the nearest.
 
@@ -115,11 +122,11 @@ def quantize_layer(walk: Walk, layer: Params, statistics: dict[str, Statistics],
     factors: dict[str, np.ndarray] = {}
     before = layer
     if how.method == "awq":
-        layer, factors = _scale_inputs(walk.cfg, layer, statistics, how)
+        layer, factors = _scale_inputs(cfg, layer, statistics, how)
     kind = np.dtype({"float": jnp.float8_e4m3fn, "normal": np.float32, "int": np.int8}[how.scheme.kind])
     codes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     errors: dict[str, float] = {}
-    for path, p in walk.matrices.items():
+    for path, p in matrices.items():
         w = _get(layer, path)
         rows = as_rows(p, w) * factors.get(path, np.ones(1, np.float32))
         found = statistics.get(path)
@@ -153,13 +160,17 @@ def _quantize_one(
                 f"them. Use --method=rtn, or another --step."
             )
     else:
-        made = round_to_nearest(jnp.asarray(w), how.scheme, kind)
+        made = _round_compiled(jnp.asarray(w), how.scheme, kind)
     off = size = 0.0
     if found is not None:
         off = float(output_error(jnp.asarray(w), made.values, jnp.asarray(found.gram)))
         size = float(output_error(jnp.asarray(w), jnp.zeros(w.shape), jnp.asarray(found.gram)))
     codes, scales, values = jax.device_get((made.codes, made.scales, made.values))
     return codes, scales, values, off, size
+
+
+# Compiled as `train.qat` compiles it: operations one by one round a few numbers in the middle of two otherwise.
+_round_compiled = jax.jit(round_to_nearest, static_argnums=(1, 2))
 
 
 def _scale_inputs(
@@ -183,13 +194,26 @@ def _scale_inputs(
 
 def join(cfg: ModelConfig, params: Params, layers: Sequence[QuantizedLayer]) -> Params:
     """Returns the parameters of a model with its layers replaced, sharded as before."""
-    name, _ = families.only_stack(cfg)
-    stacked = jax.tree.map(lambda *each: np.stack(each), *(layer.params for layer in layers))
 
     def place(new: np.ndarray, old: jax.Array) -> jax.Array:
         return jax.device_put(new.astype(old.dtype), old.sharding)
 
-    return {**params, name: jax.tree.map(place, stacked, params[name])}
+    joined = dict(params)
+    for name, own in by_stack(cfg, layers).items():
+        stacked = jax.tree.map(lambda *each: np.stack(each), *(layer.params for layer in own))
+        joined[name] = jax.tree.map(place, stacked, params[name])
+    return joined
+
+
+def by_stack(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> dict[str, Sequence[QuantizedLayer]]:
+    """Returns the layers of each stack by its name."""
+    found = {}
+    start = 0
+    for name, stack in families.of(cfg).stacks(cfg).items():
+        found[name] = layers[start : start + stack.depth]
+        start += stack.depth
+    assert start == len(layers)
+    return found
 
 
 def linear_tensors(cfg: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -216,6 +240,26 @@ def linear_tensors(cfg: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
             )
         found[tensor] = (own, at)
     return found
+
+
+def why_own_layout(cfg: ModelConfig) -> str | None:
+    """Returns why the layouts of transformers cannot hold a quantised model; `None` means that they can."""
+    if cfg.family != "decoder":
+        return f"transformers has no layout for quantised matrices of model.family={cfg.family} that is tested"
+    try:
+        linear_tensors(cfg)
+    except ConfigError as error:
+        return str(error).partition(". ")[0]
+    return None
+
+
+def stacked_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:
+    """Returns codes [L, (E,) O, I] and scales [L, (E,) O, G] by the path of their parameter."""
+    return {
+        f"{name}/{path}": (np.stack([one.codes[path][0] for one in own]), np.stack([one.codes[path][1] for one in own]))
+        for name, own in by_stack(cfg, layers).items()
+        for path in own[0].codes
+    }
 
 
 def hf_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:

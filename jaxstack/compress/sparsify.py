@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxstack.common.tree import Batch, flatten, path_of
 from jaxstack.compress.calibrate import Statistics, Walk
-from jaxstack.compress.quantize import DAMPS, QuantizedLayer, as_rows, each_layer, from_rows
+from jaxstack.compress.quantize import DAMPS, Matrices, QuantizedLayer, as_rows, each_layer, from_rows
 from jaxstack.compress.sparsity import Method, Pattern, magnitude, sparsegpt, wanda
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models.context import Context
@@ -35,11 +35,13 @@ def check_groups(cfg: ModelConfig, pattern: Pattern) -> None:
     Raises:
       ConfigError: they do not.
     """
-    for path, p in Walk.of(cfg, Context()).matrices.items():
+    walk = Walk.of(cfg, Context())
+    found = {f"{name}/{path}": p for name in walk.stacks for path, p in walk.matrices_of(name).items()}
+    for path, p in found.items():
         inputs = np.prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes], dtype=int)
         if pattern.group and inputs % pattern.group:
             raise ConfigError(
-                f"--sparsity={pattern} needs groups of {pattern.group} inputs, but layers/{path} has {inputs}. Use "
+                f"--sparsity={pattern} needs groups of {pattern.group} inputs, but {path} has {inputs}. Use "
                 f"--sparsity={pattern.fraction:g}, or another width."
             )
 
@@ -53,16 +55,19 @@ def sparsify(
 ) -> Iterator[QuantizedLayer]:
     """Yields one layer after the other, with zeros in its matrices and without codes; see `each_layer`."""
 
-    def compress(layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
-        return sparsify_layer(walk, layer, statistics, how)
+    def compress(matrices: Matrices, layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+        return sparsify_layer(matrices, layer, statistics, how)
 
     return each_layer(walk, params, batches, compress, finished)
 
 
-def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistics], how: Settings) -> QuantizedLayer:
+def sparsify_layer(
+    matrices: Matrices, layer: Params, statistics: Mapping[str, Statistics], how: Settings
+) -> QuantizedLayer:
     """Sets weights of the matrices of one layer to zero.
 
     Args:
+      matrices: the matrices by path.
       layer: parameters without the axis of layers, on the host.
       statistics: of the inputs of each matrix by path; may be empty for `magnitude`.
 
@@ -72,7 +77,7 @@ def sparsify_layer(walk: Walk, layer: Params, statistics: Mapping[str, Statistic
     old = flatten(layer)
     new = {}
     errors = {}
-    for path, p in walk.matrices.items():
+    for path, p in matrices.items():
         rows = as_rows(p, old[path])
         experts = rows if rows.ndim == 3 else rows[None]
         sparse = []

@@ -407,6 +407,10 @@ class ModelConfig:
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of attention have a bias without `bias`: queries, keys and values (Qwen 2), or also the
     output."""
+    mlp_bias: bool = False
+    """Add a bias to the projections of the MLP, also without `bias` (GPT-J)."""
+    head_bias: bool = False
+    """Add a bias to the logits, one number for each token of the vocabulary (GPT-J)."""
     tied_embeddings: bool = False
     """Use the transposed embedding as the output head."""
     embedding_scale: bool = False
@@ -458,6 +462,7 @@ class ModelConfig:
             f"model.label_pooling={self.label_pooling} is for labels of sequences. Name them in model.labels, with "
             f"model.label_each=sequence, or use model.label_pooling=first.",
         )
+        self._check_biases()
         require(
             not (self.bias and self.moe.num_experts),
             "model.bias=true is for dense layers, but model.moe.num_experts is not 0. Use model.bias=false, and "
@@ -469,9 +474,9 @@ class ModelConfig:
             f"model.gated=true and model.activation=silu.",
         )
         require(
-            self.activation != "xielu" or not (self.gated or self.bias or self.moe.num_experts),
+            self.activation != "xielu" or not (self.gated or self.bias or self.mlp_bias or self.moe.num_experts),
             "model.activation=xielu is for an MLP of two projections. Use it with model.gated=false and without "
-            "model.bias and experts.",
+            "model.bias, model.mlp_bias and experts.",
         )
         require(
             self.clip_qkv is None or not self.latent.kv_rank,
@@ -479,13 +484,28 @@ class ModelConfig:
             f"Use one of them.",
         )
         require(
+            not (self.base_width and self.embedding_scale),
+            f"model.embedding_scale=true lets embeddings grow with the width, but model.base_width={self.base_width} "
+            f"needs embeddings of one size at every width. Use model.embedding_scale=false, or leave base_width null.",
+        )
+
+    def _check_biases(self) -> None:
+        """Checks the biases of parts of the model."""
+        require(
             not self.bias or self.attention_bias == "none",
             f"model.attention_bias={self.attention_bias} is a part of model.bias=true. Use one of them.",
         )
         require(
-            not (self.base_width and self.embedding_scale),
-            f"model.embedding_scale=true lets embeddings grow with the width, but model.base_width={self.base_width} "
-            f"needs embeddings of one size at every width. Use model.embedding_scale=false, or leave base_width null.",
+            not self.bias or not self.mlp_bias,
+            "model.mlp_bias=true is a part of model.bias=true. Use one of them.",
+        )
+        require(
+            not (self.mlp_bias and self.moe.num_experts),
+            "model.mlp_bias=true is for dense layers, but model.moe.num_experts is not 0. Use model.mlp_bias=false.",
+        )
+        require(
+            not (self.head_bias and self.tied_embeddings),
+            "model.head_bias=true needs a head of its own, but model.tied_embeddings=true. Use one of them.",
         )
 
     def _check_norms(self) -> None:
@@ -673,12 +693,12 @@ class ModelConfig:
             f"model.moe.num_experts={self.moe.num_experts} puts experts in place of the MLP, but {none}. Use "
             f"model.moe.num_experts=0.",
         )
-        for name in ("post_norm", "pre_norm", "parallel", "residual_multiplier", "d_ff"):
+        for name in ("post_norm", "pre_norm", "parallel", "residual_multiplier", "d_ff", "mlp_bias"):
             value = getattr(self, name)
             usual = getattr(ModelConfig, name)
             require(
                 self.ssm.mlp or value == usual,
-                f"model.{name}={value} is for layers with an MLP, but {none}. Leave it out.",
+                f"model.{name}={str(value).lower()} is for layers with an MLP, but {none}. Leave it out.",
             )
 
     def _check_windows(self) -> None:

@@ -144,14 +144,18 @@ class TrainConfig:
         return None if self.qat == "none" else Scheme.of(self.qat, self.qat_group)
 
 
+TAUGHT_FAMILIES = ("decoder", "encoder", "encoder_decoder", "diffusion")
+"""Families of models that can learn from a teacher of the same family."""
+
+
 @dataclass(frozen=True)
 class DistillConfig:
     """Learning from a larger model. See docs/compression.md."""
 
     teacher: str | None = None
-    """Run or Hugging Face folder of the teacher, a decoder with the same tokenizer. Null means none."""
+    """Run or Hugging Face folder of the teacher, of the same family and with the same tokenizer. Null means none."""
     weight: PositiveFraction = 0.5
-    """Weight of what the teacher says of the next token; the weight of the token itself is the rest to 1."""
+    """Weight of what the teacher says of a token or a velocity; the weight of the data itself is the rest to 1."""
     temperature: PositiveFloat = 1.0
     """Divisor of the logits of teacher and model. The loss of the teacher's part is multiplied by its square."""
     top_tokens: PositiveInt = 64
@@ -318,7 +322,8 @@ class RLConfig:
     the run starts with."""
     exact: bool = True
     """Sample with the forward pass of training, bit for bit. With false, sampling is faster, and importance weights
-    correct the difference of sampler and trainer. The first ratio of a rollout is exactly 1 in both cases."""
+    correct the difference of sampler and trainer. The first ratio of a rollout is exactly 1 with true, and 1 up to
+    rounding with false."""
     importance_limit: PositiveFloat = 2.0
     """The largest importance weight of a token, with which sampler and trainer differ; see docs/reinforcement.md."""
     overlong_buffer: NonNegativeInt = 0

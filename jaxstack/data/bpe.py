@@ -8,6 +8,22 @@ from jaxstack.data.text_pieces import pieces
 from jaxstack.data.tokenizers import JsonObject
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+"""Special tokens of `CHAT_TEMPLATE`: each role begins a turn, and the last one ends every turn."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}\n"
+    "{{- '<|' + message['role'] + '|>' -}}\n"
+    "{%- if message['role'] == 'assistant' -%}\n"
+    "{%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}\n"
+    "{%- else -%}\n"
+    "{{- message['content'] + '<|end|>' -}}\n"
+    "{%- endif -%}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}\n"
+)
+"""A chat template in which an answer is a message with the token that ends it, and turns follow without white space."""
+
 _BYTES = 256
 
 

@@ -29,7 +29,7 @@ from jaxstack.data.preferences import (
     prompt_text,
     read_preferences,
 )
-from jaxstack.data.rewarded import encode_prompts, read_prompts
+from jaxstack.data.rewarded import PromptTokens, encode_prompts, read_prompts
 from jaxstack.data.seq2seq import SpecialIds, ids_of, special_ids
 from jaxstack.data.sources import documents
 from jaxstack.data.tokenizers import ClassNames, Tokenizer, make_tokenizer, same_vocabulary
@@ -369,11 +369,16 @@ def _encode_prompts(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     tokens, note = encode_prompts(read_prompts(str(cfg.path)), _template(cfg), tokenizer, cfg.seq_len)
     fields = repr([row.fields for row in tokens.rows]).encode()
     fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + fields).hexdigest()
-    held_out_D = pairs.hold_out([repr(row.messages) for row in tokens.rows], cfg.eval_fraction, "prompt")
+    held_out_D = held_out_prompts(tokens, cfg.eval_fraction)
     train = tokens.documents(~held_out_D)
     held_out = tokens.documents(held_out_D)
     parts = [f"{train.starts.size:,} prompts train, {held_out.starts.size:,} held out", *([note] if note else [])]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
+
+
+def held_out_prompts(tokens: PromptTokens, fraction: float) -> np.ndarray:
+    """Returns which prompts are held out, bool [D]. A larger fraction holds out the same prompts, and others."""
+    return pairs.hold_out([repr(row.messages) for row in tokens.rows], fraction, "prompt")
 
 
 def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:

@@ -1,1 +1,1 @@
-"""Evaluates models: the tasks of `lm-eval`, and bits per byte of texts."""
+"""Evaluates models: the tasks of `lm-eval`, bits per byte of texts, and rewards of answers."""

@@ -312,12 +312,19 @@ def gather_predicted(velocity: jax.Array, ctx: Context) -> jax.Array:
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
     """Returns the sum `loss` over patches of weight * mean squared error of the velocity's values."""
-    between = ctx.layout.sequence_parallel_axes
     path = Path.at(cfg.diffusion.path, time_of(cfg, batch["gate_ids"])[..., None])
     wanted = path.velocity(batch["patches"], batch["noise"])
+    return {"loss": squared_error(cfg, params, hidden, batch, wanted, ctx)}
+
+
+def squared_error(
+    cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, wanted: jax.Array, ctx: Context
+) -> jax.Array:
+    """Returns the sum over patches of weight * mean squared difference from a velocity `wanted` [B, S, P]."""
+    between = ctx.layout.sequence_parallel_axes
     wanted, weights = (collectives.local_slice(a, between, 1) for a in (wanted, batch["loss_weights"]))
     squares = jnp.square(predict(cfg, params, hidden, batch, ctx) - wanted).mean(-1)
-    return {"loss": collectives.all_reduce((weights * squares).sum(), between)}
+    return collectives.all_reduce((weights * squares).sum(), between)
 
 
 def flops_correction(cfg: ModelConfig, seq_len: int, text_len: int) -> float:

@@ -11,7 +11,9 @@ then needs no rule of its own. Tasks on sentences (`ModelConfig.sentences`) have
 which read what BERT's pooler makes of the first token; their batches weigh it, too.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -253,31 +255,55 @@ def _with_bias(declared: Spec, output: Params, ctx: Context) -> jax.Array:
     return jnp.concatenate([output["w"].astype(ctx.dtype), output["bias"].astype(ctx.dtype)[None]])
 
 
-def with_one(hidden: jax.Array) -> jax.Array:
-    """Returns hidden states [B, S, D] with a one behind each, which `head` multiplies with the bias."""
-    return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
-
-
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
     """Returns the sum `loss` of weight * negative log-likelihood of hidden tokens or labels, in nats.
 
     With tasks on sentences, its name is `masked`, and each task has a sum of its own. For the arguments, see
     `decoder.loss`.
     """
+    cross_entropy = partial(kernels.cross_entropy, implementation=ctx.ops.cross_entropy)
+    total = sum_over_classes(cross_entropy, cfg, params, hidden, (batch["targets"], batch["loss_weights"]), ctx)
+    if not cfg.sentences.tasks:
+        return {"loss": total}
+    return {"masked": total, **_sentence_losses(cfg, params, hidden[..., cfg.d_model :], batch, ctx)}
 
-    def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        return _nll(head(cfg, params, ctx), cfg.classes, hidden, targets, weights, ctx)
 
-    declared, rows = spec(cfg), ("batch", "sequence")
+def sum_over_classes(
+    measure: Callable[..., jax.Array],
+    cfg: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    arrays: Sequence[jax.Array],
+    ctx: Context,
+) -> jax.Array:
+    """Returns a sum over tokens of what the head of the vocabulary or of labels says of them.
+
+    Args:
+      measure: returns the sum over this device's tokens, from hidden states with a one behind each, the head with its
+        biases [D + 1, V/n] and the arrays; its other arguments are as in `kernels.cross_entropy`.
+      hidden: results of `hidden_states`.
+      arrays: each [B, S, ...].
+    """
+
+    def work(ctx: Context, params: Params, hidden: jax.Array, *arrays: jax.Array) -> jax.Array:
+        return measure(
+            kernels.with_one(hidden),
+            head(cfg, params, ctx),
+            *arrays,
+            vocab_axes=ctx.layout.axes("vocab"),
+            vocab_size=cfg.classes,
+            chunk=ctx.ops.loss_chunk,
+        )
+
+    declared = spec(cfg)
     only, used = {"output": declared["output"]}, {"output": params["output"]}
     if not cfg.labels:
         only["embedding"] = {"tokens": declared["embedding"]["tokens"]}
         used["embedding"] = {"tokens": params["embedding"]["tokens"]}
-    arguments = used, _of_tokens(cfg, hidden), batch["targets"], batch["loss_weights"]
-    total = ctx.sum_region(work, arguments, (only, rows, rows, rows))
-    if not cfg.sentences.tasks:
-        return {"loss": total}
-    return {"masked": total, **_sentence_losses(cfg, params, hidden[..., cfg.d_model :], batch, ctx)}
+    arguments = used, _of_tokens(cfg, hidden), *arrays
+    rows = [("batch", "sequence")] * (len(arguments) - 1)
+    total: jax.Array = ctx.sum_region(work, arguments, (only, *rows))
+    return total
 
 
 def _of_tokens(cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
@@ -314,7 +340,7 @@ def _nll(
 ) -> jax.Array:
     """Returns the sum of weight * negative log-likelihood of targets [B, S], by a head with biases [D + 1, V/n]."""
     return kernels.cross_entropy(
-        with_one(hidden),
+        kernels.with_one(hidden),
         head,
         targets,
         weights,
@@ -331,7 +357,7 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     V is the size of the vocabulary, or the number of labels.
     """
     ctx = ctx or Context()
-    read = with_one(_of_tokens(cfg, hidden))
+    read = kernels.with_one(_of_tokens(cfg, hidden))
     scores = jnp.einsum("bsd,dv->bsv", read, head(cfg, params, ctx), preferred_element_type=jnp.float32)
     return kernels.mask_vocab_padding(scores, cfg.classes, ctx.layout.axes("vocab"))
 

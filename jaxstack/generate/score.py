@@ -22,7 +22,7 @@ from jaxstack.features import reward_head
 from jaxstack.generate.engine import dropless
 from jaxstack.generate.prompts import BUCKET, Rows, check_rows, power_of_buckets
 from jaxstack.generate.sampling import Logprobs
-from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks
+from jaxstack.kernels.cross_entropy import negative_log_likelihood, scan_chunks, with_one
 from jaxstack.models import decoder
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
@@ -231,6 +231,7 @@ class Scorer:
         ctx = self.ctx
         axes = ctx.layout.axes("vocab")
         head = decoder.head(cfg, values, ctx)  # [D, V/n]
+        hidden = with_one(hidden) if cfg.head_bias else hidden
         hidden, head = collectives.match_varying(hidden, head)
         V = head.shape[1]
         options = cfg.logit_softcap, axes, None if V * collectives.count(axes) == cfg.vocab else cfg.vocab

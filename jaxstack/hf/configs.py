@@ -182,6 +182,8 @@ def _switches(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
         found["parallel"] = kind if _flag(keys, family, key) else "no"
     if family.falcon:
         found |= _falcon(keys, family, ours["num_heads"])
+    if family.rotary_size:
+        found["rotary_fraction"] = _rotated_share(keys, family, ours["d_model"], ours["num_heads"])
     if family.interleaved_key:
         found["rotary_interleaved"] = keys.take(family.interleaved_key, True) is not False
     if family.group_key:
@@ -375,6 +377,16 @@ def _falcon_keys(model: ModelConfig) -> JsonObject:
         "num_kv_heads": shared,
         "num_ln_in_parallel_attn": norms,
     }
+
+
+def _rotated_share(keys: Keys, family: Family, width: int, heads: int) -> float:
+    """Returns which share of each head RoPE rotates, from the number of elements."""
+    size = keys.take(family.rotary_size, *family.default_of(family.rotary_size))
+    head = width // max(heads, 1)
+    if type(size) is not int or size % 2 or not 2 <= size <= head:
+        raise keys.error(family.rotary_size, size, f"Give an even number up to {head}, the width of a head")
+    share = size / head
+    return share if int(head * share) == size else math.nextafter(share, 1)  # rounded below the number
 
 
 def _expert_groups(keys: Keys, key: str) -> JsonObject:
@@ -777,6 +789,8 @@ def _switch_keys(family: Family, model: ModelConfig) -> JsonObject:
         values |= _hybrid_keys(family, model)
     if family.falcon:
         values |= _falcon_keys(model)
+    if family.rotary_size:
+        values[family.rotary_size] = model.rotary_width
     if family.interleaved_key:
         values[family.interleaved_key] = model.rotary_interleaved
     if family.group_key:

@@ -39,6 +39,7 @@ class Family:
       bias_key: the key that says whether projections of attention have biases, if there is one.
       biased: which projections then have biases, as in `ModelConfig.attention_bias`.
       rotary_key: the key of `ModelConfig.rotary_fraction`, if RoPE may rotate a part of each head.
+      rotary_size: the key of how many elements of each head RoPE rotates, if it has one in place of a share.
       theta_key: the key of RoPE's base.
       full_scaling: whether the scaling of RoPE applies to layers with full attention alone.
       unrotated: which layers do not rotate queries and keys. `full`: if there are windows, those without. `listed`:
@@ -97,6 +98,7 @@ class Family:
     bias_key: str = ""
     biased: str = "all"
     rotary_key: str = ""
+    rotary_size: str = ""
     theta_key: str = "rope_theta"
     full_scaling: bool = False
     unrotated: Literal["", "full", "listed"] = ""
@@ -169,6 +171,23 @@ _BERT = {
     "type_vocab_size": "token_types",
     "layer_norm_eps": "norm_eps",
 }
+_GPT2 = {
+    "vocab_size": "vocab_size",
+    "n_embd": "d_model",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_inner": "d_ff",
+    "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_GPT2_REPEATS = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Names that all configurations have in `transformers`: there the later of two values counts."""
 _T5 = {
     "vocab_size": "vocab_size",
     "d_model": "d_model",
@@ -345,16 +364,7 @@ def _roberta(name: str) -> Family:
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
-        {
-            "vocab_size": "vocab_size",
-            "n_embd": "d_model",
-            "n_layer": "num_layers",
-            "n_head": "num_heads",
-            "n_inner": "d_ff",
-            "n_positions": "max_positions",
-            "layer_norm_epsilon": "norm_eps",
-            "tie_word_embeddings": "tied_embeddings",
-        },
+        _GPT2,
         activation="activation_function",
         tanh_gelu="gelu_new",
         fixed={"norm": "layer", "positions": "learned", "gated": False, "bias": True},
@@ -374,13 +384,33 @@ FAMILIES = {
         dropout_keys=("embd_pdrop", "resid_pdrop"),
         zero_keys=("attn_pdrop",),
         harmless={"afn": ("gelu_new",), "n_special": (0,), "predict_special_tokens": (True,)},
-        # Names that all configurations have in `transformers`: there the later of two values counts.
-        repeats={
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
+        repeats=_GPT2_REPEATS,
+    ),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        _GPT2,
+        activation="activation_function",
+        tanh_gelu="gelu_new",
+        rotary_size="rotary_dim",
+        fixed={"norm": "layer", "norm_bias": True, "mlp_bias": True, "head_bias": True, "gated": False}
+        | {"parallel": "one_norm", "rotary_interleaved": True},
+        defaults={
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "n_inner": None,
+            "rotary_dim": 64,
+            "tie_word_embeddings": False,
         },
+        rope=False,  # its base has no key
+        dropout_keys=("embd_pdrop", "resid_pdrop"),
+        zero_keys=("attn_pdrop",),
+        harmless={
+            "rope_parameters": ({"rope_type": "gptj"},),
+            "rope_scaling": ({"rope_type": "gptj"},),
+            "rotary": (True,),
+            "scale_attn_weights": (True,),
+        },
+        repeats=_GPT2_REPEATS,
     ),
     "llama": Family(
         "LlamaForCausalLM",

@@ -173,6 +173,27 @@ def _neox() -> WeightMap:
     return _norm_biases(rows)
 
 
+def _gptj() -> WeightMap:
+    """Returns the weight map of GPT-J, which has biases in norms, MLP and head, and none in attention."""
+    layer = "transformer.h.{}"
+    biased = {
+        "layers/mlp/{}_up": f"{layer}.mlp.fc_in",
+        "layers/mlp/{}_down": f"{layer}.mlp.fc_out",
+    }
+    rows: WeightMap = {
+        "embedding/tokens": ("transformer.wte.weight", SAME),
+        "layers/attention_norm/scale": (f"{layer}.ln_1.weight", SAME),
+        **{f"layers/attention/w_{x}": (f"{layer}.attn.{x}_proj.weight", TRANSPOSED) for x in "qkv"},
+        "layers/attention/w_o": (f"{layer}.attn.out_proj.weight", TRANSPOSED),
+        **{path.format("w"): (f"{name}.weight", TRANSPOSED) for path, name in biased.items()},
+        **{path.format("b"): (f"{name}.bias", SAME) for path, name in biased.items()},
+        "final_norm/scale": ("transformer.ln_f.weight", SAME),
+        "head/w": ("lm_head.weight", TRANSPOSED),
+        "head/bias": ("lm_head.bias", SAME),
+    }
+    return _norm_biases(rows)
+
+
 def _falcon() -> WeightMap:
     """Returns the weight map of Falcon, with a norm for attention and one for the MLP beside it."""
     layer = "transformer.h.{}"
@@ -355,6 +376,7 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "olmoe": _experts(QWEN3, "mlp", w_gate="gate_proj", w_up="up_proj", w_down="down_proj"),
     "olmo": _without(LLAMA, *_READ_NORMS, "final_norm/scale"),
     "falcon": _falcon(),
+    "gptj": _gptj(),
     "apertus": _apertus(),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _without(QWEN3 | _POST_NORMS, *_READ_NORMS)),
     **dict.fromkeys(("seed_oss", "granite", "smollm3", "ernie4_5", "helium"), LLAMA),

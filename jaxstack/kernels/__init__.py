@@ -19,7 +19,7 @@ from jaxstack.kernels.coded_weight import IMPLEMENTATIONS as _CODES
 from jaxstack.kernels.context_attention import context_attention
 from jaxstack.kernels.context_attention import order as context_order
 from jaxstack.kernels.cross_entropy import IMPLEMENTATIONS as _CROSS_ENTROPY
-from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding, token_log_probs
+from jaxstack.kernels.cross_entropy import cross_entropy, mask_vocab_padding, token_log_probs, with_one
 from jaxstack.kernels.distillation import Mix, distillation_loss
 from jaxstack.kernels.embedding import embedding_lookup
 from jaxstack.kernels.grouped_matmul import IMPLEMENTATIONS as _GROUPED_MATMUL
@@ -82,4 +82,5 @@ __all__ = [
     "same_document",
     "token_log_probs",
     "tokens_before",
+    "with_one",
 ]

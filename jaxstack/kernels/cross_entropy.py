@@ -118,6 +118,11 @@ def token_log_probs(
     return rows[..., 0], rows[..., 1] > 0
 
 
+def with_one(hidden: jax.Array) -> jax.Array:
+    """Returns hidden states [..., D] with a one behind each, for a head whose last row has the bias of each id."""
+    return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
+
+
 def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()) -> jax.Array:
     """Returns logits [..., V/n] with the lowest number of their dtype for ids from `vocab_size` on.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from numpy.typing import ArrayLike
 
-from jaxstack import data, families, hf, sharding
+from jaxstack import data, families, sharding
 from jaxstack.checkpoint import manifest, run_dir, store
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
@@ -121,7 +121,7 @@ class TrainedRun:
             return cls(cfg, init_from.restore_params(cfg, ctx, step), tokenizer, ctx, step)
         # A run that has not begun has the parameters of its source, whose model may have no adapters, or other ones.
         source = init_from.find_source(str(path), "RUN")
-        if isinstance(source, hf.PretrainedFolder):
+        if not isinstance(source, Config):
             with source:
                 values = source.read_params(ctx, cfg.model.pad_vocab_to)
                 return cls(cfg, qat.round_arrays(cfg.model.base, cfg.train.rounding, values), tokenizer, ctx)

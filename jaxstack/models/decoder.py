@@ -57,6 +57,8 @@ def spec(cfg: ModelConfig) -> Spec:
     if not cfg.tied_embeddings:
         w = Param((D, V), ("embed", "vocab"), std=cfg.init_std, roles=("head",))
         tree["head"] = {"w": pad(w, 1, cfg.padded_vocab)}
+    if cfg.head_bias:
+        tree["head"]["bias"] = pad(Param((V,), ("vocab",), "vector", init="zeros"), 0, cfg.padded_vocab)
     return tree
 
 
@@ -150,6 +152,17 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInpu
 
 
 def head(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
+    """Returns `head_matrix` [D, V/n], or with `head_bias` [D + 1, V/n] for hidden states that end with a one."""
+    w = head_matrix(cfg, params, ctx)
+    return jnp.concatenate([w, head_bias(cfg, params, ctx)[None]]) if cfg.head_bias else w
+
+
+def head_bias(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
+    """Returns the bias of each token of this device's part of the vocabulary [V/n], in the compute dtype."""
+    return ctx.layout.gather_params(spec(cfg)["head"]["bias"], params["head"]["bias"]).astype(ctx.dtype)
+
+
+def head_matrix(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D, V/n] in the compute dtype, this device's part of the vocabulary: a matrix of its
     own, or the transposed embedding. `params["head"]["w"]` may contain the latter as a copy, which generation makes."""
     if not cfg.tied_embeddings:
@@ -192,7 +205,7 @@ def sum_over_vocabulary(
 
     def work(ctx: Context, params: Params, hidden: jax.Array, *arrays: jax.Array) -> jax.Array:
         return measure(
-            hidden,
+            kernels.with_one(hidden) if cfg.head_bias else hidden,
             head(cfg, params, ctx),
             *arrays,
             softcap=cfg.logit_softcap,
@@ -209,9 +222,9 @@ def sum_over_vocabulary(
 
 def head_part(cfg: ModelConfig, tree: PyTree) -> PyTree:
     """Returns what `head` reads, of the parameters or of their declarations."""
-    group = "embedding" if cfg.tied_embeddings else "head"
-    name = "tokens" if cfg.tied_embeddings else "w"
-    return {group: {name: tree[group][name]}}
+    if cfg.tied_embeddings:
+        return {"embedding": {"tokens": tree["embedding"]["tokens"]}}
+    return {"head": {name: tree["head"][name] for name in spec(cfg)["head"]}}
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
@@ -221,8 +234,10 @@ def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | N
     the lowest number of float32, so that softmax makes them zero.
     """
     ctx = ctx or Context()
-    w = head(cfg, params, ctx)
+    w = head_matrix(cfg, params, ctx)
     scores = jnp.einsum("bsd,dv->bsv", hidden, w, preferred_element_type=jnp.float32)
+    if cfg.head_bias:  # the matrix with this row would be a copy, for each new token of a text
+        scores = scores + head_bias(cfg, params, ctx).astype(jnp.float32)
     cap = cfg.logit_softcap
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     return kernels.mask_vocab_padding(scores, cfg.vocab, ctx.layout.axes("vocab"))
@@ -234,6 +249,7 @@ def log_probs(
     """Returns the log-probability of every target (nats, float32 [B, S]), and whether no id has a larger one [B, S]."""
     ctx = ctx or Context()
     w, axes, cap = head(cfg, params, ctx), ctx.layout.axes("vocab"), cfg.logit_softcap
+    hidden = kernels.with_one(hidden) if cfg.head_bias else hidden
     return kernels.token_log_probs(
         hidden, w, targets, softcap=cap, vocab_axes=axes, vocab_size=cfg.vocab, chunk=ctx.ops.loss_chunk
     )

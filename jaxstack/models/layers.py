@@ -258,7 +258,7 @@ def mlp_spec(cfg: ModelConfig) -> Spec:
     }
     if cfg.gated:
         spec["w_gate"] = Param((D, F), ("embed", "mlp"), std=std)
-    if cfg.bias:
+    if cfg.bias or cfg.mlp_bias:
         spec["b_up"] = Param((F,), ("mlp",), "vector", init="zeros")
         spec["b_down"] = Param((D,), ("norm",), "vector", init="zeros")
         if cfg.gated:
@@ -284,7 +284,7 @@ def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Arr
     """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202)."""
     y = mlp_products(cfg, params, ctx.layout.gather_activations(x, "mlp"), ctx)
     y = ctx.layout.reduce_activations(y, "mlp")
-    if cfg.bias:
+    if "b_down" in params:
         y = kernels.add_in_float32(y, params["b_down"])
     ctx.observe("mlp/out", y, *RESIDUAL)
     return y

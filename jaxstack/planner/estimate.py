@@ -37,6 +37,9 @@ GROUPS = 16
 EXACT = ("parameters, float32", "optimizer state", "batch")
 """Purposes of `memory` whose bytes are exact: the arguments of the step. The others are estimates."""
 
+FROZEN = "frozen reference"
+"""Purpose of `memory` for the parameters of a reference, which are exact too. Runs without a reference lack it."""
+
 WORK = "work of one layer or the head"
 MUON_WORK = "work of Muon's update"
 """Purposes of `memory` for temporary arrays. Only the larger of the two is counted: they are not alive together."""
@@ -55,8 +58,8 @@ def abstract_batch(job: Job) -> Batch:
 
 
 def exact_bytes(parts: Mapping[str, float]) -> float:
-    """Returns the bytes of the step's arguments, of the result of `memory`."""
-    return sum(parts[name] for name in EXACT)
+    """Returns the bytes of the step's arguments and of a reference, of the result of `memory`."""
+    return sum(parts[name] for name in EXACT) + parts.get(FROZEN, 0)
 
 
 def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER) -> dict[str, float]:
@@ -77,9 +80,10 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     Args:
       counter: a `Recorder` makes those bytes that are not exact record their formulas.
     """
+    frozen = {FROZEN: frozen_bytes(job, counter)} if stores_reference(job) else {}
     if not has_formulas(job.model):
-        return _exact_parts(state, batch) | _traced_parts(resolve_split(job)[0])
-    parts = _parts_without_pairs(job, state, batch, counter)
+        return _exact_parts(state, batch) | frozen | _traced_parts(resolve_split(job)[0])
+    parts = frozen | _parts_without_pairs(job, state, batch, counter)
     if job.ctx.layout.pipeline is None or job.ctx.layout.pipeline.weight is None:
         return parts
     units = job.ctx.layout.pipeline.pair_slots
@@ -91,6 +95,25 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     waiting = counter.named("units that wait", units) * counter.named("layers of a stage", layers)
     waiting *= itemsize(job.train) * sum(pairs)
     return {**parts, f"weight gradients of {units * layers} layers, waiting": waiting}
+
+
+def stores_reference(job: Job) -> bool:
+    """Returns whether a run keeps the parameters of a second model. Adapters are left out of their own one instead."""
+    aim = job.cfg.aim
+    if aim is None or not aim.has_reference:
+        return False
+    return aim.reference is not None or not job.model.lora.rank or job.cfg.run.init_adapter is not None
+
+
+def frozen_bytes(job: Job, counter: Counter = COUNTER) -> float:
+    """Returns the bytes of a device's part of a reference like the model: matrices have the compute dtype."""
+    spec = shards.flat_params(job.model.base, job.ctx)
+    sizes = {path: counter.shaped(path, shards.stored_shape(p, job.ctx), p.axes) for path, p in spec.items()}
+    cast = counter.named("matrices of the reference", sum(size for path, size in sizes.items() if spec[path].is_cast))
+    rest = counter.named(
+        "vectors of the reference", sum(size for path, size in sizes.items() if not spec[path].is_cast)
+    )
+    return itemsize(job.train) * cast + 4 * rest
 
 
 def split_of(job: Job, parts: Mapping[str, float] | None = None) -> WeightSplit:

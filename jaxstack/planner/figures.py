@@ -218,10 +218,10 @@ def time_figures(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     layer = [op for op in work.ops if op.of_layer]
     ends = [op for op in work.ops if not op.of_layer and not op.of_update]
     found = [
-        _work("layers", [op for op in layer if not op.for_remat], limits, work.kernel),
-        _work("recomputation", [op for op in layer if op.for_remat], limits, work.kernel),
-        _work("embedding, head, loss", ends, limits, work.kernel),
-        _work("optimizer, casts, sums", [op for op in work.ops if op.of_update], limits, work.kernel),
+        work_figure("layers", [op for op in layer if not op.for_remat], limits, work.kernel),
+        work_figure("recomputation", [op for op in layer if op.for_remat], limits, work.kernel),
+        work_figure("embedding, head, loss", ends, limits, work.kernel),
+        work_figure("optimizer, casts, sums", [op for op in work.ops if op.of_update], limits, work.kernel),
     ]
     for axes, seconds in time.exposed.items():
         alone = seconds + time.hidden[axes]
@@ -235,7 +235,7 @@ def time_figures(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     return [figure for figure in found if figure.value]
 
 
-def _work(name: str, ops: Iterable[Op], limits: ChipLimits, kernel: str) -> Figure:
+def work_figure(name: str, ops: Iterable[Op], limits: ChipLimits, kernel: str) -> Figure:
     """Returns the seconds of operations: seconds by the data sheet for each kind of work, times the fitted factors."""
     fitted = rates.rates()
     done: dict[str, float] = defaultdict(float)

@@ -26,6 +26,7 @@ from jaxstack.planner import shards
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations
+from jaxstack.planner.sizes import require_formulas
 from jaxstack.planner.timing import seconds_per_call, seconds_per_run
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
@@ -51,7 +52,11 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
 
     Args:
       device: the device that does a device's share of the work.
+
+    Raises:
+      ConfigError: the model's layers are of several kinds, or have states or latent attention.
     """
+    require_formulas(job.model, "--measure=yes")
     sizes = shards.mesh_sizes(job.ctx)
     chosen = implementations(implementation.platform_of(device), job.kernels, _cases(job.model, job.ctx))
     own = Context(ops=Ops(quant=job.train.quant, **chosen), dtype=job.ctx.dtype, remat=job.ctx.remat)

@@ -14,11 +14,13 @@ Caches are not modelled: every operation reads its inputs from memory. The load 
 Suffixes: B rows of one microbatch on one device, S tokens of a row, D width, H heads, G key/value heads, K head width.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxstack.config import ModelConfig
+from jaxstack.kernels.states import CHUNK
 from jaxstack.planner import shards
 
 Traffic = Literal["fused", "unfused"]
@@ -54,6 +56,7 @@ class Op:
       of_update: whether it runs once a step beside the passes: the optimizer, casts of weights, sums of gradients.
       matrix: for a weight matmul, (tokens, inputs, outputs, number of matrices), from which it can be measured.
       head_width: for attention, the width of a head.
+      stack: for an operation of a layer, the stack that has the layer, and in it the layer of a unit.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Op:
     of_update: bool = False
     matrix: tuple[int, int, int, int] | None = None
     head_width: int = 0
+    stack: str = ""
 
     @property
     def in_backward(self) -> bool:
@@ -153,6 +157,31 @@ class DeviceShapes:
         if moe.capacity_factor is None:
             return self.tokens * moe.choices
         return shards.pair_capacity(moe, self.rows, self.length, self.expert)
+
+
+@dataclass(frozen=True)
+class StateHeads:
+    """The heads of a layer with states on one device, see `kernels.states`.
+
+    Attributes:
+      heads: value heads, each of which has a state.
+      key_heads: heads of queries and keys.
+      key_width, value_width: sizes of a state.
+      corrects: whether tokens write corrections, as the delta rule does.
+      taps: tokens that the convolution mixes.
+    """
+
+    heads: float
+    key_heads: float
+    key_width: int
+    value_width: int
+    corrects: bool
+    taps: int
+
+    @property
+    def channels(self) -> float:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.heads * self.value_width
 
 
 @dataclass(frozen=True)
@@ -282,31 +311,31 @@ class OpBuilder:
 
     def _fused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
         m = s.model
-        arrays = s.tokens * s.heads * m.head_width + s.tokens * s.kv_heads * m.head_width
-        width = s.heads * m.head_width
-        product = 2 * s.tokens * keys_seen(m, s.seq_len) * width  # FLOPs of one of attention's matmuls
+        arrays = _attention_arrays(s)
+        pairs = s.tokens * keys_seen(m, s.seq_len) * s.heads
+        scores = 2 * pairs * m.head_width
+        mean = 2 * pairs * m.value_width
         statistics = 4 * s.tokens * s.heads
 
-        def kernel(name: str, products: int, times: int) -> Op:
+        def kernel(name: str, flops: float, times: int) -> Op:
             size = self.itemsize * times * arrays + (statistics if times else 0)
-            flops = products * product
             return Op(name, "attention", "contraction", flops, size, dtype=self.dtype, head_width=m.head_width)
 
-        forward = kernel("attention", 2, 2)
-        backward = kernel("attention, gradients", 4, 4)
-        scores = replace(kernel("attention, scores in the backward pass", 1, 0), recomputes=True)
-        return [forward, backward, scores, *self.recomputed([forward], recomputed)]
+        forward = kernel("attention", scores + mean, 2)
+        backward = kernel("attention, gradients", 2 * scores + 2 * mean, 4)
+        again = replace(kernel("attention, scores in the backward pass", scores, 0), recomputes=True)
+        return [forward, backward, again, *self.recomputed([forward], recomputed)]
 
     def _unfused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
         m = s.model
         e = self.itemsize
-        arrays = s.tokens * s.heads * m.head_width + s.tokens * s.kv_heads * m.head_width
+        arrays = _attention_arrays(s)
         keys = keys_seen(m, s.seq_len) if self.scores == "visible" else s.seq_len
         pairs = s.tokens * keys * s.heads
-        product = 2 * pairs * m.head_width
 
         def contraction(name: str) -> Op:
-            return Op(name, "attention", "contraction", product, e * (pairs + arrays), dtype=self.dtype)
+            width = m.value_width if name.startswith("mean of values") else m.head_width
+            return Op(name, "attention", "contraction", 2 * pairs * width, e * (pairs + arrays), dtype=self.dtype)
 
         def over_pairs(name: str, passes: int, kind: Kind = "pointwise", flops: float = 1) -> Op:
             return Op(name, "attention", kind, flops * pairs, e * passes * pairs, dtype=self.dtype)
@@ -325,6 +354,55 @@ class OpBuilder:
         ]
         repeated = [*scores, mean] if recomputed else scores if self.remat == "selective" else []
         return [*scores, mean, *backward, *self.recomputed(repeated)]
+
+    def states(self, s: DeviceShapes, heads: StateHeads, recomputed: bool) -> list[Op]:
+        """Returns what the heads of a layer write to their states and read from them, in chunks, see `kernels.states`.
+
+        Within a chunk, tokens read each other's values through a matrix of products of queries and keys. The delta rule
+        also multiplies keys with keys, solves a triangular system with it, and multiplies a part of the solution with
+        the state before the chunk. All of it is in float32.
+        """
+        chunk = min(CHUNK, s.length)
+        chunks = s.rows * math.ceil(s.length / chunk)
+        H = heads.heads
+        N = heads.key_heads
+        K = heads.key_width
+        V = heads.value_width
+
+        def product(name: str, batch: float, rows: int, inner: int, columns: int) -> Op:
+            size = 4 * batch * (rows * inner + inner * columns + rows * columns)
+            return Op(name, "matmul", "contraction", 2 * batch * rows * inner * columns, size, dtype="float32")
+
+        def over_pairs(name: str, passes: int) -> Op:
+            elements = chunks * H * chunk * chunk
+            return pointwise_op(name, elements, 4 * passes * elements)
+
+        products = [
+            product("states, queries with keys", chunks * N, chunk, K, chunk),
+            product("states, read", chunks * H, chunk, K, V),
+            product("states, read within a chunk", chunks * H, chunk, chunk, V),
+            product("states, write", chunks * H, K, chunk, V),
+        ]
+        if heads.corrects:
+            products.append(product("states, keys with keys", chunks * N, chunk, K, chunk))
+            products.append(product("states, corrections", chunks * H, chunk, K, V))
+        forward = [*products, over_pairs("states, decays within a chunk", 2)]
+        backward = [replace(op, name=f"{op.name}, gradients") for op in products for _ in range(2)]
+        backward.append(over_pairs("states, gradients of decays within a chunk", 4))
+        if heads.corrects:
+            solved = chunks * H * chunk * (K + V)
+            size = 4 * (2 * solved + chunks * H * chunk * chunk)
+            solve = pointwise_op("states, triangular system", solved * chunk, size)
+            forward.append(solve)
+            backward.append(replace(solve, name="states, triangular system, gradients"))
+            backward.append(product("states, gradients of the system", chunks * H, chunk, K + V, chunk))
+        return [*forward, *backward, *self.recomputed(forward, recomputed)]
+
+
+def _attention_arrays(s: DeviceShapes) -> float:
+    """Returns half of the elements of queries, keys, values and results of attention."""
+    m = s.model
+    return s.tokens * (s.heads + s.kv_heads) * (m.head_width + m.value_width) / 2
 
 
 def keys_seen(m: ModelConfig, seq_len: int) -> float:

@@ -1,10 +1,11 @@
 """The operations that one device runs in a training step: layers, both ends, and the update."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from jaxstack.config import ModelConfig
+from jaxstack import families
+from jaxstack.config import ExpertLayers, ModelConfig, MoEConfig
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param
 from jaxstack.planner import estimate, shards, traced
@@ -16,10 +17,11 @@ from jaxstack.planner.roofline_ops import (
     Op,
     OpBuilder,
     Scores,
+    StateHeads,
     Traffic,
     pointwise_op,
 )
-from jaxstack.planner.sizes import has_formulas, require_formulas
+from jaxstack.planner.sizes import has_operations, require_operations
 
 
 def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
@@ -28,7 +30,7 @@ def operations(job: Job, traffic: Traffic = "fused") -> list[Op]:
     Raises:
       ConfigError: the model is of a family without formulas.
     """
-    require_formulas(job.model, "jaxstack plan roofline")
+    require_operations(job.model, "jaxstack plan roofline")
     return [*local_operations(job, traffic), *_communication(job)]
 
 
@@ -41,7 +43,7 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
       traffic: how operations read and write memory, see `roofline_ops`. Families without formulas are `fused`.
       scores: which scores attention writes to memory with fused traffic, see `OpBuilder`.
     """
-    if not has_formulas(job.model):
+    if not has_operations(job.model):
         return [*traced.operations(job), *(replace(op, of_update=True) for op in _update(job))]
     sizes = shards.mesh_sizes(job.ctx)
     t = job.train
@@ -56,79 +58,180 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
     )
     build = OpBuilder(traffic, t.remat, str(job.ctx.dtype), job.ctx.dtype.itemsize, t.quant, scores)
     passes = t.grad_accum * shards.microbatches(job.ctx)  # of embedding and head
-    layers = job.model.num_layers / sizes["pipe"]  # of a mean stage
-    layer = _layer(build, shapes, job.model, job.ctx)
-    found = [replace(op, times=op.times * passes * layers, of_layer=1) for op in layer]
+    found: list[Op] = []
+    for kind in layer_kinds(job.model, job.ctx):
+        layers = kind.layers / sizes["pipe"]  # of a mean stage
+        layer = _layer(build, replace(shapes, model=kind.model), kind, job.ctx)
+        found += [replace(op, times=op.times * passes * layers, of_layer=1, stack=kind.stack) for op in layer]
     found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, job.model, job.ctx)]
     found += [replace(op, of_update=True) for op in _update(job)]
     return [op for op in found if op.times]
 
 
 def one_layer(ops: Iterable[Op]) -> list[Op]:
-    """Returns the operations of one layer on one microbatch, forward and backward."""
+    """Returns the operations of one layer on one microbatch, forward and backward: of several kinds, a mean layer's."""
     layer = [op for op in ops if op.of_layer]
-    least = min((op.times for op in layer), default=1.0)
-    return [replace(op, times=round(op.times / least)) for op in layer]
+    runs: dict[str, float] = {}  # of the layers of each kind
+    for op in layer:
+        runs[op.stack] = min(op.times, runs.get(op.stack, op.times))
+    if len(runs) > 1:
+        return [replace(op, times=op.times / math.fsum(runs.values())) for op in layer]
+    return [replace(op, times=round(op.times / runs[op.stack])) for op in layer]
 
 
-def _layer(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -> list[Op]:
+@dataclass(frozen=True)
+class LayerKind:
+    """Equal layers of a model.
+
+    Attributes:
+      stack: name of the stack that has them, and in it the layer of a unit.
+      model: the model, with experts only if these layers have them.
+      layers: number of the layers.
+      params: the declarations of their parameters by path.
+      ends_unit: whether the loop saves the residual stream after the layer, because it is the last one of its unit.
+    """
+
+    stack: str
+    model: ModelConfig
+    layers: int
+    params: Mapping[str, Param]
+    ends_unit: bool
+
+    @property
+    def has_states(self) -> bool:
+        """Returns whether heads have states in place of attention."""
+        return any(path.startswith("attention/taps_") for path in self.params)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Returns whether the layers have an MLP or experts."""
+        return any(path.startswith(("mlp/", "moe/")) for path in self.params)
+
+
+def layer_kinds(model: ModelConfig, ctx: Context) -> list[LayerKind]:
+    """Returns the kinds of layers of a model: a kind for each layer of the unit of each stack."""
+    found = []
+    spec = shards.flat_params(model, ctx)
+    for name, stack in families.of(model).stacks(model).items():
+        kinds = [f"layer_{i}/" for i in range(len(stack.kinds))] or [""]
+        for kind in kinds:
+            prefix = f"{name}/{kind}"
+            params = {path.removeprefix(prefix): p for path, p in spec.items() if path.startswith(prefix)}
+            routed = any("experts" in p.axes for p in params.values())
+            moe = replace(model.moe, layers=ExpertLayers()) if routed else MoEConfig()
+            found.append(LayerKind(prefix.rstrip("/"), replace(model, moe=moe), stack.depth, params, kind == kinds[-1]))
+    return found
+
+
+def _layer(build: OpBuilder, s: DeviceShapes, kind: LayerKind, ctx: Context) -> list[Op]:
     """Returns one layer, forward and backward, on one microbatch."""
     found: list[Op] = []
-    for path, p in shards.flat_params(model, ctx).items():
-        if p.stacked and p.kind in ("matrix", "router"):
-            found += _layer_matmul(build, s, path, p, shards.used_shape(p, ctx))
+    for path, p in kind.params.items():
+        if p.kind in ("matrix", "router"):
+            found += _layer_matmul(build, s, kind, path, shards.used_shape(p, ctx))
     recomputes_attention = build.remat in ("full", "dots")
-    found += build.attention(s, recomputes_attention)
-    return [*found, *_norms(build, s), *_rotation(build, s, recomputes_attention), *_mlp(build, s), *_sums(build, s)]
+    if kind.has_states:
+        found += _states(build, s)
+    else:
+        found += build.attention(s, recomputes_attention)
+        found += _rotation(build, s, recomputes_attention)
+        found += _latents(build, s)
+        if "attention/w_gate" in kind.params:
+            size = s.tokens * s.heads * s.model.value_width
+            found += build.elementwise_pair("gate of attention", size, (3, 5), build.remat != "none")
+    found += _norms(build, s, kind)
+    return [*found, *(_mlp(build, s) if kind.has_mlp else []), *_sums(build, s, kind.has_mlp)]
 
 
-def _layer_matmul(build: OpBuilder, s: DeviceShapes, path: str, p: Param, shape: tuple[int, ...]) -> list[Op]:
-    """Returns the matmuls of one matrix of a layer."""
-    name = path.split("/", 1)[1]
+def _latents(build: OpBuilder, s: DeviceShapes) -> list[Op]:
+    """Returns the norms of the narrow vectors of latent attention."""
+    latent = s.model.latent
+    if not latent.kv_rank:
+        return []
+    elements = s.tokens * (latent.kv_rank + latent.q_rank) / s.between
+    return build.norm("norms of latents", elements, build.remat != "none")
+
+
+def _states(build: OpBuilder, s: DeviceShapes) -> list[Op]:
+    """Returns the convolution of a layer with states, the states, and the norm and gate of what is read of them."""
+    m = s.model
+    if m.ssm.layers:
+        shared = 1 if m.ssm.groups == 1 else s.tensor  # a single group is on all devices
+        of_head = m.ssm.state_dim, m.ssm.head_dim, False, m.ssm.taps
+        heads = StateHeads(m.ssm.heads / s.tensor, m.ssm.groups / shared, *of_head)
+    else:
+        of_head = m.delta.key_dim, m.delta.value_dim, True, m.delta.taps
+        heads = StateHeads(m.delta.value_heads / s.tensor, m.delta.key_heads / s.tensor, *of_head)
+    recomputed = build.remat != "none"
+    channels = s.tokens * heads.channels
+    out = s.tokens * heads.heads * heads.value_width
+    found = build.elementwise_pair("convolution", channels, (2, 3), recomputed, 2 * heads.taps)
+    found += build.states(s, heads, recomputed)
+    found += build.norm("norm of what states say", out, recomputed)
+    return [*found, *build.elementwise_pair("gate of what states say", out, (3, 5), recomputed)]
+
+
+def _layer_matmul(build: OpBuilder, s: DeviceShapes, kind: LayerKind, path: str, shape: tuple[int, ...]) -> list[Op]:
+    """Returns the matmuls of one matrix of a layer; `path` is its name in the layer."""
+    p = kind.params[path]
     experts = "experts" in p.axes
     lead = p.batch_axes
     inputs = math.prod(shape[lead:][: p.in_axes])
     outputs = math.prod(shape[lead:][p.in_axes :])
     if p.kind == "router":
-        router = Matmul(name, s.tokens / s.between, inputs, outputs, dtype="float32", trained=not p.frozen)
+        router = Matmul(path, s.tokens / s.between, inputs, outputs, dtype="float32", trained=not p.frozen)
         return build.matmul(router, build.remat in ("selective", "full"))
     product = Matmul(
-        name=name,
-        tokens=s.pairs if experts else s.tokens,
+        name=path,
+        tokens=s.pairs if experts else s.tokens / (s.between if "rank" in p.axes else 1),
         inputs=inputs,
         outputs=outputs,
         matrices=shape[1] if experts else 1,
         trained=not p.frozen,
         quant="none" if experts or "lora" in p.axes else build.quant,
     )
-    share = float(_recomputes_expert(build, s, p)) if experts else _recomputed_share(build, s, p)
+    share = float(_recomputes_expert(build, s, kind, p)) if experts else _recomputed_share(build, kind, path)
     found = build.matmul(product, share > 0)
     return [replace(op, flops=op.flops * share, bytes=op.bytes * share) if op.for_remat else op for op in found]
 
 
-def _recomputed_share(build: OpBuilder, s: DeviceShapes, p: Param) -> float:
+UNNAMED = {
+    *("attention/w_q_down", "attention/w_kv_down", "attention/w_gate", "attention/w_z"),
+    *("attention/w_beta", "attention/w_decay", "attention/w_step", "moe/shared_gate"),
+}
+"""Matrices of a layer whose products have no name, so that `train.remat=selective` repeats them."""
+
+
+def _recomputed_share(build: OpBuilder, kind: LayerKind, path: str) -> float:
     """Returns in which share of the layers the backward pass repeats the matmul of a dense matrix.
 
     `selective` saves named values. The input of an adapter's second matrix is not among them, nor is the output of a
     matmul that a norm follows. The last matmul of a block is only repeated if a norm follows it. `full` also repeats it
-    if the norm follows the sum with the residual stream, and in all blocks of a period but the last, whose sum the next
-    block reads.
+    if the norm follows the sum with the residual stream, and in all blocks of a period or unit but the last, whose sum
+    the next block reads. A gate of shared experts reads their output.
     """
-    m = s.model
+    m = kind.model
+    p = kind.params[path]
     selective = build.remat == "selective"
     full = build.remat == "full"
     if p.axes[-1] == "lora":
         return float(full or selective)
     roles = set(p.roles)
     normalised = (m.post_norm and roles & {"attention_output", "mlp_output"}) or (
-        m.qk_norm and roles & {"query", "key"}
+        m.qk_norm and not kind.has_states and roles & {"query", "key"}
     )
-    if "mlp_output" in roles and not m.post_norm:
-        return float(full) * (1.0 if m.norm_after else 1 - m.layer_groups / m.num_layers)
+    if path in UNNAMED:
+        return float(full or selective)
+    if m.moe.shared_gate and path == "moe/shared/w_down":
+        return float(full or selective)
+    last = "mlp_output" if kind.has_mlp else "attention_output"
+    if last in roles and not m.post_norm:
+        repeated = m.norm_after or not kind.ends_unit
+        return float(full) * (1.0 if repeated else 1 - m.layer_groups / m.num_layers)
     return float(full or (selective and bool(normalised)))
 
 
-def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
+def _recomputes_expert(build: OpBuilder, s: DeviceShapes, kind: LayerKind, p: Param) -> bool:
     """Returns whether the backward pass repeats the matmul of an expert's matrix.
 
     `dots` repeats it because it has a batch dimension, one matrix for each expert. Under a capacity, the gradient of
@@ -139,22 +242,22 @@ def _recomputes_expert(build: OpBuilder, s: DeviceShapes, p: Param) -> bool:
     last = "mlp_output" in p.roles and not into_adapter
     if last:
         read_again = s.model.post_norm or (not s.rounds and s.model.moe.capacity_factor is not None)
-        return build.remat != "none" and read_again
+        return build.remat != "none" and (read_again or (build.remat != "selective" and not kind.ends_unit))
     if s.rounds:
         return True
     return build.remat in ("full", "dots") or (build.remat == "selective" and into_adapter)
 
 
-def _norms(build: OpBuilder, s: DeviceShapes) -> list[Op]:
-    """Returns the norms of one layer."""
+def _norms(build: OpBuilder, s: DeviceShapes, kind: LayerKind) -> list[Op]:
+    """Returns the norms of one layer on the residual stream, and of queries and keys."""
     m = s.model
     recomputed = build.remat != "none"
     into_mlp = (2 if m.gated else 1) if not m.moe.num_experts else 2 + m.moe.shared_experts
     found = build.norm("attention norm", s.stream, recomputed, 3)
-    found += build.norm("MLP norm", s.stream, recomputed, into_mlp)
+    found += build.norm("MLP norm", s.stream, recomputed, into_mlp) if kind.has_mlp else []
     if m.post_norm:
         found += [op for name in ("attention", "MLP") for op in build.norm(f"norm after {name}", s.stream, recomputed)]
-    if m.qk_norm:
+    if m.qk_norm and not kind.has_states:
         found += build.norm("norms of queries and keys", _queries_and_keys(s), recomputed)
     return found
 
@@ -198,10 +301,10 @@ def _mlp(build: OpBuilder, s: DeviceShapes) -> list[Op]:
     return [*found, *build.elementwise_pair("gate", hidden, (3, 6), recomputed)] if m.gated else found
 
 
-def _sums(build: OpBuilder, s: DeviceShapes) -> list[Op]:
+def _sums(build: OpBuilder, s: DeviceShapes, has_mlp: bool) -> list[Op]:
     """Returns residual sums, gradients of biases, and the unfused passes of biases and dropout."""
     m = s.model
-    found = [build.elementwise("residual sum", s.stream, 3) for _ in range(2)]
+    found = [build.elementwise("residual sum", s.stream, 3) for _ in range(1 + has_mlp)]
     if m.bias or m.attention_bias != "none":
         outputs = s.tokens * (s.heads + 2 * s.kv_heads) * m.head_width
         if m.bias or m.attention_bias == "all":

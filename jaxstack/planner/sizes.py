@@ -82,12 +82,33 @@ FORMULAS = ("decoder", "encoder")
 
 
 def has_formulas(model: ModelConfig) -> bool:
-    """Returns whether the formulas of this room count the layers of a model. Other models are traced."""
-    return _uncounted(model) is None
+    """Returns whether the formulas of this room count all of a model: operations, memory and collectives.
+
+    The memory and the collectives of other models are counted by their trace. So are the operations of some.
+    """
+    return has_operations(model) and _without_memory(model) is None
 
 
-def _uncounted(model: ModelConfig) -> str | None:
-    """Returns the key, with its value, for which the formulas do not count a model's layers, or `None`."""
+def has_operations(model: ModelConfig) -> bool:
+    """Returns whether `roofline_step` lists the operations of a model by formula."""
+    return _without_operations(model) is None
+
+
+def _without_memory(model: ModelConfig) -> str | None:
+    """Returns the key, with its value, for which formulas count operations but not memory, or `None`."""
+    if model.moe.num_experts and not all(model.has_experts):
+        return "model.moe.layers with layers without experts"
+    if model.latent.kv_rank:
+        return f"model.latent.kv_rank={model.latent.kv_rank}"
+    if model.states_key:
+        return model.states_key
+    if model.attention_gate:
+        return "model.attention_gate=true"
+    return "model.moe.shared_gate=true" if model.moe.shared_gate else None
+
+
+def _without_operations(model: ModelConfig) -> str | None:
+    """Returns the key, with its value, for which the formulas do not count a model's operations, or `None`."""
     if model.family not in FORMULAS:
         return f"model.family={model.family}"
     if not model.pre_norm:
@@ -96,39 +117,49 @@ def _uncounted(model: ModelConfig) -> str | None:
         return f"model.parallel={model.parallel}"
     if model.qk_norm_over != "head":
         return f"model.qk_norm_over={model.qk_norm_over}"
-    if model.moe.num_experts and not all(model.has_experts):
-        return "model.moe.layers with layers without experts"
-    if model.latent.kv_rank:
-        return f"model.latent.kv_rank={model.latent.kv_rank}"
-    if model.states_key:
-        return model.states_key
+    if model.moe.num_experts and not all(model.has_experts) and len(model.windows) > 1:
+        return f"model.windows={list(model.windows)} with model.moe.layers"
     if model.mtp.depth:
         return f"model.mtp.depth={model.mtp.depth}"
     if not model.norm_weights:
         return "model.norm_weights=false"
     if model.clip_qkv is not None:
         return f"model.clip_qkv={model.clip_qkv}"
+    if model.mlp_bias or model.head_bias:
+        return "model.mlp_bias=true" if model.mlp_bias else "model.head_bias=true"
     if model.activation == "xielu":
         return "model.activation=xielu"
-    if model.attention_gate:
-        return "model.attention_gate=true"
     if model.attention_sinks:
         return "model.attention_sinks=true"
-    if model.moe.bias:
-        return "model.moe.bias=true"
-    return "model.moe.shared_gate=true" if model.moe.shared_gate else None
+    return "model.moe.bias=true" if model.moe.bias else None
 
 
-def require_formulas(model: ModelConfig, what: str) -> None:
-    """Checks that a command that reads the formulas of layers can count a model.
+def require_operations(model: ModelConfig, what: str) -> None:
+    """Checks that a command that lists operations by formula can count a model.
 
     Args:
       what: the command or flag.
 
     Raises:
-      ConfigError: the model is of another family.
+      ConfigError: the model has layers that no formula counts.
     """
-    if (key := _uncounted(model)) is not None:
+    _require(_without_operations(model), what)
+
+
+def require_formulas(model: ModelConfig, what: str) -> None:
+    """Checks that a command that reads the formulas of memory can count a model.
+
+    Args:
+      what: the command or flag.
+
+    Raises:
+      ConfigError: the model has layers that no formula counts.
+    """
+    _require(_without_operations(model) or _without_memory(model), what)
+
+
+def _require(key: str | None, what: str) -> None:
+    if key is not None:
         raise ConfigError(
             f"{what} counts model.family={' and '.join(FORMULAS)} with usual layers only, not {key}. Use "
             f"`jaxstack plan memory`, `plan time`, `plan flops` or `plan mesh` without it."

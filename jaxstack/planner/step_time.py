@@ -29,7 +29,7 @@ from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.sizes import has_formulas
+from jaxstack.planner.sizes import has_operations
 from jaxstack.planner.traffic import activation_traffic, parameter_traffic
 from jaxstack.planner.weight_split import lockstep_seconds
 
@@ -220,10 +220,11 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
     repeated = seconds(op for op in in_layers if op.for_remat)
     layers = seconds(op for op in in_layers if not op.for_remat)
     alone, exposed = _communication(job, work, fitted.factors[limits.chip.platform], layers + repeated)
-    if has_formulas(job.model):
+    listed = has_operations(job.model)
+    if listed and (job.ctx.layout.pipeline is None or not job.ctx.layout.pipeline.stages.stacks):
         bubble = _bubble(job.ctx, in_layers, seconds, _split_share(job))
     else:
-        bubble = _traced_bubble(job.ctx, in_layers, seconds)
+        bubble = _bubble_of_stacks(job.ctx, in_layers, seconds, _stack_loop if listed else _traced_loop)
     if bubble:
         bubble *= 1 + exposed.get("tensor", 0.0) / (layers + repeated)
     head = seconds(op for op in ops if not op.of_layer and not op.of_update)
@@ -286,19 +287,30 @@ def _bubble(ctx: Context, in_layers: Sequence[Op], seconds: Seconds, split: floa
     return ticks - forward - backward
 
 
-def _traced_bubble(ctx: Context, in_layers: Sequence[Op], seconds: Seconds) -> float:
+def _bubble_of_stacks(ctx: Context, in_layers: Sequence[Op], seconds: Seconds, loop_of: Callable[[Op], str]) -> float:
     """Returns what `_bubble` does from the times of the loops over layers, of which each stack has its own.
 
-    The names of traced operations begin with the name of their loop.
+    Args:
+      loop_of: returns the name of the loop that an operation is in.
     """
     if ctx.layout.pipeline is None:
         return 0.0
     busy: dict[str, float] = defaultdict(float)
     for op in in_layers:
-        busy[op.name.split()[0].removeprefix("pipeline_")] += seconds([op])
+        busy[loop_of(op)] += seconds([op])
     trips = {name: trips_TP for name, trips_TP in ctx.layout.pipeline.layer_trips.items() if busy[name]}
     ticks_TP = sum(busy[name] / trips_TP.sum(0).mean() * trips_TP for name, trips_TP in trips.items())
     return float(ticks_TP.max(1).sum()) - math.fsum(busy.values())
+
+
+def _stack_loop(op: Op) -> str:
+    """Returns the loop of an operation of a stack's layers."""
+    return f"{'backward' if op.in_backward else 'forward'}_{op.stack.split('/')[0]}"
+
+
+def _traced_loop(op: Op) -> str:
+    """Returns the loop of a traced operation, whose name begins with it."""
+    return op.name.split()[0].removeprefix("pipeline_")
 
 
 def _split_share(job: Job) -> float:
@@ -313,11 +325,12 @@ def _recomputed_flops(job: Job, ops: Sequence[Op]) -> float:
     m = job.model
     tokens = job.data.batch_size * job.data.seq_len
     repeated = [op for op in ops if op.for_remat and op.kind == "contraction"]
-    if not has_formulas(job.model):
+    if not has_operations(job.model):
         return math.fsum(op.times * op.flops for op in repeated) * shards.device_count(job.ctx)
     found = math.fsum(op.times * op.flops for op in repeated if op.part == "matmul") * shards.device_count(job.ctx)
     if any(op.part == "attention" for op in repeated):
-        found += 4.0 * m.num_heads * m.head_width * job.data.seq_len * tokens * m.num_layers
+        of_pair = 2.0 * m.num_heads * (m.head_width + m.value_width)
+        found += of_pair * job.data.seq_len * tokens * m.attention_layers
     return found
 
 

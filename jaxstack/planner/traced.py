@@ -69,7 +69,7 @@ def trace_of(job: Job) -> Trace:
 @lru_cache(maxsize=512)
 def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, devices: int) -> Trace:
     """Returns the trace of a configuration, see `trace_of`."""
-    ctx = make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform)
+    ctx = make_context(cfg, abstract_mesh(cfg.mesh, cfg.microbatch_size, devices), platform or None)
     plain: dict[str, Any] = {op: PLAIN.get(op, {}).get(name, name) for op, name in kernels}
     ctx = replace(ctx, layout=replace(ctx.layout, partitioner="manual"), ops=replace(ctx.ops, **plain))
     state = abstract_state(Recipe.of(cfg), ctx)

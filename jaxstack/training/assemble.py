@@ -58,7 +58,7 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
     ctx = within_step(ctx)
     objective = objective or objective_of(model, cfg.aim)
     if cfg.distill.teacher is not None:
-        objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill))
+        objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill, model))
 
     def innermost(objective: Objective) -> Share:
         if cfg.learned_rewards is not None:

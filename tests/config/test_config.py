@@ -36,6 +36,7 @@ PARAMETERS = {  # published counts, embeddings counted once
     "qwen3_30b_a3b": 30_532_122_624,
     "olmo2_7b": 7_298_617_344,
     "pythia_160m": 162_322_944,
+    "gptj_6b": 6_050_882_784,
     "smollm3_3b": 3_075_098_624,
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200,  # 671,026,404,352 and the biases of 58 routers

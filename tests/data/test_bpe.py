@@ -10,7 +10,7 @@ import pytest
 from jaxstack import data
 from jaxstack.cli.parser import execute
 from jaxstack.config import ConfigError
-from jaxstack.data import bpe, text_pieces
+from jaxstack.data import bpe, chat, text_pieces
 from jaxstack.data.tokens import read_header
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra [hf]")
@@ -74,6 +74,38 @@ def test_it_encodes_all_text_and_other_programs_agree(folder, capsys):
     for text in (TEXT, every, "<|user|>hi<end>"):
         assert theirs.encode(text) == mine.encode(text).tolist()
         assert theirs.decode(theirs.encode(text)) == text
+
+
+def test_a_chat_template_ends_turns_with_a_special_token(folder):
+    out = folder / "out"
+    words = ["--chat", "--vocab_size=300", "--special_tokens=['<|endoftext|>', '<|user|>']"]
+    execute(["data", "tokenizer", *words, str(folder / "texts"), str(out)])
+    name = str(out / "tokenizer.json")
+    mine = data.make_tokenizer(name, [], chat.read_template(name))
+    text = "<|endoftext|> <|user|> <|system|> <|assistant|> <|end|>"
+    assert [i for i in mine.encode(text).tolist() if i < 5] == [0, 1, 2, 3, 4]  # named ones first, and none twice
+    template = chat.template_for(mine)
+    said = [
+        ("system", "Be brief."),
+        ("user", "the cat?"),
+        ("assistant", "a hat"),
+        ("user", "?"),
+        ("assistant", "rat\n"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in said]
+    rendered, spans = template.render(messages)
+    turns = "<|system|>Be brief.<|end|><|user|>the cat?<|end|><|assistant|>a hat<|end|>"
+    assert rendered == f"{turns}<|user|>?<|end|><|assistant|>rat\n<|end|>"
+    assert [rendered[start:end] for start, end in spans] == ["a hat<|end|>", "rat\n<|end|>"]
+    assert template.prompt(messages[:2]) == "<|system|>Be brief.<|end|><|user|>the cat?<|end|><|assistant|>"
+    assert chat.end_of_turn(template, mine) == chat.EndOfTurn((4,))
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs.apply_chat_template(messages, tokenize=False) == rendered
+    found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    conversation = chat.RenderedConversation("x", rendered, spans)
+    ((_, ids, mask),) = chat.encode_answers([conversation], mine)
+    assert (found["input_ids"], found["assistant_masks"]) == (ids.tolist(), mask.astype(int).tolist())
 
 
 def test_the_figure_is_that_of_the_token_file(folder, capsys):

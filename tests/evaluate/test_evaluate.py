@@ -136,7 +136,7 @@ def test_evaluations_are_never_overwritten_and_the_newest_counts(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "there is nothing to evaluate. Use --tasks=NAME, --text=FILE or --preferences=FILE"),
+        ((), "there is nothing to evaluate. Use --tasks=NAME, --text=FILE, --prompts=FILE or --preferences=FILE"),
         (("--text=nowhere",), "--text=nowhere is not a file"),
         (("--text={latin}",), "is not UTF-8"),
         (("--text={empty}",), "is empty"),

@@ -111,7 +111,7 @@ def token_header(content: bytes, folder: Path) -> object:
 def token_starts(content: bytes, folder: Path) -> object:
     path = token_file(folder)
     write(folder / "tokens.starts.npy", content)
-    return tokens.read_token_file(path)[0].starts.sum()
+    return tokens.read_token_file(path)[0].starts[:].sum()
 
 
 @reader(OSError, ValueError)

@@ -72,7 +72,7 @@ SLOW = [("llama3", "unrolled"), ("qwen3", "scan"), ("mixtral", "unrolled"), ("do
 SLOW += [("cohere2", "unrolled"), ("olmo2", "scan"), ("granite", "unrolled"), ("qwen2_moe", "scan")]
 SLOW += [("every_second", "unrolled"), ("listed", "scan")]
 SLOW += [("latent", "unrolled"), ("qwen3_next", "unrolled"), ("delta_dense", "scan")]
-SLOW += [("olmo", "scan"), ("apertus", "unrolled")]
+SLOW += [("olmo", "scan"), ("apertus", "unrolled"), ("gptj", "unrolled")]
 SLOW += [("hybrid", "unrolled"), ("hybrid_moe", "scan")]
 """One form for each model. The streams below have the other one."""
 

@@ -44,6 +44,7 @@ SLOW = [
     ("gpt2", {"pipe": 2, "tensor": 2}),
     ("mixtral", {"expert": 2, "data": 2}),
     ("llama3", {"context": 2, "fsdp": 2}),
+    ("gptj", {"data": 2, "tensor": 2}),
 ]
 
 

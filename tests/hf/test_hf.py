@@ -71,6 +71,9 @@ PLAIN = dataclasses.replace(FAMILIES["llama3"], rope_scaling=RopeScaling())
 NEAR = {
     "olmo": {"norm": "layer", "norm_weights": False, "norm_eps": 1e-5, "clip_qkv": 2.5},
     "falcon": {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu", "parallel": "two_norms"},
+    "gptj": {"norm": "layer", "norm_bias": True, "mlp_bias": True, "head_bias": True, "parallel": "one_norm"}
+    | {"rotary_interleaved": True, "rotary_fraction": 0.75, "rope_theta": 10_000.0, "num_kv_heads": None}
+    | {"gated": False, "activation": "gelu_tanh"},
     "apertus": {"qk_norm": True, "gated": False, "activation": "xielu"},
     "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_over": "all"},
     "exaone4": {"pre_norm": False, "post_norm": True, "qk_norm": True},
@@ -481,6 +484,23 @@ def in_the_words_of_falcon(cfg, values):
     return found
 
 
+def in_the_words_of_gptj(cfg, values):
+    """Returns the tensors of a GPT-J, with one norm for attention and MLP."""
+    found = {"transformer.wte.weight": values["embedding"]["tokens"]}
+    found |= {"lm_head.weight": values["head"]["w"].T, "lm_head.bias": values["head"]["bias"]}
+    found |= {f"transformer.ln_f.{x}": values["final_norm"][y] for x, y in (("weight", "scale"), ("bias", "bias"))}
+    for i in range(cfg.num_layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], values["layers"])
+        h, p = f"transformer.h.{i}.", layer["attention"]
+        found |= {f"{h}ln_1.weight": layer["attention_norm"]["scale"], f"{h}ln_1.bias": layer["attention_norm"]["bias"]}
+        found |= {f"{h}attn.{x}_proj.weight": p[f"w_{x}"].reshape(cfg.d_model, -1).T for x in "qkv"}
+        found[f"{h}attn.out_proj.weight"] = p["w_o"].reshape(-1, cfg.d_model).T
+        for theirs, ours in (("fc_in", "up"), ("fc_out", "down")):
+            found[f"{h}mlp.{theirs}.weight"] = layer["mlp"][f"w_{ours}"].T
+            found[f"{h}mlp.{theirs}.bias"] = layer["mlp"][f"b_{ours}"]
+    return found
+
+
 def test_a_dense_hybrid_goes_out_and_in_again(tmp_path, rng):
     """It has neither experts nor a head of its own, and its periods of layers are odd."""
     values = random_values(HYBRID_DENSE, rng)
@@ -507,6 +527,8 @@ def test_every_tensor_lies_as_their_modules_have_it(name, tmp_path, rng):
         expected = in_the_words_of_state_spaces(name, cfg, values)
     elif name == "falcon":
         expected = in_the_words_of_falcon(cfg, values)
+    elif name == "gptj":
+        expected = in_the_words_of_gptj(cfg, values)
     expected = expected or in_their_words(name, cfg, values)
     assert written.keys() == expected.keys()
     for tensor, value in expected.items():
@@ -753,6 +775,35 @@ def test_a_config_that_we_cannot_have_is_refused(name, changes, words):
     assert words in str(error.value)
     assert "DIR/config.json" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rotary_dim": None}, "rotary_dim=null is not supported. Give an even number up to 8, the width of a head"),
+        ({"rotary_dim": 3}, "rotary_dim=3"),
+        ({"rotary_dim": 10}, "rotary_dim=10"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"tie_word_embeddings": True}, "model.head_bias=true needs a head of its own"),
+    ],
+)
+def test_a_gptj_that_we_cannot_have_is_refused(changes, words):
+    values = configs.to_json("gptj", MODELS["gptj"], 32)
+    assert values["rotary_dim"] == 6
+    assert hf.model_differences(hf.from_json("DIR/config.json", values).model, MODELS["gptj"]) == []
+    with pytest.raises(ConfigError) as error:
+        hf.from_json("DIR/config.json", values | changes)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_number_of_rotated_elements_is_read_and_written():
+    """The share of 30 elements of 44, times 44, is less than 30 in float64."""
+    values = configs.to_json("gptj", MODELS["gptj"], 32) | {"n_head": 1}
+    for head in (44, 52, 94, 256):
+        for size in range(2, head + 1, 2):
+            model = hf.from_json("x", values | {"n_embd": head, "rotary_dim": size}).model
+            assert configs.to_json("gptj", model, 32)["rotary_dim"] == size
 
 
 CODE = {"AutoConfig": "configuration_yi.YiConfig", "AutoModelForCausalLM": "modeling_yi.LlamaForCausalLM"}

@@ -181,6 +181,10 @@ CHANGES: dict[str, dict] = {
     | {"norm": "layer", "norm_bias": True, "norm_unit_offset": True, "rotary_fraction": 0.5}
     | {"gated": False, "activation": "relu2"},
     "gpt_neox": _PLAIN | _NEOX | {"parallel": "two_norms"},
+    # Three quarters of each head are rotated, by RoPE's usual base: 6 of 8 elements.
+    "gptj": {"norm": "layer", "norm_bias": True, "mlp_bias": True, "head_bias": True, "parallel": "one_norm"}
+    | {"rotary_interleaved": True, "rotary_fraction": 0.75, "rope_scaling": RopeScaling(), "rope_theta": 10_000.0}
+    | {"num_kv_heads": None, "gated": False, "activation": "gelu_tanh"},
     "redpajama": _PLAIN | _NEOX,
     # Half of the gates and of the other projections are beyond the limit. Windows alternate with full attention.
     "gpt_oss": {"num_layers": 4, "windows": (6, 0), "attention_bias": "all", "attention_sinks": True, "d_ff": 24}
@@ -427,6 +431,9 @@ def their_config(family: str, cfg: ModelConfig):
     }
     if family == "gpt2":
         return transformers.GPT2Config(**common, n_positions=cfg.max_positions, layer_norm_epsilon=cfg.norm_eps)
+    if family == "gptj":
+        own = {"n_inner": cfg.ff_width, "rotary_dim": cfg.rotary_width, "layer_norm_epsilon": cfg.norm_eps}
+        return transformers.GPTJConfig(**common, **own, n_positions=128)
     common |= {
         "num_key_value_heads": cfg.kv_heads,
         "head_dim": cfg.head_width,
@@ -625,7 +632,7 @@ def test_loss_and_every_gradient(family, context, rng):
 
 
 PACKED = ("gpt2", "llama3", "gemma3_text", "exaone4", "deepseek_v3", "gpt_oss", "qwen3_next", "mamba2")
-PACKED += ("granitemoehybrid", "olmo", "falcon_new", "apertus")
+PACKED += ("granitemoehybrid", "olmo", "falcon_new", "apertus", "gptj")
 """One family of each kind of switch: learned, rotated and no positions, windows, latent attention, sinks, states."""
 DOCUMENTS = (29, 1, 42)
 """Lengths of the documents of a row: a window, a chunk and a convolution end within them."""

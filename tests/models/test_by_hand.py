@@ -365,6 +365,7 @@ def by_hand(cfg, values, tokens, segments, positions, gates, weights):
             x = x + cfg.residual_multiplier * (norm(cfg, p["mlp_post_norm"], y) if cfg.post_norm else y)
         x = cfg.head_scale * norm(cfg, values.get("final_norm"), x)
         scores = x @ (values["embedding"]["tokens"].T if cfg.tied_embeddings else values["head"]["w"])
+        scores = scores + values["head"]["bias"] if cfg.head_bias else scores
         rows.append(cfg.logit_softcap * np.tanh(scores / cfg.logit_softcap) if cfg.logit_softcap else scores)
     return np.array(rows), sums
 
@@ -422,7 +423,7 @@ def shapes_of(cfg):
         found = {f"{path}/w_{name}": (*lead, *w) for name, (w, _) in names.items()}
         if cfg.activation == "xielu":
             found |= {f"{path}/slope_{sign}": (1,) for sign in ("positive", "negative")}
-        biased = cfg.bias or (cfg.moe.bias and path == "moe")
+        biased = cfg.bias or cfg.mlp_bias or (cfg.moe.bias and path == "moe")
         return found | ({f"{path}/b_{name}": (*lead, *b) for name, (_, b) in names.items()} if biased else {})
 
     moe, E = cfg.moe, cfg.moe.num_experts
@@ -473,6 +474,7 @@ def shapes_of(cfg):
         | ({"embedding/positions": (cfg.max_positions, D)} if cfg.positions == "learned" else {})
         | norm("final_norm", (D,))
         | ({} if cfg.tied_embeddings else {"head/w": (D, V)})
+        | ({"head/bias": (V,)} if cfg.head_bias else {})
     )
 
 

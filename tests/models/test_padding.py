@@ -28,6 +28,7 @@ CASES = [  # family, mesh, implementation of the cross-entropy, dtype, optimizer
     ("llama3", {}, "xla", "bfloat16", "adafactor"),  # a head of its own
     pytest.param("llama3", {"fsdp": 2, "tensor": 4}, "xla", "float32", "adafactor", marks=SLOW),
     pytest.param("gemma2", {}, "chunked", "bfloat16", "lion", marks=SLOW),
+    pytest.param("gptj", {"fsdp": 2, "tensor": 4}, "chunked", "float32", "adamw", marks=SLOW),  # a head with a bias
     pytest.param("llama3", {"pipe": 2, "tensor": 2}, "chunked", "float32", "muon", marks=SLOW),
     pytest.param("gemma2", {"pipe": 2, "tensor": 2}, "xla", "float32", "adamw", marks=SLOW),
 ]

@@ -245,7 +245,7 @@ def test_a_run_is_resumed_bit_for_bit_and_reports_its_losses(tmp_path, rng, caps
     for said, *words in (
         ("does not continue texts", "generate", str(tmp_path / "straight"), "3"),
         ("contrastive", "export", str(tmp_path / "straight"), str(tmp_path / "hf")),
-        ("reads decoders", "compress", "quantize", str(tmp_path / "straight"), str(tmp_path / "small")),
+        ("reads decoders", "compress", "prune", str(tmp_path / "straight"), str(tmp_path / "small"), "--layers=1"),
     ):
         with pytest.raises(ConfigError, match=said) as error:
             execute(words)

@@ -108,3 +108,38 @@ mistakes(
     ("scales = self._scales(name).reshape(shape[0], -1)[rows]", "scales = self._scales(name).reshape(shape[0], -1)[: rows.stop - rows.start]"),
     ('f"{name}.absmax": scales.astype(np.float32).ravel()', 'f"{name}.absmax": scales.astype(np.float32).T.ravel()'),
 )  # fmt: skip
+
+EVERY = "compress/test_every_family.py -k 't5 or bytes'"
+ORDER = "compress/test_order.py"
+TAUGHT = "training/test_teacher_families.py"
+
+mistakes(
+    "compress", "compress/calibrate.py", EVERY,
+    ("before += stack.depth", "before += 1"),
+    ("enter(values, stream, batch) for stream, batch in", "stream for stream, batch in"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "hf/coded_folder.py", EVERY,
+    ("nibbles[..., ::2] | (nibbles[..., 1::2] << 4)", "nibbles[..., 1::2] | (nibbles[..., ::2] << 4)"),
+    ("((nibbles ^ 8).astype(np.int8) - 8)", "(nibbles.astype(np.int8))"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "compress/order.py", ORDER,
+    ("return a.at[layer].set(0) if path_of", "return a.at[layer - 1].set(0) if path_of"),
+    ("group[name].at[layer, expert].set(NEVER)", "group[name].at[layer, expert].set(-NEVER)"),
+    ("tokens.setdefault(measure.stack, []).append(counts / counts.sum())",
+     "tokens.setdefault(measure.stack, []).append(counts / counts.max())"),
+)  # fmt: skip
+
+mistakes(
+    "step", "training/features/teacher.py", TAUGHT,
+    ("(1 - distill.weight) * own + distill.weight * apart", "distill.weight * own + (1 - distill.weight) * apart"),
+    ("if name not in GATES}", "}"),
+)  # fmt: skip
+
+mistakes(
+    "step", "families/encoder.py", TAUGHT + " -k modernbert",
+    ("            head(cfg, params, ctx),\n            *arrays,", "            0 * head(cfg, params, ctx),\n            *arrays,"),
+)  # fmt: skip

@@ -417,3 +417,13 @@ mistakes(
     ('self.order["documents shuffled together"] = BLOCK', "pass"),
     ("max_index=size - 1", "max_index=size"),
 )
+
+mistakes(
+    "data", "cli/data_tokenizer.py", "data/test_bpe.py -k chat",
+    (" if token not in special)", ")"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/bpe.py", "data/test_bpe.py -k chat",
+    ("message['content'] + '<|end|>' -}}{%- endgeneration -%}", "message['content'] -}}{%- endgeneration -%}{{- '<|end|>' -}}"),
+)  # fmt: skip

@@ -35,3 +35,11 @@ mistakes(
     ("added[i] = [*added[i][:wrong], chosen[wrong]]", "added[i] = added[i][: wrong + 1]"),
     ("jnp.arange(S) + 1 - ends[:, None]", "jnp.arange(S) - ends[:, None]"),
 )  # fmt: skip
+
+mistakes(
+    "evaluate", "evaluate/answers.py", "evaluate/test_answers.py -k 'hand or task'",
+    ("right = rewards >= RIGHT", "right = rewards > RIGHT"),
+    ("right.any(1)", "right.all(1)"),
+    ("if is_task(path):", "if False:"),
+    ("learned.eval_fraction if same", "2 * DataConfig().eval_fraction if not same"),
+)  # fmt: skip

@@ -82,6 +82,12 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "hf", "hf/configs.py", HF + " -k 'gptj or rotated'",
+    ("return share if int(head * share) == size else math.nextafter(share, 1)", "return share"),
+    ("size % 2 or not 2 <= size <= head", "size % 2 or not 2 <= size"),
+)  # fmt: skip
+
+mistakes(
     "hf", "hf/configs.py", HF + " -k 'code_of_a_folder'",
     ("and classes and all(name in known", "and classes and any(name in known"),
     ('known = [family.architecture, f"{stem}Model"', "known = [family.architecture"),

@@ -79,6 +79,31 @@ mistakes(
     ("cap * jnp.tanh(scores / cap)", "jnp.tanh(scores / cap)"),
 )  # fmt: skip
 
+HEAD_BIAS = "models/test_head_bias.py"
+
+mistakes(
+    "model", "models/decoder.py", BY_HAND + " -k gptj",
+    ("            kernels.with_one(hidden) if cfg.head_bias else hidden,\n", "            hidden,\n"),
+    ("scores = scores + head_bias(cfg, params, ctx).astype(jnp.float32)", "scores = scores"),
+    ('pad(Param((V,), ("vocab",), "vector", init="zeros"), 0', 'pad(Param((V,), ("norm",), "vector", init="zeros"), 0', HEAD_BIAS),
+    ('params["head"]["bias"]).astype(ctx.dtype)', 'params["head"]["bias"])', HEAD_BIAS),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/layers.py", BY_HAND + " -k gptj",
+    ('    if "b_down" in params:\n', "    if cfg.bias:\n"),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/cross_entropy.py", BY_HAND + " -k gptj",
+    ("jnp.ones_like(hidden[..., :1])], axis=-1)", "jnp.zeros_like(hidden[..., :1])], axis=-1)"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/score.py", "generate/test_score.py -m '' -k gptj",
+    ("hidden = with_one(hidden) if cfg.head_bias else hidden", "pass"),
+)  # fmt: skip
+
 mistakes(
     "model", "models/blocks.py", BY_HAND,
     ('x = x + dropout(cfg, "mlp", h, inputs)', 'x = x + drop("attention", h)', "models/test_dropout.py -k masks"),

@@ -146,6 +146,9 @@ SHARDED: list[Case] = [
 NEAR: list[Case] = [
     case("cohere2", ONE, 2, 4, layers=6, fsdp=2, tensor=2, dropout=0.3),
     case("cohere2", ZERO, 2, 4, layers=4, tensor=2, packing=True),
+    case("gptj", ONE, 2, 4, layers=5, fsdp=2, tensor=2, packing=True),
+    case("gptj", ZERO, 2, 4, layers=4, tensor=2, remat="selective"),
+    case("gptj", TWO, 2, 4, 2, fsdp=2, accum=2, gather=LAYER),
     case("olmo2", TWO, 2, 4, 2, layers=7, tensor=2, accum=2),
     case("olmo2", ONE, 2, 4, fsdp=2, remat="full", gather=LAYER),
     case("granite", ALL, 4, 4, layers=5, data=2, packing=True),

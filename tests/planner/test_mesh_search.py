@@ -273,6 +273,13 @@ def test_the_page_has_the_meshes_of_peers_beside_ours():
         for one in (case["theirs"], case["ours"]):
             cells += [f"{one['seconds']:.2f} s", f"{one['GiB']:.0f} GiB"]
         assert f"| {' | '.join(cells)} | {case['ours_over_theirs']:.2f} |" in page
+    assert result["missed"].keys() == {"Llama 3 405B, 1,024 H100", "DeepSeek-V3, 2,048 H800"}  # the page says why
+    large = result["missed"]["Llama 3 405B, 1,024 H100"]
+    assert (
+        f"{large['ours']['seconds']:.2f} s | {large['ours']['GiB']:.0f} GiB | {large['ours_over_theirs']:.2f} |" in page
+    )
+    assert large["theirs"]["GiB"] > large["room_GiB"]
+    assert "cuts apart" in result["missed"]["DeepSeek-V3, 2,048 H800"]["reason"]
     bars = {"64": 20, "512": 40, "2048": 90}  # seconds of a quiet machine
     assert result["seconds"].keys() == bars.keys()
     for count, timed in result["seconds"].items():

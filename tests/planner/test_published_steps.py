@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import held_out_steps
 import numpy as np
 import published_steps as published
 import pytest
+import record
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.families.flops import flops_per_token
@@ -104,6 +106,32 @@ def test_the_bar_is_met_by_projects_that_the_fit_has_not_seen():
     assert unseen["all"]["90%"] <= 0.25
     assert unseen["covered_by_interval"] >= 0.9
     assert rates().errors == {"rows": len(CASES), "median": unseen["all"]["median"], "90%": unseen["all"]["90%"]}
+
+
+def test_steps_that_nothing_is_fitted_to_are_within_their_interval():
+    """The committed figures, and what the page says of them; a reason stands for a step that has no prediction."""
+    rows = json.loads((record.RESULTS / "held_out_steps.json").read_text())["rows"]
+    assert len(rows) == sum(held_out_steps.held_out(row) for row in ROWS) == 12
+    predicted = [row for row in rows if "reason" not in row]
+    assert len(predicted) == 2
+    for row in predicted:
+        assert row["inside"]
+        assert row["low_s"] <= row["published_s"] <= row["high_s"]
+        shown = (row["published_s"], row["predicted_s"], row["low_s"])
+        assert " | ".join(f"{x:.1f} s" for x in shown[:2]) + f" | {shown[2]:.1f} to {row['high_s']:.1f} s" in PLANNING
+    models = {row["source"] + row["where"]: row["model"] for row in ROWS}
+    assert all(models[case["source"] + case["where"]] != "DeepSeek-V3" for case in CASES)
+
+
+@pytest.mark.slow
+def test_the_prediction_of_a_held_out_step_is_that_of_today():
+    rows = json.loads((record.RESULTS / "held_out_steps.json").read_text())["rows"]
+    committed = next(row for row in rows if row["chip"] == "v7x")
+    row = next(r for r in ROWS if r["source"] == committed["source"] and r["model"] == "DeepSeek-V3")
+    today = held_out_steps.predict(row)
+    assert today.keys() == committed.keys()
+    for name in ("published_s", "predicted_s", "low_s", "high_s"):
+        assert today[name] == pytest.approx(committed[name])
 
 
 def test_an_interval_leaves_out_as_many_steps_as_it_should():

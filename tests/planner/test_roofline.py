@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from families import ENCODERS, EXPERTS, FAMILIES
+from families import DELTA, ENCODERS, EXPERTS, FAMILIES, NEAR, SPARSE, STATE_SPACE
 
 from jaxstack import sharding
 from jaxstack.cli.parser import execute
@@ -32,7 +32,7 @@ from jaxstack.planner import aot, estimate, memory, roofline
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import PARTS, DeviceShapes, Op, OpBuilder
-from jaxstack.planner.roofline_step import one_layer, operations
+from jaxstack.planner.roofline_step import local_operations, one_layer, operations
 from jaxstack.training import assemble
 from jaxstack.training.state import Recipe, abstract_state
 
@@ -48,6 +48,14 @@ MODELS = (
     | {name: EXPERTS[name] for name in ("mixtral", "capacity", "deepseek")}
     | ENCODERS
 )
+KINDS = (
+    {"latent": NEAR["latent"], "dense_first": EXPERTS["dense_first"], "qwen2_moe": EXPERTS["qwen2_moe"]}
+    | SPARSE
+    | DELTA
+    | STATE_SPACE
+)
+"""Models with latent attention, with states in place of attention, or with experts in some layers."""
+USUAL_KINDS = ("latent", "qwen3_next", "mamba2")
 
 
 def config(m: ModelConfig, remat: str = "none", accum: int = 1, dtype: str = "bfloat16", **mesh: int) -> Config:
@@ -89,6 +97,46 @@ def test_flops_are_those_of_the_program(name, remat):
 
 
 @pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        pytest.param(name, remat, marks=() if name in USUAL_KINDS else pytest.mark.matrix)
+        for name, remat in itertools.product(KINDS, ("none", "selective", "dots", "full"))
+    ],
+)
+def test_flops_of_each_kind_of_layer_are_those_of_the_program(name, remat):
+    cfg = config(KINDS[name], remat)
+    assert multiplied(local_operations(Job(cfg, memory.context(cfg)), "unfused")) == in_program(cfg)
+
+
+@pytest.mark.parametrize("name", ["latent", "delta_dense", "mamba2"])
+def test_flops_are_those_that_xla_counts(name):
+    """XLA counts every operation of a compiled program, and the body of a loop once: one chunk of states, no loops of
+    layers. It counts what it fuses twice twice, and we leave out bookkeeping, so that a tenth is allowed.
+    """
+    m = replace(KINDS[name], d_model=128, vocab_size=256)
+    cfg = replace(config(m, dtype="float32"), data=DataConfig(seq_len=48, batch_size=2))
+    ctx = memory.context(cfg)
+    mesh = sharding.make_mesh(cfg.mesh, cfg.data.batch_size, jax.devices()[:1])
+    ctx = replace(ctx, layout=replace(ctx.layout, mesh=mesh), ops=replace(ctx.ops, layers="unrolled"))
+    batch = {n: jax.ShapeDtypeStruct((2, 48), jnp.int32) for n in ("tokens", "targets")}
+    batch["loss_weights"] = jax.ShapeDtypeStruct((2, 48), jnp.float32)
+    step = jax.jit(assemble.make_train_step(cfg, ctx))
+    counted = step.lower(abstract_state(Recipe.of(cfg), ctx), batch).compile().cost_analysis()["flops"]
+    ours = sum(op.flops * op.times for op in local_operations(Job(cfg, ctx), "unfused"))
+    assert ours == pytest.approx(counted, rel=0.1)
+
+
+def test_a_mean_layer_is_made_of_its_kinds():
+    m = KINDS["dense_first"]  # one layer with an MLP, and two with experts
+    cfg = config(m)
+    layer = one_layer(local_operations(Job(cfg, memory.context(cfg)), "unfused"))
+    runs = {op.name: op.times for op in layer if op.part == "matmul"}
+    assert runs["mlp/w_up"] == pytest.approx(1 / 3)
+    assert runs["moe/w_up"] == pytest.approx(2 / 3)
+    assert sum(op.times for op in layer if op.name == "attention/w_q") == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
     ("name", "mesh"),
     [
         ("llama3", {"data": 2, "fsdp": 2, "tensor": 2}),
@@ -97,10 +145,14 @@ def test_flops_are_those_of_the_program(name, remat):
         ("capacity", {"expert": 2, "tensor": 2}),
         ("qwen3", {"data": 2}),
         ("bert", {"fsdp": 2, "tensor": 2}),
+        ("latent", {"fsdp": 2, "tensor": 2}),
+        ("qwen3_next", {"data": 2, "tensor": 2}),
+        ("mamba2", {"tensor": 2}),
+        ("hybrid", {"tensor": 2}),
     ],
 )
 def test_a_device_does_its_share(name, mesh):
-    m = MODELS[name]
+    m = (MODELS | KINDS)[name]
     if mesh.get("tensor", 1) > 1:
         m = replace(m, vocab_size=64)  # so that the vocabulary divides
     cfg = config(m, "selective", **mesh)

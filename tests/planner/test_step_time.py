@@ -10,7 +10,19 @@ import record
 import train_gpu
 
 from jaxstack.common.hardware import CHIPS
-from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ExpertLayers,
+    LatentConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    PipelineConfig,
+    SampleConfig,
+    TrainConfig,
+)
 from jaxstack.families.flops import flops_per_token
 from jaxstack.pipeline import zb_h1
 from jaxstack.pipeline.stages import Stages
@@ -20,7 +32,7 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Matmul, Op, OpBuilder
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.step_time import Placement, StepTime, _bubble, step_time, work_of
+from jaxstack.planner.step_time import Placement, StepTime, _bubble, _bubble_of_stacks, _stack_loop, step_time, work_of
 
 H100 = ChipLimits(CHIPS["h100"])
 FITTED = rates.rates()
@@ -103,6 +115,51 @@ def test_gradients_of_weights_fill_the_bubble():
     pipeline = SimpleNamespace(schedule=zb_h1(4, 8), stages=Stages(4, (1,) * 4))
     ctx = SimpleNamespace(layout=SimpleNamespace(pipeline=pipeline))
     assert _bubble(ctx, ops, lambda ops: sum(op.times * H100.seconds(op)[0] for op in ops)) == pytest.approx(3)
+
+
+def test_stacks_with_and_without_experts_have_chunks_of_their_own():
+    """By hand: two stacks of two equal layers are two chunks of two stages, so that (P - 1) / (V M) is idle."""
+    model = ModelConfig(
+        num_layers=4, d_model=32, num_heads=4, d_ff=96, vocab_size=64,
+        moe=MoEConfig(num_experts=4, d_ff=32, layers=ExpertLayers(first=2)),
+    )  # fmt: skip
+    cfg = Config(
+        model=model, data=DataConfig(seq_len=32, batch_size=8), train=TrainConfig(remat="none"),
+        mesh=MeshConfig(data=1, pipe=2), pipeline=PipelineConfig(schedule="gpipe", microbatches=4),
+        sample=SampleConfig(prompts=()),
+    )  # fmt: skip
+    ctx = memory.context(cfg)
+    stacks = {op.stack for op in local_operations(Job(cfg, ctx)) if op.of_layer}
+    assert stacks == set(ctx.layout.pipeline.stages.parts)
+    ops = [
+        Op(name, "matmul", "contraction", 1, 0, times, 1, stack=stack)
+        for stack in sorted(stacks)
+        for name, times in (("w", 8), ("w, gradient of input", 8), ("w, gradient", 8))
+    ]  # fmt: skip
+    idle = _bubble_of_stacks(ctx, ops, lambda ops: sum(op.times for op in ops), _stack_loop)
+    assert idle == pytest.approx(2 * (8 + 16) / (2 * 4))
+
+
+def test_the_step_of_a_model_with_two_stacks_adds_up():
+    """Of a pipeline's two stages, each has half of the operations of one device, and waits besides."""
+    model = ModelConfig(
+        num_layers=4, d_model=32, num_heads=4, head_dim=12, d_ff=96, vocab_size=64,
+        latent=LatentConfig(kv_rank=16, q_rank=24, rotary_dim=4, value_dim=10),
+        moe=MoEConfig(num_experts=4, d_ff=32, layers=ExpertLayers(first=2)),
+    )  # fmt: skip
+    cfg = Config(
+        model=model, data=DataConfig(seq_len=32, batch_size=8), train=TrainConfig(dtype="bfloat16", grad_accum=4),
+        mesh=MeshConfig(data=1),
+    )  # fmt: skip
+    staged = replace(
+        cfg, train=replace(cfg.train, grad_accum=1), mesh=MeshConfig(data=1, pipe=2),
+        pipeline=PipelineConfig(schedule="gpipe", microbatches=4), sample=SampleConfig(prompts=()),
+    )  # fmt: skip
+    one, two = predict(cfg), predict(staged)
+    assert two.layers == pytest.approx(one.layers / 2)
+    assert one.bubble == 0
+    assert two.bubble > (two.layers + two.recomputation) / 8
+    assert two.recomputed_flops == pytest.approx(one.recomputed_flops)
 
 
 def test_a_backward_pass_takes_twice_the_forward_pass_without_recomputation():

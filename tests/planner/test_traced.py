@@ -218,7 +218,7 @@ def test_a_family_without_formulas_is_refused_by_the_roofline_and_by_megatron():
         roofline.operations(Job(cfg, ctx))
     with pytest.raises(ConfigError, match=r"--style=megatron-fp16 counts .*not model.family=diffusion"):
         figures.memory_by_policy(Job(cfg, ctx), 16)
-    keys = {"olmo2": "pre_norm=false", "cohere2": "parallel=one_norm", "qwen2_moe": "moe.shared_gate=true"}
+    keys = {"olmo2": "pre_norm=false", "cohere2": "parallel=one_norm", "gpt_oss": "attention_sinks=true"}
     for name, key in keys.items():
         with pytest.raises(ConfigError, match=rf"counts .* with usual layers only, not model.{key}. Use `jaxstack"):
             roofline.operations(Job(*plan(name)))

@@ -63,7 +63,7 @@ def stored(cfg: Config, values):
     how = Settings(Scheme.of(cfg.train.qat, cfg.train.qat_group), "rtn")
     for i in range(cfg.model.num_layers):
         layer = jax.tree.map(lambda a, i=i: np.asarray(a[i]), values["layers"])
-        made = quantize_layer(walk, layer, {}, how)
+        made = quantize_layer(walk.cfg, walk.matrices, layer, {}, how)
         for path, (codes, scales) in made.codes.items():
             p, value = walk.matrices[path], dict(flatten(made.params))[path]
             rows = np.repeat(scales, codes.shape[-1] // scales.shape[-1], -1) * codes.astype(np.float32)

@@ -69,6 +69,8 @@ ONLY = (
     Only("model.delta.every", ("decoder",), "decoders", 0),
     Only("model.norm_weights", ("decoder",), "decoders", True),
     Only("model.clip_qkv", ("decoder",), "decoders", None),
+    Only("model.mlp_bias", ("decoder",), "decoders", False),
+    Only("model.head_bias", ("decoder",), "decoders", False),
     Only("model.ssm.layers", ("decoder",), "decoders", ()),
     Only("model.attention_sinks", ("decoder",), "decoders", False),
     *_group("diffusion", "pictures made from noise", "diffusion"),

@@ -3,6 +3,7 @@
 from jaxstack.config.bounds import require
 from jaxstack.config.groups import Groups
 from jaxstack.config.scheme import NF4_GROUPS
+from jaxstack.config.training import TAUGHT_FAMILIES
 
 
 def check_training(cfg: Groups) -> None:
@@ -51,12 +52,13 @@ def _check_domains(cfg: Groups) -> None:
     moe = cfg.model.moe
     domains = moe.num_experts if moe.router == "domain" else 0
     names = list(data.domains)
+    taught = cfg.distill.teacher is not None and not domains  # the teacher may have experts by domain
     require(
-        domains > 0 or not names,
+        domains > 0 or not names or taught,
         f"data.domains={names} is set without model.moe.router=domain. Leave data.domains empty.",
     )
     require(
-        len(names) == domains,
+        len(names) == domains or taught,
         f"data.domains={names} has {len(names)} patterns, but model.moe.router=domain has {domains} experts. Give one "
         f"pattern per expert.",
     )
@@ -115,11 +117,27 @@ def _check_distill(cfg: Groups) -> None:
     """Checks that the model can learn from a teacher.
 
     Raises:
-      ConfigError: it is not a decoder.
+      ConfigError: a family that no teacher teaches, keys that a teacher of pictures does not read, or domains of a
+        teacher with rows of several lengths.
     """
+    distill = cfg.distill
+    if distill.teacher is None:
+        return
     require(
-        cfg.distill.teacher is None or cfg.model.family == "decoder",
-        f"distill.teacher={cfg.distill.teacher} teaches decoders, but model.family={cfg.model.family}. Leave it null.",
+        cfg.model.family in TAUGHT_FAMILIES,
+        f"distill.teacher={distill.teacher} does not teach model.family={cfg.model.family}, whose losses compare rows "
+        f"or belong to several models. Leave it null, or use a model of {', '.join(TAUGHT_FAMILIES)}.",
+    )
+    for key in ("temperature", "top_tokens"):
+        require(
+            cfg.model.family != "diffusion" or getattr(distill, key) == getattr(type(distill), key),
+            f"distill.{key}={getattr(distill, key)} is for teachers of tokens, but model.family=diffusion learns a "
+            f"velocity. Leave it out.",
+        )
+    require(
+        not cfg.data.domains or cfg.model.moe.num_experts > 0 or not cfg.data.buckets,
+        f"data.domains={list(cfg.data.domains)} is for the teacher alone, which needs rows of one length, but "
+        f"data.buckets={cfg.data.buckets}. Leave data.buckets out.",
     )
 
 
@@ -258,15 +276,10 @@ def _check_qat(cfg: Groups) -> None:
     """Checks that the matrices which training rounds can be stored.
 
     Raises:
-      ConfigError: the model is not a decoder, fp8 has groups, or the layout of nf4 has no such group.
+      ConfigError: fp8 has groups, or the layout of nf4 has no such group.
     """
     name = cfg.train.qat
     group = cfg.train.qat_group
-    require(
-        name == "none" or cfg.model.family == "decoder",
-        f"train.qat={name} rounds what `jaxstack compress quantize` stores, which reads decoders, but "
-        f"model.family={cfg.model.family}. Use train.qat=none.",
-    )
     require(
         name != "fp8" or group is None,
         f"train.qat=fp8 has one scale for each output, but train.qat_group={group}. Use train.qat_group=null.",

@@ -51,9 +51,9 @@ def round_params(model: ModelConfig, scheme: Scheme, params: Params) -> Params:
     def one(p: Param, value: jax.Array) -> jax.Array:
         return round_matrix(value, p.batch_axes, p.in_axes, scheme) if is_compressed(p) else value
 
-    name, _ = families.only_stack(model)
+    spec = families.spec(model)
     with jax.named_scope("round"):
-        return {**params, name: map_spec(one, families.spec(model)[name], params[name])}
+        return params | {name: map_spec(one, spec[name], params[name]) for name in families.of(model).stacks(model)}
 
 
 _round_compiled = partial(jax.jit, static_argnums=(0, 1))(round_params)

@@ -19,20 +19,24 @@ from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
 from jaxstack.families.token_prediction import without_prediction
 from jaxstack.features import adapters, reward_head
-from jaxstack.hf import configs, peft
+from jaxstack.hf import coded_folder, configs, peft
+from jaxstack.hf.coded_folder import CodedFolder
 from jaxstack.hf.pretrained import PretrainedFolder
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.training.features.preference import Refer, make_refer, with_divergence
 from jaxstack.training.features.qat import evaluated_params
-from jaxstack.training.features.teacher import Teach, make_teach
+from jaxstack.training.features.teacher import Teach, make_teach, without_gates
 from jaxstack.training.services.checkpoint_layout import checkpoint_layout
 from jaxstack.training.state import Recipe, TrainState, abstract_state, make_state, only_averaged_params, start_from
 
+Source = Config | PretrainedFolder | CodedFolder
+"""Where parameters are read from: a run, a Hugging Face folder, or the codes of `jaxstack compress quantize`."""
 
-def find_source(name: str, key: str) -> Config | PretrainedFolder:
-    """Returns a run, as its configuration with its present folder in `run.dir`, or a Hugging Face folder.
+
+def find_source(name: str, key: str) -> Source:
+    """Returns a run, as its configuration with its present folder in `run.dir`, or a folder of parameters.
 
     A run without a checkpoint is replaced by the source of its own initial parameters, `run.init_from`, with its
     `run.init_adapter`.
@@ -58,6 +62,8 @@ def find_source(name: str, key: str) -> Config | PretrainedFolder:
                 f"{key}={path} is not a folder of a run (config.yaml) or of a Hugging Face model (config.json). "
                 f"{(None if path.exists() else configs.how_to_fetch(path)) or 'Check the path.'}"
             )
+        if coded_folder.is_coded(path):
+            return CodedFolder(path)
         run = parse.parse_config([f"--config={path / 'config.yaml'}"])
         if manifest.steps(run_dir.checkpoints(path)):
             return replace(run, run=replace(run.run, dir=str(path)))
@@ -108,15 +114,20 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     )
 
 
-def _without_modules(source: Config | PretrainedFolder) -> Config | PretrainedFolder:
+def _without_modules(source: Source) -> Source:
     """Returns the source of a model without its modules of multi-token prediction, for a run that has none."""
     if isinstance(source, Config):
         return replace(source, model=without_prediction(source.model))
-    source.leave_modules()
+    if isinstance(source, PretrainedFolder):
+        source.leave_modules()
     return source
 
 
-def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: DataConfig, tokenizer: Tokenizer) -> None:
+def _folder_of(source: Source) -> Path:
+    return Path(source.run.dir) if isinstance(source, Config) else source.folder
+
+
+def require_same_tokenizer(source: Source, name: str, cfg: DataConfig, tokenizer: Tokenizer) -> None:
     """Makes sure that the data has the token ids with which a model was trained.
 
     A source that has no tokenizer.json is not checked.
@@ -128,7 +139,7 @@ def require_same_tokenizer(source: Config | PretrainedFolder, name: str, cfg: Da
     Raises:
       ConfigError: the source has another tokenizer.
     """
-    folder = source.folder if isinstance(source, PretrainedFolder) else Path(source.run.dir)
+    folder = _folder_of(source)
     path = folder.resolve() / "tokenizer.json"
     if not path.is_file():
         return
@@ -191,7 +202,7 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
             f"{cfg.mesh.pipe} cannot do. Take the first step with mesh.pipe=1, and resume with this mesh."
         )
     padding = cfg.model.pad_vocab_to
-    if isinstance(source, PretrainedFolder):
+    if not isinstance(source, Config):
         with source:
             params = source.read_params(ctx, padding)
     else:
@@ -239,12 +250,12 @@ def has_zeros(model: ModelConfig, ctx: Context, params: Params) -> bool:
     return bool(any_zero)
 
 
-def _read_adapters(adapter: str, model: ModelConfig, source: Config | PretrainedFolder, ctx: Context) -> Params:
+def _read_adapters(adapter: str, model: ModelConfig, source: Source, ctx: Context) -> Params:
     """Returns the adapters of `run.init_adapter`, which must have the shapes of `model.lora`."""
     name = f"run.init_adapter={adapter}"
     if not isinstance(source, PretrainedFolder):
         raise ConfigError(
-            f"{name} needs a Hugging Face folder as run.init_from, not the run {source.run.dir}. Export that run with "
+            f"{name} needs a Hugging Face folder as run.init_from, not {_folder_of(source)}. Export that run with "
             f"`jaxstack export`, and name the folder."
         )
     saved = peft.read_adapters(Path(adapter), source.family, source.model)
@@ -273,7 +284,7 @@ def open_teacher(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> 
     if cfg.distill.teacher is None:
         return lambda batch: batch
     model, params, ctx = read_frozen(cfg, "distill.teacher", cfg.distill.teacher, tokenizer, mesh)
-    return make_teach(cfg.distill, model, params, ctx.whole_sequences())
+    return without_gates(make_teach(cfg.distill, model, params, ctx.whole_sequences()), cfg.model)
 
 
 def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, ctx: Context) -> Refer:
@@ -309,48 +320,92 @@ def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, c
     return refer
 
 
+def _require_same_task(name: str, model: ModelConfig, cfg: Config) -> None:
+    """Checks that a frozen model predicts what a run learns, from the arrays that the run's batches have.
+
+    Args:
+      name: what names the model, for errors: `distill.teacher=DIR`.
+      model: the frozen model.
+      cfg: the resolved configuration of the run.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    if model.family != cfg.model.family:
+        raise ConfigError(
+            f"{name} has model.family={model.family}, but the run has model.family={cfg.model.family}. Name a run of "
+            f"the same family: both must predict the same from the same batch."
+        )
+    tasks = {
+        "labels": lambda one: (one.labels, one.label_each),
+        "sentences": lambda one: one.sentences.tasks,
+        "token_types": lambda one: bool(one.token_types),
+        "diffusion.patch_size": lambda one: (one.diffusion.patch_values, one.diffusion.num_patches),
+        "diffusion.path": lambda one: one.diffusion.path,
+        "diffusion.text_layers": lambda one: bool(one.diffusion.text_layers),
+        "moe.max_timestep": lambda one: one.moe.max_timestep,
+    }
+    own = [key for key in tasks if "diffusion" in key or "timestep" in key]
+    for key in own if model.family == "diffusion" else [key for key in tasks if key not in own]:
+        if (there := tasks[key](model)) != (here := tasks[key](cfg.model)):
+            raise ConfigError(
+                f"{name} has model.{key}={there}, and this run has {here}, so that they predict different things. Use "
+                f"equal values."
+            )
+    if model.moe.num_experts and model.moe.router == "domain":
+        if len(cfg.data.domains) != model.moe.num_experts:
+            raise ConfigError(
+                f"{name} has {model.moe.num_experts} experts by domain, but data.domains has "
+                f"{len(cfg.data.domains)} patterns. Set data.domains as in that run."
+            )
+    elif cfg.data.domains and not cfg.model.moe.num_experts:
+        raise ConfigError(
+            f"data.domains={list(cfg.data.domains)} chooses experts, but neither the run nor {name} has experts by "
+            f"domain. Leave data.domains out."
+        )
+    if model.moe.num_experts and model.moe.router == "timestep" and model.family != "diffusion":
+        raise ConfigError(f"{name} has model.moe.router=timestep without timesteps. Name another model.")
+
+
 def read_frozen(
     cfg: Config, key: str, folder: str, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
 ) -> tuple[ModelConfig, Params, Context]:
-    """Returns a decoder that a run reads and does not change: model, parameters and execution context.
+    """Returns a model that a run reads and does not change: model, parameters and execution context.
 
     Its parameters are sharded over the mesh by the rules of their own model, in the dtype of the run. They belong to no
     checkpoint.
 
     Args:
       cfg: the resolved configuration of the run.
-      key: the key that names the decoder, for errors.
+      key: the key that names the model, for errors.
       folder: run or Hugging Face folder.
       tokenizer: of the run's data.
       mesh: of the run.
 
     Raises:
-      ConfigError: the decoder cannot be read, or it does not suit the run.
+      ConfigError: the model cannot be read, or it does not suit the run.
     """
     name = f"{key}={folder}"
     source = find_source(folder, key)
     require_same_tokenizer(source, name, cfg.data, tokenizer)
     model = replace(source.model, pad_vocab_to=cfg.model.pad_vocab_to)
-    if model.family != "decoder" or model.moe.router in ("domain", "timestep"):
-        kind = f"model.family={model.family}" if model.family != "decoder" else f"model.moe.router={model.moe.router}"
-        raise ConfigError(
-            f"{name} has {kind}, which does not teach decoders. Name a run whose model is a plain decoder."
-        )
+    _require_same_task(name, model, cfg)
     if model.vocab_size != cfg.model.vocab_size:
         raise ConfigError(
             f"{name} has model.vocab_size={model.vocab_size}, and this run has {cfg.model.vocab_size}. Name a model "
             f"with the same tokenizer."
         )
-    if model.positions == "learned" and (model.max_positions or 0) < cfg.data.seq_len:
+    longest = max(cfg.data.seq_len, cfg.data.target_length if model.family == "encoder_decoder" else 0)
+    if model.positions == "learned" and model.family != "diffusion" and (model.max_positions or 0) < longest:
         raise ConfigError(
-            f"{name} has learned positions up to {model.max_positions}, but data.seq_len={cfg.data.seq_len}. Shorten "
+            f"{name} has learned positions up to {model.max_positions}, but rows have {longest} tokens. Shorten "
             f"data.seq_len, or name another model."
         )
     # The head of a reward model is small and whole on each device: the rest determines the context.
     shape = replace(model, dropout=0.0, reward_head=False)
     run = replace(cfg, model=shape, optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
     ctx = make_context(run, mesh)
-    if isinstance(source, PretrainedFolder):
+    if not isinstance(source, Config):
         with source:
             params = source.read_params(ctx, cfg.model.pad_vocab_to)
     else:

@@ -1,0 +1,212 @@
+# %% [markdown]
+# # Rewards: can a model learn from its own answers?
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/posttrain.ipynb)
+#
+# A small model has learned to sort digits from a few examples, and is right about every other time. From here on nobody shows
+# it a right answer. It only tries, eight times for each prompt, and a function says which tries are right. Is that enough to
+# get better? Reinforcement learning from rewards says yes, and GRPO (Shao et al. 2024) is one of its simplest forms.
+#
+# This notebook trains the model, looks at its tries, computes by hand what GRPO learns from them, and trains again. You need no
+# download and no accelerator.
+
+# %%
+# include parts/install.py
+
+# %% [markdown]
+# ## A model that is sometimes right
+#
+# The task is `Sort 3 1 2 9`, with the answer `1 2 3 9`. The model reads bytes and learns from conversations, which the task
+# makes. It stops early, so that something is left to learn. `train.main` is what the command `jaxstack train` runs.
+
+# %%
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from jaxstack import train
+from jaxstack.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+)
+from jaxstack.config.training import RLConfig
+from jaxstack.runtime import platform
+
+TASK = "task:sorting:4"
+
+supervised = Config(
+    run=RunConfig(dir="runs/examples", log_every=50),
+    model=ModelConfig(num_layers=3, d_model=64, num_heads=4, d_ff=192),
+    data=DataConfig(source="chat", path=TASK, seq_len=64, batch_size=32),
+    train=TrainConfig(steps=130, eval_every=130, eval_steps=2),
+    optim=OptimConfig(name="muon", lr=3e-3, warmup_steps=20, schedule="constant"),
+    sample=SampleConfig(prompts=()),
+)
+platform.configure(
+    supervised.mesh, supervised.data.batch_size
+)  # one device per CPU core; JAX reads this when it is imported
+train.main(supervised)
+
+# %% [markdown]
+# ## Eight tries for each prompt
+#
+# Each row below is a prompt that the model has never seen, and each square is one try. A green square is right: its reward is 1.
+# A row with both colours is what reinforcement learning lives on. It says that the model can do it, and cannot rely on it.
+
+# %%
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import jaxstack as js
+from jaxstack.evaluate.answers import answer
+from jaxstack.posttrain import losses
+
+GROUP = 8
+
+
+def tries(run_dir: str) -> tuple[list[str], list[list[str]], np.ndarray]:
+    """Returns prompts, the answers to each, and their rewards [prompts, GROUP]."""
+    run = js.load(run_dir, mesh={"data": 1})
+    groups = answer(run, TASK, RLConfig(), completions=GROUP, context=64, tokens=12, limit=64, rows=64)
+    texts = [[one.text for one in group] for group in groups]
+    return [group[0].row.text for group in groups], texts, np.array([[one.reward for one in group] for group in groups])
+
+
+def show(rewards: np.ndarray, prompts: list[str], title: str) -> None:
+    """Draws the rewards of the first prompts."""
+    _, axis = plt.subplots(figsize=(4.6, 4.2))
+    axis.pcolormesh(rewards[:16], cmap="RdYlGn", vmin=-0.2, vmax=1.2, edgecolors="white", linewidth=1)
+    axis.invert_yaxis()
+    axis.set(xlabel="try", xticks=[], title=f"{title}: {rewards.mean():.0%} of {rewards.size} tries are right")
+    axis.set_yticks(np.arange(16) + 0.5, prompts[:16], fontsize=8, family="monospace")
+    plt.show()
+
+
+prompts, texts, before = tries("runs/examples")
+show(before, prompts, "before")
+for text, reward in zip(texts[0], before[0], strict=True):
+    print(f"{prompts[0]}  ->  {text!r:14} reward {reward:.0f}")
+
+# %% [markdown]
+# ## What a group teaches
+#
+# GRPO compares a try with the other tries for the same prompt. The *advantage* is the reward minus the mean of the group, divided
+# by its deviation. A right try in a group of failures counts much, a right try among right ones counts little. If all tries of
+# a group are equal, all advantages are zero, and the group teaches nothing.
+
+# %%
+counts = np.arange(GROUP + 1)  # how many tries of a group are right
+groups = (np.arange(GROUP) < counts[:, None]).astype(np.float32)  # the right ones are first
+advantages = np.asarray(losses.group_advantages(jnp.asarray(groups), scale=True))
+by_hand = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+print("largest difference from the formula by hand:", np.abs(advantages - by_hand).max())
+
+right = [advantages[count, 0] if count else np.nan for count in counts]
+wrong = [advantages[count, -1] if count < GROUP else np.nan for count in counts]
+seen = np.bincount(before.sum(1).astype(int), minlength=GROUP + 1)
+figure, (left, other) = plt.subplots(1, 2, figsize=(9, 3.2))
+left.plot(counts, right, "o-", color="green", label="a right try")
+left.plot(counts, wrong, "o-", color="firebrick", label="a wrong try")
+left.axhline(0, color="gray", linewidth=0.5)
+left.set(xlabel=f"right tries of {GROUP}", ylabel="advantage")
+left.legend()
+other.bar(counts, seen, color=["lightgray", *["steelblue"] * (GROUP - 1), "lightgray"])
+other.set(xlabel=f"right tries of {GROUP}", ylabel="prompts", title="gray groups teach nothing")
+plt.show()
+
+# %% [markdown]
+# The loss of a token is minus its advantage times the *ratio*: its probability now, divided by its probability when it was
+# sampled. At first the ratio is exactly 1, because the sampler here gives the same bits as the trainer. If you take several steps
+# with the same tries, the ratio moves. GRPO then clips it, so that no token is pushed further than 20% by one rollout. Below, the
+# gradient vanishes where a curve is flat.
+
+# %%
+ratios = np.linspace(0.5, 1.5, 201, dtype=np.float32)
+figure, axis = plt.subplots(figsize=(4.6, 3.2))
+for sign, colour in ((1.0, "green"), (-1.0, "firebrick")):
+    log_ratios = jnp.log(jnp.asarray(ratios))[:, None]
+    each = losses.clipped(log_ratios, jnp.zeros_like(log_ratios), jnp.full(ratios.size, sign), low=0.2, high=0.2)
+    axis.plot(ratios, np.asarray(each)[:, 0], color=colour, label=f"advantage {sign:+.0f}")
+axis.set(xlabel="ratio", ylabel="loss of a token")
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## Learning from rewards
+#
+# The same run with other data: prompts in place of conversations. Their answers are never shown. In each step the model
+# answers eight prompts eight times, and takes one optimizer step.
+
+# %%
+rewarded = replace(
+    supervised,
+    run=RunConfig(dir="runs/rewards", init_from="runs/examples", log_every=1),
+    data=DataConfig(source="prompts", path=TASK, seq_len=64, batch_size=64),
+    train=TrainConfig(steps=40, eval_every=40, eval_steps=1),
+    optim=OptimConfig(name="muon", lr=5e-4, warmup_steps=0, schedule="constant", weight_decay=0.0),
+    rl=RLConfig(loss="grpo", group=GROUP, tokens=12),
+)
+train.main(rewarded)
+
+# %%
+records = [json.loads(line) for line in Path("runs/rewards/metrics.jsonl").read_text().splitlines()]
+steps = [record for record in records if "reward" in record and "grad_norm" in record]
+figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+for axis, names in zip(axes, (["reward"], ["groups_without_spread"], ["ratio_max", "ratio_min"]), strict=True):
+    for name in names:
+        axis.plot([record["step"] for record in steps], [record[name] for record in steps], label=name)
+    axis.set(xlabel="step", ylim=(0, 1.1))
+    axis.legend(loc="lower right")
+plt.show()
+assert all(record["ratio_max"] == record["ratio_min"] == 1 for record in steps), (
+    "sampler and trainer have the same bits"
+)
+
+# %% [markdown]
+# The reward rises. The share of groups without spread jumps about, since a step has only eight groups: in an easy step there is
+# little to learn. Both ratios are exactly 1, in every step. Here are the same prompts as above, of which no run has seen an
+# answer:
+
+# %%
+prompts, texts, after = tries("runs/rewards")
+show(after, prompts, "after")
+print(f"pass@1 {before.mean():.1%} before, {after.mean():.1%} after")
+print(f"pass@{GROUP} {before.max(1).mean():.1%} before, {after.max(1).mean():.1%} after")
+assert 0.05 < before.mean() < 0.75
+assert after.mean() > before.mean() + 0.2
+
+# %% [markdown]
+# Compare `pass@1` after with `pass@8` before: for most prompts that the model now answers right, one of its first eight tries was
+# right already. The rewards have shown it nothing new. They have taught it to do, each time, what it could do sometimes.
+
+# %% [markdown]
+# ## Exercise
+#
+# Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another one. The mean reward of a step is
+# then as it was, and so are the sizes of the advantages. What happens to `pass@1`, and why? What would a model have to bring
+# along to get better from rewards, if it is never right?
+#
+# <details><summary>Answer</summary>
+#
+# It does not rise. The advantage of a try is now independent of what the try says, so the mean of the gradient is zero, and what
+# remains is noise: the model drifts, and noise makes a good model worse. `benchmarks/reinforcement.py` measures it with three
+# seeds, see [docs/reinforcement.md](https://github.com/jaxstack/jaxstack/blob/main/docs/reinforcement.md). A model that is never
+# right has groups without spread, whose advantages are zero, and learns nothing. It needs examples first, an easier task, or a
+# reward with steps, such as the share of digits in their place.
+#
+# </details>
+
+# %% [markdown]
+# ## Things to try
+#
+# - Another loss: `RLConfig(loss="dr_grpo")`, `"dapo"`, `"gspo"`, `"rloo"` or `"cispo"`.
+# - A reward of your own: `rewards=("rewards.py:short",)` names a Python function of the completion and the row's fields.
+# - A harder task: `task:countdown:3` asks for a formula, and has many right answers.
+# - The whole way, from a tokenizer to a chat page in the browser:
+#   [docs/chat_model.md](https://github.com/jaxstack/jaxstack/blob/main/docs/chat_model.md).
