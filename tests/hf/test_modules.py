@@ -202,11 +202,11 @@ def test_a_run_on_a_pipeline_leaves_the_modules_out(kind, tmp_path, rng):
     (tmp_path / "text.txt").write_text("a text of some words, which the model reads " * 40)
     run = tmp_path / "run"
     flags = [f"--data.path={tmp_path / 'text.txt'}", "--data.source=path", "--data.tokenizer=chars"]
-    flags += ["--data.seq_len=16", "--data.batch_size=4", "--data.eval_fraction=0.2"]
+    flags += ["--data.seq_len=16", "--data.batch_size=16", "--data.eval_fraction=0.2"]
     execute(["import", str(folder), str(run), *flags])
     source = run if kind == "run" else folder
     cfg = ["train", f"--config={run / 'config.yaml'}", f"--run.init_from={source}", f"--run.dir={tmp_path / 'next'}"]
-    small = ["--train.steps=1", "--optim.lr=1e-9", "--sample.prompts=[]", "--mesh.data=1"]
+    small = ["--train.steps=1", "--optim.lr=1e-9", "--sample.prompts=[]", "--mesh.data=4"]
     execute([*cfg, *small, "--model.mtp.depth=0", "--mesh.pipe=2", "--train.ngram_baseline=false"])
     execute(["export", str(tmp_path / "next"), str(tmp_path / "out")])
     assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
