@@ -244,7 +244,7 @@ def save_pretrained(
     leaves = flatten(values)
     kind = jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
-    tensors = weights.hf_tensors(family, spec)
+    tensors = weights.with_copies(family, cfg, weights.hf_tensors(family, spec))
     config = configs.to_json(family, cfg, seq_len, ids) | {"torch_dtype": dtype}
     codes: Codes = {}
     if quantized is not None:
@@ -270,11 +270,7 @@ def save_pretrained(
                 yield from quantized_folders.to_tensors(name, *codes[name], scheme, kind).items()
             else:
                 yield name, weights.build_tensor(tensor, declared, leaves, kind)
-        for copy, name in copied.items():
-            yield copy, weights.build_tensor(tensors[name], declared, leaves, kind)
 
-    copied = {copy: weights.WEIGHT_MAPS[family][path][0] for copy, path in weights.module_copies(cfg).items()}
-    sizes |= {copy: sizes[name] for copy, name in copied.items()}
     safetensors.write_tensors(folder, sizes, arrays())
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return family

@@ -725,6 +725,12 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
     return found
 
 
+def with_copies(family: str, model: ModelConfig, tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """Returns the tensors with those of `module_copies`, which other programs read."""
+    copied = {copy: WEIGHT_MAPS[family][path][0] for copy, path in module_copies(model).items()}
+    return tensors | {copy: tensors[name] for copy, name in copied.items()}
+
+
 def read_param(
     p: Param,
     entry: tuple[str, TensorLayout],
