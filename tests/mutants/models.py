@@ -279,7 +279,7 @@ mistakes(
     ('    h = layers.norm(cfg, own["module_norm"], h, ctx)\n    read = ctx.layout.gather_activations(h, "vocab")',
      '    read = ctx.layout.gather_activations(layers.norm(cfg, own["module_norm"], h, ctx), "vocab")'),
     ("row[:, jnp.argsort(order)[wanted]]", "row[:, wanted]",
-     "models/test_token_prediction.py -m '' -k 'mesh and context'"),
+     "models/test_token_prediction.py -m '' -k 'every_mesh and mesh3'"),
     ("cfg.mtp.weight * mean_loss", "mean_loss"),
     ("sums / jnp.where(weights == 0, 1, weights)", "sums / weights"),
     ("counts[0], stack) + cfg", "counts[0], stack) + 0 * cfg"),
