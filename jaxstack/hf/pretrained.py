@@ -114,6 +114,7 @@ class PretrainedFolder:
         last = self.model.num_layers + ahead if isinstance(ahead, int) else 0
         unread = tuple(f"model.layers.{i}." for i in range(self.model.num_layers, last))
         in_file = {new: own for new, own in in_file.items() if not new.startswith(unread)}
+        self._require_constants(in_file)
         held = {name: self._tensors.infos[own] for name, own in in_file.items()}
         declared = flat_spec(self._spec)
         many = max(layout.tensors(declared[path]) for path, (_, layout) in rows.items())
@@ -157,6 +158,19 @@ class PretrainedFolder:
                     f"{', '.join(safetensors.DTYPES)}."
                 )
         return {name: in_file[own] for name, own in names.items()}
+
+    def _require_constants(self, in_file: dict[str, str]) -> None:
+        """Checks numbers that are the same in every model of the family, and removes their names from `in_file`."""
+        for name, value in weights.constants(self.family, self.model.num_layers).items():
+            own = in_file.pop(name, None)
+            if own is None:
+                continue
+            found = self._tensors.read(own, ()) if self._tensors.infos[own].shape == () else np.zeros(2)
+            if not np.allclose(found, value, rtol=2**-7, atol=0):  # the rounding of bfloat16, twice
+                raise ConfigError(
+                    f"{self._tensors.infos[own].file}: {own} is {found.tolist()}, and in every model of the family "
+                    f"{self.family} it is {value}. Use the tensors of such a model."
+                )
 
     def _require_equal(self, one: str, other: str) -> None:
         """Checks that a table that is stored again equals the first one."""
@@ -214,6 +228,15 @@ class PretrainedFolder:
         return merge(adapters, values)
 
 
+def _require_linear(family: str, codes: Codes, linear: list[str]) -> None:
+    """Checks that every tensor with codes is one of the weights of linear layers."""
+    if other := sorted(codes.keys() - set(linear)):
+        raise ConfigError(
+            f"{other[0]} of the family {family} is not the weight of one linear layer and cannot be quantised. Use a "
+            f"model of another family than gpt2."
+        )
+
+
 def save_pretrained(
     folder: Path,
     cfg: ModelConfig,
@@ -250,14 +273,11 @@ def save_pretrained(
     if quantized is not None:
         scheme, codes = quantized
         linear = [name for name, tensor in tensors.items() if tensor.is_linear]
-        if other := sorted(codes.keys() - set(linear)):
-            raise ConfigError(
-                f"{other[0]} of the family {family} is not the weight of one linear layer and cannot be quantised. Use "
-                f"a model of another family than gpt2."
-            )
+        _require_linear(family, codes, linear)
         assert all(code.shape == tensors[name].shape for name, (code, _) in codes.items())
         config[KEY] = quantized_folders.to_json(scheme, codes, linear, dtype)
-    sizes: dict[str, int] = {}
+    constants = weights.constants(family, cfg.num_layers)
+    sizes = dict.fromkeys(constants, kind.itemsize)
     for name, tensor in tensors.items():
         if name in codes:
             sizes |= quantized_folders.tensor_sizes(name, *codes[name], scheme, kind)
@@ -265,6 +285,7 @@ def save_pretrained(
             sizes[name] = kind.itemsize * prod(tensor.shape)
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        yield from ((name, np.asarray(value, kind)) for name, value in constants.items())
         for name, tensor in tensors.items():
             if name in codes:
                 yield from quantized_folders.to_tensors(name, *codes[name], scheme, kind).items()

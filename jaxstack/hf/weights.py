@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.expert_layers import order, stack_of
+from jaxstack.features import xielu
 from jaxstack.hf.tensor_layout import Index, TensorLayout
 from jaxstack.models.params import Param, Spec, flat_spec, without_padding
 
@@ -430,10 +432,13 @@ COPIES = {
 
 BUFFERS = (
     r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids|(.*\.)?pooler\..*"
-    r"|cls\.seq_relationship\..*|.*\.act_fn\.(beta|eps)"
+    r"|cls\.seq_relationship\..*"
 )
-"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, BERT's heads for sentences, and
-constants of xIELU."""
+"""Matches what files hold beside the weights: masks, frequencies of RoPE, positions, and BERT's heads for sentences."""
+
+CONSTANTS = {"apertus": {"model.layers.{}.mlp.act_fn.beta": xielu.BETA, "model.layers.{}.mlp.act_fn.eps": xielu.LAST}}
+"""Numbers of each layer that files hold in bfloat16, although every model of the family has the same ones. Where a file
+lacks them, `transformers` computes with what its memory held before."""
 
 CLASSIFIERS = {
     "bert": ("bert.pooler.dense", "classifier"),
@@ -729,6 +734,12 @@ def with_copies(family: str, model: ModelConfig, tensors: dict[str, HFTensor]) -
     """Returns the tensors with those of `module_copies`, which other programs read."""
     copied = {copy: WEIGHT_MAPS[family][path][0] for copy, path in module_copies(model).items()}
     return tensors | {copy: tensors[name] for copy, name in copied.items()}
+
+
+def constants(family: str, layers: int) -> dict[str, float]:
+    """Returns the tensors without axes that each layer of the family has, by name; see `CONSTANTS`."""
+    rows = CONSTANTS.get(family, {}).items()
+    return {name.format(i): float(jnp.bfloat16(value)) for i in range(layers) for name, value in rows}
 
 
 def read_param(

@@ -300,6 +300,8 @@ def in_their_words(name, cfg, values):
         if name == "apertus":
             found[f"{h}mlp.act_fn.alpha_p"] = L["mlp"]["slope_positive"][i]
             found[f"{h}mlp.act_fn.alpha_n"] = L["mlp"]["slope_negative"][i]
+            found[f"{h}mlp.act_fn.beta"] = np.float32(0.5)
+            found[f"{h}mlp.act_fn.eps"] = np.float32(-1.046875 * 2**-20)  # -1e-6 in bfloat16
         if name == "granitemoe":
             moe, room = jax.tree.map(lambda a, i=i: a[i], L["moe"]), f"{h}block_sparse_moe."
             both = np.concatenate([moe["w_gate"], moe["w_up"]], -1)
@@ -986,6 +988,22 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder):
             file.truncate(3000)
         with pytest.raises(ConfigError, match="cannot be read"):
             source.read_params()
+
+
+@pytest.mark.parametrize(("value", "is_read"), [(None, True), (0.5, True), (0.25, False), ([0.5], False)])
+def test_constants_of_a_file_are_those_of_its_family(value, is_read, tmp_path, rng):
+    """Each layer of Apertus has two numbers that no model varies; a file with another one is another activation."""
+    cfg = MODELS["apertus"]
+    values = random_values(cfg, rng)
+    folder = save(tmp_path / "model", cfg, values)
+    held = safetensors.load_file(folder / tensor_files.SINGLE)
+    del held[name := "model.layers.1.mlp.act_fn.beta"]
+    held |= {} if value is None else {name: np.array(value, np.float32)}
+    safetensors.save_file(held, folder / tensor_files.SINGLE)
+    if is_read:
+        return equal(read(folder), values)
+    with pytest.raises(ConfigError, match=r"act_fn.beta is .*, and in every model of the family apertus it is 0.5"):
+        read(folder)
 
 
 def test_names_and_tensors_that_older_files_have(tmp_path, rng):

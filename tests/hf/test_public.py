@@ -7,6 +7,7 @@ A slow test scales each model down, lets `transformers` draw its weights, and co
 """
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -302,6 +303,10 @@ def test_the_command_line_returns_every_family_bit_for_bit(kind, tmp_path, rng):
     spec = families.spec(from_json("config.json", config).model)
     shapes = {name: tensor.shape for name, tensor in weights.hf_tensors(kind, spec).items()}
     tensors = {name: rng.normal(0, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors |= {
+        name: np.asarray(value, np.float32)
+        for name, value in weights.constants(kind, config.get("num_hidden_layers", 0)).items()
+    }
     safetensors.save_file(tensors, saved / "model.safetensors")
     parser.execute(["import", str(saved), str(tmp_path / "run")])
     parser.execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
@@ -331,6 +336,7 @@ def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, tmp_p
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.copy_(torch.from_numpy(rng.normal(0, 1.0 if weight.ndim == 1 else 0.2, weight.shape)))
+    theirs = theirs.float()  # Apertus holds two numbers a layer in bfloat16, and would compute with them in bfloat16
     theirs.save_pretrained(saved)
     (saved / "config.json").write_text(json.dumps(config, indent=1))  # as published, not as this version writes it
 
@@ -354,9 +360,9 @@ def test_import_and_export_of_a_scaled_down_checkpoint(name, transformers, tmp_p
     parser.execute(["import", str(saved), str(tmp_path / "run")])
     parser.execute(["export", str(tmp_path / "run"), str(tmp_path / "out")])
     before, after = (safetensors.load_file(tmp_path / at / "model.safetensors") for at in ("saved", "out"))
-    assert before.keys() - after.keys() <= {key for key in before if "pooler" in key}
+    assert [key for key in before.keys() - after.keys() if not re.fullmatch(weights.BUFFERS, key)] == []
     assert [key for key in after if before[key].tobytes() != after[key].tobytes()] == []
-    again = kind.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    again = kind.from_pretrained(tmp_path / "out", attn_implementation="eager").float().eval()
     assert np.array_equal(again(**given).logits.numpy(force=True), expected)
     written = json.loads((tmp_path / "out/config.json").read_text())
     changed = {key for key in config.keys() | written.keys() if config.get(key) != written.get(key)}

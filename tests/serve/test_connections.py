@@ -308,6 +308,7 @@ def test_a_client_that_does_not_read_loses_its_connection(stream, caplog):
             client.sendall(POST + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
             wait_until(lambda: door.connections)
             wait_until(lambda: not door.connections)
+            assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: not door.server.open)  # its task ends after the connection
     assert not caplog.records
 
