@@ -162,19 +162,41 @@ def predict(
     if "next_tokens" not in inputs.arrays:
         return x, {}
     (module,) = params
-    own = ctx.layout.gather_params({name: stack.spec[name] for name in OWN}, {name: module[name] for name in OWN})
-    embedded = inputs.side["embedded"][index]  # [B, S/n, D]
-    token = layers.norm(cfg, own["join"]["token_norm"], embedded, ctx)
-    hidden = layers.norm(cfg, own["join"]["hidden_norm"], x[STACK], ctx)
-    h = narrow(own["join"], "w", jnp.concatenate([token, hidden], -1), ctx)
-    inner = replace(stack, spec=_without_own(stack.spec), stream=None)
-    h, values = run_layers(cfg, ctx, inner, [_without_own(module)], h, index, inputs)
-    h = layers.norm(cfg, own["module_norm"], h, ctx)
+    h, values = run_module(cfg, ctx, stack, module, (x[STACK], inputs.side["embedded"][index]), index, inputs)
     read = ctx.layout.gather_activations(h, "vocab")
     arrays = inputs.arrays["next_targets"][index], inputs.arrays["next_weights"][index]
     measure = partial(kernels.cross_entropy, implementation=ctx.ops.cross_entropy)
     loss = decoder.sum_over_vocabulary(measure, cfg, inputs.side["head"], read, arrays, ctx)
     return x | {STACK: h}, values | {"mtp_loss": loss[None]}
+
+
+def run_module(
+    cfg: ModelConfig,
+    ctx: Context,
+    stack: Stack,
+    module: Params,
+    streams: tuple[jax.Array, jax.Array],
+    index: jax.Array | int,
+    inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Returns what the head reads of a module [B, S/n, D], and the named values of its layer, [1, ...] each.
+
+    Args:
+      stack: of the modules, with the declarations of one.
+      module: its parameters, as they are stored.
+      streams: what the head reads of the module before, and the embeddings of the tokens that it reads [B, S/n, D].
+      index: number of the module, from 0 on.
+      cache: see `blocks.StackStep`.
+    """
+    own = ctx.layout.gather_params({name: stack.spec[name] for name in OWN}, {name: module[name] for name in OWN})
+    before, embedded = streams
+    token = layers.norm(cfg, own["join"]["token_norm"], embedded, ctx)
+    hidden = layers.norm(cfg, own["join"]["hidden_norm"], before, ctx)
+    h = narrow(own["join"], "w", jnp.concatenate([token, hidden], -1), ctx)
+    inner = replace(stack, spec=_without_own(stack.spec), stream=None)
+    h, values = run_layers(cfg, ctx, inner, [_without_own(module)], h, index, inputs, cache)
+    return layers.norm(cfg, own["module_norm"], h, ctx), values
 
 
 def _without_own(tree: PyTree) -> PyTree:
