@@ -49,33 +49,34 @@ def modular(name: str, **changes):
 def test_drafts_are_those_of_the_module_without_a_cache(rng):
     """Round by round, against passes over the whole text; the module has read every accepted token.
 
-    The probability of the first draft is the one that the loss of training has. The second draft has no such formula:
-    the module reads the text and its own result behind it.
+    The probability of the first draft is the one that the loss of training has. The others have no such formula: the
+    module reads the text and its own results behind it.
     """
     N = 14
     cfg, values = modular("llama3")
     ids = jnp.asarray(rng.integers(0, cfg.vocab, (1, N)))
     engine = Engine.create(cfg, values)
-    model = engine.decoder(engine.params, engine.token_weights, jnp.zeros(1, jnp.int32), 20, spare=2)
-    drafter = OwnModule.create(model, cfg.mtp, engine.modules, 2)
+    model = engine.decoder(engine.params, engine.token_weights, jnp.zeros(1, jnp.int32), 20, spare=3)
+    drafter = OwnModule.create(model, cfg.mtp, engine.modules, 3)
 
     def greedy(logits, i):
         return logits.argmax(-1), jax.nn.softmax(logits)
 
     @jax.jit
     def expected(newest):
-        """Returns two drafts after the token with this index, and the probability of the first one in training."""
+        """Returns three drafts after the token with this index, and the probability of the first one in training."""
         x, _ = families.of(engine.cfg).hidden_states(engine.cfg, engine.params, {"tokens": ids})
         reads = jnp.roll(ids, -1, 1)
-        h, _ = drafter.run({"tokens": reads}, x, None)
-        first = model.logits(h)[0, newest - 1].argmax()
-        x = x.at[:, newest].set(h[:, newest - 1])
-        h, _ = drafter.run({"tokens": reads.at[:, newest].set(first)}, x, None)
-        second = model.logits(h)[0, newest].argmax()
+        drafts = []
+        for at in (newest, newest + 1, newest + 2):
+            h, _ = drafter.run({"tokens": reads}, x, None)
+            drafts.append(model.logits(h)[0, at - 1].argmax())
+            x = x.at[:, at].set(h[:, at - 1])
+            reads = reads.at[:, at].set(drafts[-1])
         weights = jnp.zeros(ids.shape).at[:, newest].set(1)
-        batch = {"tokens": ids, "targets": reads.at[:, newest].set(first), "loss_weights": weights}
+        batch = {"tokens": ids, "targets": jnp.roll(ids, -1, 1).at[:, newest].set(drafts[0]), "loss_weights": weights}
         _, aux = families.of(cfg).hidden_states(cfg, values, batch)
-        return jnp.stack([first, second]), -aux["mtp_loss"][0]
+        return jnp.stack(drafts), -aux["mtp_loss"][0]
 
     draft = jax.jit(lambda state, last, slot: drafter.draft(state, last, slot, greedy))
     verify = jax.jit(model.verify_hidden)
@@ -83,12 +84,12 @@ def test_drafts_are_those_of_the_module_without_a_cache(rng):
     hidden, cache, _ = jax.jit(model.prefill_hidden)(ids[:, :5])
     state = jax.jit(drafter.start)(ids[:, :5], hidden, ids[:, 5])
     at = 5
-    for accepted in (0, 2, 1):
+    for accepted in (0, 3, 1):
         drafted, q, state = draft(state, ids[:, at], jnp.int32(at))
         want, log_prob = expected(at)
         assert drafted.tolist() == want.tolist()
         np.testing.assert_allclose(jnp.log(q[0, drafted[0]]), log_prob, rtol=1e-4)  # sums of other orders, float32
-        other = jnp.full((1, 2 - accepted), 7)  # dropped tokens
+        other = jnp.full((1, 3 - accepted), 7)  # dropped tokens
         read = jnp.concatenate([ids[:, at : at + accepted + 1], other], 1)
         hidden, cache = verify(read, jnp.int32(at), cache)
         after = jnp.concatenate([ids[:, at + 1 : at + accepted + 2], other], 1)
