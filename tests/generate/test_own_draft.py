@@ -64,19 +64,21 @@ def test_drafts_are_those_of_the_module_without_a_cache(rng):
 
     @jax.jit
     def expected(newest):
-        """Returns three drafts after the token with this index, and the probability of the first one in training."""
+        """Returns three drafts after the token with this index, their logits, and the first one's loss in training."""
         x, _ = families.of(engine.cfg).hidden_states(engine.cfg, engine.params, {"tokens": ids})
         reads = jnp.roll(ids, -1, 1)
         drafts = []
+        logits = []
         for at in (newest, newest + 1, newest + 2):
             h, _ = drafter.run({"tokens": reads}, x, None)
-            drafts.append(model.logits(h)[0, at - 1].argmax())
+            logits.append(model.logits(h)[0, at - 1])
+            drafts.append(logits[-1].argmax())
             x = x.at[:, at].set(h[:, at - 1])
             reads = reads.at[:, at].set(drafts[-1])
         weights = jnp.zeros(ids.shape).at[:, newest].set(1)
         batch = {"tokens": ids, "targets": jnp.roll(ids, -1, 1).at[:, newest].set(drafts[0]), "loss_weights": weights}
         _, aux = families.of(cfg).hidden_states(cfg, values, batch)
-        return jnp.stack(drafts), -aux["mtp_loss"][0]
+        return jnp.stack(drafts), jnp.stack(logits), aux["mtp_loss"][0]
 
     draft = jax.jit(lambda state, last, slot: drafter.draft(state, last, slot, greedy))
     verify = jax.jit(model.verify_hidden)
@@ -86,9 +88,10 @@ def test_drafts_are_those_of_the_module_without_a_cache(rng):
     at = 5
     for accepted in (0, 3, 1):
         drafted, q, state = draft(state, ids[:, at], jnp.int32(at))
-        want, log_prob = expected(at)
-        assert drafted.tolist() == want.tolist()
-        np.testing.assert_allclose(jnp.log(q[0, drafted[0]]), log_prob, rtol=1e-4)  # sums of other orders, float32
+        tokens, logits, loss = expected(at)
+        assert drafted.tolist() == tokens.tolist()
+        np.testing.assert_allclose(jnp.log(q), jax.nn.log_softmax(logits), atol=1e-4)  # sums of other orders, float32
+        np.testing.assert_allclose(-jnp.log(q[0, drafted[0]]), loss, rtol=1e-4)
         other = jnp.full((1, 3 - accepted), 7)  # dropped tokens
         read = jnp.concatenate([ids[:, at : at + accepted + 1], other], 1)
         hidden, cache = verify(read, jnp.int32(at), cache)
