@@ -72,11 +72,11 @@ class SmallModel:
     tokens: int
 
     def start(self, tokens: jax.Array, hidden: jax.Array, last: jax.Array) -> PyTree:
-        """See `Drafter.start`."""
+        """Returns the cache of the prompts; see `Drafter.start`."""
         return self.model.prefill(tokens)[1]
 
     def draft(self, state: PyTree, last: jax.Array, slot: jax.Array, pick: Pick) -> tuple[jax.Array, jax.Array, PyTree]:
-        """See `Drafter.draft`."""
+        """Returns drafted tokens, their distributions and the cache with them; see `Drafter.draft`."""
 
         def one(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[PyTree, PyTree]:
             last, cache = carry
@@ -92,7 +92,7 @@ class SmallModel:
     def settle(
         self, state: PyTree, hidden: jax.Array, tokens: jax.Array, accepted: jax.Array, slot: jax.Array
     ) -> PyTree:
-        """See `Drafter.settle`. Dropped tokens are overwritten by the next ones."""
+        """Returns the cache as it is: the next tokens overwrite dropped ones. See `Drafter.settle`."""
         return state
 
 
@@ -124,13 +124,16 @@ class OwnModule:
         return cls(model, cfg, jax.tree.map(lambda a: a[0], cast), tokens)
 
     def start(self, tokens: jax.Array, hidden: jax.Array, last: jax.Array) -> PyTree:
-        """See `Drafter.start`."""
+        """Returns what the head reads for the first draft, and the cache of the prompts; see `Drafter.start`."""
         after = jnp.concatenate([tokens[:, 1:], last[:, None]], 1)
         h, new = self.run(self.model.first_batch(after), hidden, {})
         return {"hidden": h[:, -1:], "cache": map_cache(partial(allocate, self.model.last_length), new)}
 
     def draft(self, state: PyTree, last: jax.Array, slot: jax.Array, pick: Pick) -> tuple[jax.Array, jax.Array, PyTree]:
-        """See `Drafter.draft`. The module has read the newest token already, with the hidden state before it."""
+        """Returns drafted tokens, their distributions and the next state; see `Drafter.draft`.
+
+        The module has read the newest token already, with the hidden state before it.
+        """
 
         def one(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             new, chances = pick(self.model.logits(carry["hidden"])[:, 0], i)
@@ -145,7 +148,7 @@ class OwnModule:
     def settle(
         self, state: PyTree, hidden: jax.Array, tokens: jax.Array, accepted: jax.Array, slot: jax.Array
     ) -> PyTree:
-        """See `Drafter.settle`."""
+        """Returns what the head reads for the next draft, and the cache with accepted tokens; see `Drafter.settle`."""
         h, cache = self._read(tokens, hidden, slot, state["cache"])
         return {"hidden": jax.lax.dynamic_slice_in_dim(h, accepted, 1, 1), "cache": cache}
 
