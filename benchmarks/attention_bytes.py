@@ -1,9 +1,9 @@
 """Counts the bytes of attention and its gradients, compiled for chips that this machine lacks.
 
 Run `python benchmarks/attention_bytes.py h100` and `python benchmarks/attention_bytes.py v5e`, each in the environment
-of its compiler (extras `[cuda13]` and `[tpu]`). Together they write `results/attention_bytes.json`: the bytes that the
-program of each implementation reads and writes, its launches, its memory, and what `auto` selects. Rows of several
-documents are beside the same rows as one document. Nothing runs.
+of its compiler (extras `[cuda13]` and `[tpu]`). Titles of cases behind the chip select some. Together they write
+`results/attention_bytes.json`: the bytes that the program of each implementation reads and writes, its launches, its
+memory, and what `auto` selects. Rows of several documents are beside the same rows as one document. Nothing runs.
 """
 
 import json
@@ -31,11 +31,15 @@ TARGETS = {"h100": "h100:1x1x1", "v5e": "v5e:2x2"}
 
 @dataclass(frozen=True)
 class Case:
-    """Attention in bfloat16 for B, S, H, G, K; `documents` is the most of a row, and 0 means one."""
+    """Attention in bfloat16 for B, S, H, G, K; `documents` is the most of a row, and 0 means one.
+
+    `values` is the width of values; 0 means K.
+    """
 
     shape: tuple[int, int, int, int, int]
     documents: int = 0
     softcap: float | None = None
+    values: int = 0
 
 
 CASES = {
@@ -49,8 +53,10 @@ CASES = {
     "heads of 256, 16 documents": Case((2, 4096, 8, 4, 256), 16),
     "heads of 256, cap": Case((2, 4096, 8, 4, 256), softcap=50.0),
     "heads of 256, cap, 16 documents": Case((2, 4096, 8, 4, 256), 16, 50.0),
+    "latent": Case((2, 4096, 16, 16, 192), values=128),
+    "latent, 16 documents": Case((2, 4096, 16, 16, 192), 16, values=128),
 }
-CHUNKED = ("4,096 tokens", "4,096 tokens, 16 documents")
+CHUNKED = ("4,096 tokens", "4,096 tokens, 16 documents", "latent")
 """Cases that are compiled with `chunked`, too, which takes a minute each."""
 
 
@@ -59,6 +65,7 @@ def choice_of(case: Case, device: jax.Device) -> dict[str, Any]:
     return {
         "dtype": jnp.bfloat16,
         "head_dim": case.shape[-1],
+        "value_dim": case.values or case.shape[-1],
         "softcap": case.softcap,
         "segments": case.documents > 0,
         "max_documents": case.documents,
@@ -70,7 +77,11 @@ def compiled(case: Case, name: str, device: jax.Device) -> jax.stages.Compiled:
     """Compiles the output and the gradients of queries, keys and values."""
     b, s, h, g, width = case.shape
     where = SingleDeviceSharding(device)
-    arrays = [jax.ShapeDtypeStruct((b, s, n, width), jnp.bfloat16, sharding=where) for n in (h, g, g, h)]
+    narrow = case.values or width
+    arrays = [
+        jax.ShapeDtypeStruct((b, s, n, wide), jnp.bfloat16, sharding=where)
+        for n, wide in ((h, width), (g, width), (g, narrow), (h, narrow))
+    ]
     ids = jax.ShapeDtypeStruct((b, s), jnp.int32, sharding=where)
 
     def run(q: Any, k: Any, v: Any, d_out: Any, ids: Any) -> Any:
@@ -101,8 +112,9 @@ def main() -> None:
     table = kernels.OP_IMPLEMENTATIONS["attention"]
     path = record.RESULTS / "attention_bytes.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else {}
-    found[chip] = {}
-    for title, case in CASES.items():
+    found.setdefault(chip, {})
+    for title in sys.argv[2:] or CASES:
+        case = CASES[title]
         known = choice_of(case, device)
         rows: dict[str, Any] = {}
         for name in ("cudnn", f"pallas_{platform}", "chunked"):
@@ -116,6 +128,8 @@ def main() -> None:
             print(chip, title, name, rows[name], flush=True)
         auto = choice.select_implementation("attention", table, "auto", platform, known)
         found[chip][title] = {"shape_BSHGK": case.shape, "auto": auto, "implementations": rows}
+        if case.values:
+            found[chip][title]["value_width"] = case.values
         record.record("attention_bytes", {"targets": TARGETS, "cases": found})
 
 

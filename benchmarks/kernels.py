@@ -128,16 +128,20 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
 
     found: list[Case] = []
 
-    def attention(B: int, S: int, H: int, G: int, K: int, documents: int = 0, softcap: float | None = None) -> None:
+    def attention(
+        B: int, S: int, H: int, G: int, K: int, documents: int = 0, softcap: float | None = None, V: int | None = None
+    ) -> None:
+        V = V or K  # width of values
         lengths = np.random.default_rng(0).multinomial(S - documents, np.ones(max(documents, 1)) / max(documents, 1), B)
         lengths += documents > 0  # none is empty
         ids = [np.repeat(np.arange(row.size), row) for row in lengths]
         pairs = H * float((lengths * (lengths + 1.0)).sum()) / 2
-        q, kv = e * B * S * H * K, e * B * S * G * K
+        q, out = e * B * S * H * K, e * B * S * H * V
+        k, v = e * B * S * G * K, e * B * S * G * V
         packed = {"segments": True, "max_documents": documents} if documents else {}
 
         def args() -> tuple[jax.Array, ...]:
-            arrays = random(B, S, H, K), random(B, S, G, K), random(B, S, G, K)
+            arrays = random(B, S, H, K), random(B, S, G, K), random(B, S, G, V)
             return (*arrays, jnp.asarray(np.stack(ids), jnp.int32)) if documents else arrays
 
         def call(name: str) -> Callable[..., Any]:
@@ -149,6 +153,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
             )  # fmt: skip
 
         what = [f"batch {B}, sequence {S}, heads {H}/{G} of {K}, causal"]
+        what += [f"values of {V}"] * (V != K)
         what += [f"{documents} documents"] * (documents > 0) + [f"cap {softcap}"] * (softcap is not None)
         found.append(
             Case(
@@ -156,11 +161,12 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
                 ", ".join(what),
                 args,
                 call,
-                (4 * pairs * K, 12 * pairs * K),
-                (2 * q + 2 * kv, 6 * q + 6 * kv),
-                {"dtype": jnp.dtype(dtype), "head_dim": K, "softcap": softcap, "compute_capability": capability}
+                (2 * pairs * (K + V), 6 * pairs * (K + V)),
+                (q + k + v + out, 3 * (q + k + v + out)),
+                {"dtype": jnp.dtype(dtype), "head_dim": K, "value_dim": V, "softcap": softcap}
+                | {"compute_capability": capability}
                 | packed,
-                {} if documents or softcap else tokamax("attention"),
+                {} if documents or softcap or V != K else tokamax("attention"),
                 differentiated=3,
             )
         )
@@ -294,6 +300,7 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
         codes(3, 128, 32, 4, 64)
         attention(1, 128, 4, 2, 16)
         attention(2, 64, 4, 2, 16, documents=5)
+        attention(1, 128, 4, 4, 24, V=16)
         norm(64, 128)
         cross_entropy(2, 32, 32, 64)
         grouped(256, 8, 32, 64)
@@ -324,6 +331,8 @@ def cases(small: bool, platform: str, dtype: Any) -> list[Case]:
     attention(1, 8192, 32, 8, 128, documents=32)
     attention(2, 4096, 16, 4, 64, documents=16)
     attention(2, 4096, 8, 4, 256, documents=16, softcap=50.0)
+    attention(2, 4096, 16, 16, 192, V=128)
+    attention(2, 4096, 16, 16, 192, documents=16, V=128)
     norm(8192, 4096)
     cross_entropy(4, 2048, 2048, 128256)
     cross_entropy(4, 2048, 4096, 128256)

@@ -17,7 +17,7 @@ class BatchArray:
     Attributes:
       shape: dimensions; the first two are rows and the positions of a sequence.
       values: of a made-up batch. `ids`: random integers from 0 to `below` - 1. `positions`: 0, 1, ... along each
-        sequence. `one_document`: zeros, int32. `ones` and `normal`: float32.
+        sequence. `one_document`: ones, int32, for 0 is padding. `ones` and `normal`: float32.
       below: see `values`.
     """
 
@@ -39,7 +39,7 @@ class BatchArray:
                 return np.broadcast_to(np.arange(self.shape[1], dtype=np.int32), self.shape)
             case "normal":
                 return rng.standard_normal(self.shape, np.float32)
-        return np.full(self.shape, self.values == "ones", self.dtype)
+        return np.ones(self.shape, self.dtype)
 
 
 BatchSpec: TypeAlias = dict[str, BatchArray]

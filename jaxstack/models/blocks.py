@@ -7,6 +7,7 @@ within attention, S/n tokens of a row in the residual stream (n > 1 with sequenc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -187,10 +188,10 @@ def run_layers(
         rope = rope if stack.rotates[i % len(stack.rotates)] else None
         earlier = {**cache[i], "distance": inputs.distance[i]} if cache else cache
         before = h
+        read = replace(inputs, rope=rope)
+        run = partial(stack.run_layer, cfg, ctx, index=index * period + i, inputs=read, mask=mask, cache=earlier)
         with layer_scope(i, period):
-            h, of_layer = stack.run_layer(
-                cfg, ctx, layer, h, index * period + i, replace(inputs, rope=rope), mask=mask, cache=earlier
-            )
+            h, of_layer = ctx.around_layer(run)(layer, h)
         if ctx.layout.pipeline is not None and 0 < rest <= i:
             h = jnp.where(index < whole, h, before)
         if i + 1 < len(params) and not (cfg.post_norm or cfg.norm_after):
@@ -255,6 +256,11 @@ class Stack:
     def period(self) -> int:
         """Layers in one step of the loop."""
         return len(self.masks)
+
+    @property
+    def runs_several(self) -> bool:
+        """Whether a step of the loop has several layers."""
+        return self.period > 1 or len(self.kinds) > 1
 
     def gather(self, ctx: Context, params: Params) -> Params:
         """Returns the parameters of one layer as its block reads them."""
@@ -392,6 +398,46 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
     return jax.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)  # type: ignore[return-value]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["stacked"], meta_fields=["index"])
+@dataclass(frozen=True)
+class LayerOfStep:
+    """The parameters of one layer of a step [period, ...], sliced where the layer runs.
+
+    What a recomputed layer reads is saved. A loop has the parameters of a step anyway, but would copy a slice of them.
+    """
+
+    stacked: Params
+    index: int
+
+    def __getitem__(self, name: str) -> "LayerOfStep":
+        return LayerOfStep(self.stacked[name], self.index)
+
+    def take(self) -> Params:
+        """Returns the parameters of the layer."""
+        taken: Params = jax.tree.map(lambda a: a[self.index], self.stacked)
+        return taken
+
+
+def recompute_layers(
+    ctx: Context, stack: Stack, step: Callable[..., Tree], in_loop: bool = True
+) -> Callable[..., Tree]:
+    """Returns a step of the loop over a stack, whose backward pass recomputes one layer at a time, see `remat`.
+
+    Args:
+      step: gets a context, and then the arguments of the result.
+    """
+    if not stack.runs_several:
+        return remat(ctx, partial(step, ctx), in_loop)
+
+    def around_layer(run: Callable[..., Tree]) -> Callable[..., Tree]:
+        def layer(params: Params | LayerOfStep, x: jax.Array) -> Tree:
+            return run(params.take() if isinstance(params, LayerOfStep) else params, x)
+
+        return remat(ctx, layer, in_loop)
+
+    return partial(step, replace(ctx, around_layer=around_layer))
+
+
 def group_layers(period: int, stacked: Tree) -> list[Tree]:
     """Splits arrays over layers [L, ...] into one tree for each block of a step: `period` trees of [L/period, ...]."""
     return [jax.tree.map(lambda a, i=i: a.reshape(-1, period, *a.shape[1:])[:, i], stacked) for i in range(period)]
@@ -445,22 +491,23 @@ def scan_stack(
         side = jax.tree.map(lambda a, like: a.astype(like.dtype), wide, inputs.side)
         return replace(inputs, side=side)
 
-    def scan_body(x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
+    def scan_body(ctx: Context, x: jax.Array, scanned: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, Aux]:
         stacked, cache, index = scanned
-        weights = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(stack.period)]
+        parts = [LayerOfStep(stacked, i) for i in range(stack.period)]
+        weights: Any = parts if stack.runs_several else [part.take() for part in parts]
         return stack.step(cfg, ctx, stack, weights, x, index, of_layer(), cache)
 
-    def last_step(x: jax.Array, weights: list[Params]) -> tuple[jax.Array, Aux]:
+    def last_step(ctx: Context, x: jax.Array, weights: list[Params]) -> tuple[jax.Array, Aux]:
         return stack.step(cfg, ctx, stack, weights, x, count, of_layer())
 
     count = stack.depth // stack.period
     in_loop = ctx.ops.layers == "scan"
     scanned = steps.whole, cache, jnp.arange(count)
-    x, aux = jax.lax.scan(remat(ctx, scan_body, in_loop), x, scanned, unroll=not in_loop)
+    x, aux = jax.lax.scan(recompute_layers(ctx, stack, scan_body, in_loop), x, scanned, unroll=not in_loop)
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     if steps.rest:
         with jax.named_scope(f"after_{count}_steps"):
-            x, more = remat(ctx, last_step, in_loop=False)(x, steps.rest)
+            x, more = recompute_layers(ctx, stack, last_step, in_loop=False)(x, steps.rest)
         aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), aux, more)
     return x, aux
 

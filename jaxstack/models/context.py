@@ -39,6 +39,7 @@ class Context:
       ops: the implementation that runs each op.
       dtype: dtype of activations, and of matrices in matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
+      around_layer: changes the function that runs a layer, where a step of the loop over layers runs several.
       observer: measures activations of the layers. `None` measures nothing: the program is then the same.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
       values: collects the named values of a layer, see `collecting`. `None` outside of what collects them.
@@ -49,6 +50,7 @@ class Context:
     ops: Ops = field(default_factory=Ops)
     dtype: Any = jnp.float32
     remat: Literal["none", "selective", "dots", "full"] = "none"
+    around_layer: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda run: run
     observer: Observer | None = None
     placement: Placement | None = None
     values: Aux | None = field(default=None, compare=False, repr=False)

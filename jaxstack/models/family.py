@@ -17,7 +17,7 @@ from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.models.batches import BatchSpec
-from jaxstack.models.blocks import Stack, group_layers, remat, scan_stack, split_microbatches, split_steps
+from jaxstack.models.blocks import Stack, group_layers, recompute_layers, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order, join
 from jaxstack.models.layer_inputs import LayerInputs
@@ -160,14 +160,14 @@ class Family:
 
         def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
             def scan_body(
-                layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, inputs: LayerInputs
+                ctx: Context, layer: tuple[list[Params], PyTree], stream: Stream, index: jax.Array, inputs: LayerInputs
             ) -> tuple[Stream, jax.Array, Aux]:
                 weights, cache = layer
                 x, side = stream
-                x, values = stack.step(cfg, inner, stack, weights, x, index, inputs.of_stack(name, side), cache)
+                x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs.of_stack(name, side), cache)
                 return (x, side), jnp.zeros(()), values
 
-            return remat(inner, scan_body)
+            return recompute_layers(inner, stack, scan_body)
 
         def stacked(name: str, stack: Stack) -> tuple[list[Params], PyTree]:
             weights = params[name]

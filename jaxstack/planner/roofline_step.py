@@ -88,14 +88,12 @@ class LayerKind:
       model: the model, with experts only if these layers have them.
       layers: number of the layers.
       params: the declarations of their parameters by path.
-      ends_unit: whether the loop saves the residual stream after the layer, because it is the last one of its unit.
     """
 
     stack: str
     model: ModelConfig
     layers: int
     params: Mapping[str, Param]
-    ends_unit: bool
 
     @property
     def has_states(self) -> bool:
@@ -119,7 +117,7 @@ def layer_kinds(model: ModelConfig, ctx: Context) -> list[LayerKind]:
             params = {path.removeprefix(prefix): p for path, p in spec.items() if path.startswith(prefix)}
             routed = any("experts" in p.axes for p in params.values())
             moe = replace(model.moe, layers=ExpertLayers()) if routed else MoEConfig()
-            found.append(LayerKind(prefix.rstrip("/"), replace(model, moe=moe), stack.depth, params, kind == kinds[-1]))
+            found.append(LayerKind(prefix.rstrip("/"), replace(model, moe=moe), stack.depth, params))
     return found
 
 
@@ -207,8 +205,7 @@ def _recomputed_share(build: OpBuilder, kind: LayerKind, path: str) -> float:
 
     `selective` saves named values. The input of an adapter's second matrix is not among them, nor is the output of a
     matmul that a norm follows. The last matmul of a block is only repeated if a norm follows it. `full` also repeats it
-    if the norm follows the sum with the residual stream, and in all blocks of a period or unit but the last, whose sum
-    the next block reads. A gate of shared experts reads their output.
+    if the norm follows the sum with the residual stream. A gate of shared experts reads their output.
     """
     m = kind.model
     p = kind.params[path]
@@ -226,8 +223,7 @@ def _recomputed_share(build: OpBuilder, kind: LayerKind, path: str) -> float:
         return float(full or selective)
     last = "mlp_output" if kind.has_mlp else "attention_output"
     if last in roles and not m.post_norm:
-        repeated = m.norm_after or not kind.ends_unit
-        return float(full) * (1.0 if repeated else 1 - m.layer_groups / m.num_layers)
+        return float(full and m.norm_after)
     return float(full or (selective and bool(normalised)))
 
 
@@ -242,7 +238,7 @@ def _recomputes_expert(build: OpBuilder, s: DeviceShapes, kind: LayerKind, p: Pa
     last = "mlp_output" in p.roles and not into_adapter
     if last:
         read_again = s.model.post_norm or (not s.rounds and s.model.moe.capacity_factor is not None)
-        return build.remat != "none" and (read_again or (build.remat != "selective" and not kind.ends_unit))
+        return build.remat != "none" and read_again
     if s.rounds:
         return True
     return build.remat in ("full", "dots") or (build.remat == "selective" and into_adapter)

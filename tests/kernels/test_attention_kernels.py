@@ -47,10 +47,12 @@ def segment_ids(batch, lengths):
 
 
 def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4, how=True):
-    """Compares values and gradients for shapes B, S, H, G, K with numpy."""
-    b, s, h, g, width = shape
+    """Compares values and gradients for shapes B, S, H, G, K with numpy; a sixth number is the width of values."""
+    b, s, h, g, width, *of_values = shape
+    (narrow,) = of_values or [width]
     (q, q64), (k, k64), (v, v64), (d_out, d_out64) = (
-        draw(rng, (b, s, n, width), dtype, scale=size) for n, size in ((h, 2.0), (g, 1.0), (g, 1.0), (h, 1.0))
+        draw(rng, (b, s, n, wide), dtype, scale=size)
+        for n, wide, size in ((h, width, 2.0), (g, width, 1.0), (g, narrow, 1.0), (h, narrow, 1.0))
     )
 
     def f(q, k, v):
@@ -74,8 +76,10 @@ def check(rng, implementation, shape, options, ids, dtype=jnp.float32, scale=0.4
         ((1, 75, 4, 2, 48), {"mask": AttentionMask(40), "softcap": 2.0}, (30, 1, 44), jnp.float32),
         ((1, 41, 2, 2, 16), {"mask": AttentionMask(kind="full")}, None, jnp.float32),
         ((1, 75, 4, 2, 16), {"mask": AttentionMask(20, "full")}, (30, 45), jnp.bfloat16),
+        ((1, 75, 4, 4, 24, 10), {}, (30, 45), jnp.bfloat16),
+        ((1, 41, 2, 2, 24, 16), {}, None, jnp.float32),
     ],
-    ids=["causal", "everything", "full", "full_window"],
+    ids=["causal", "everything", "full", "full_window", "narrow_values_packed", "narrow_values"],
 )
 def test_values_and_gradients(rng, implementation, shape, options, segments, dtype):
     ids = None if segments is None else segment_ids(shape[0], segments)
@@ -311,13 +315,19 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
     for change, words in [
         ({"sequence_shards": 2, "mask": AttentionMask(5)}, "split over mesh axis context"),
         ({"head_dim": 1024}, "wide, not 1024"),
-        ({"value_dim": 64}, "takes values as wide as keys, not 64 and 128"),
+        ({"value_dim": 256}, "takes values as wide as keys, not 256 and 128"),
+        ({"value_dim": 64, "sequence_shards": 2}, "split over mesh axis context"),
         ({"dtype": jnp.float64}, "not float64"),
     ]:
         for platform in ("gpu", "tpu"):
             assert choose("auto", platform, **plain | change) == "chunked"
             with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
                 choose("pallas", platform, **plain | change)
+    with pytest.raises(ValueError, match="as wide as keys in a sequence that is split .*, not 64 and 128"):
+        choose("cudnn", "gpu", **plain | {"value_dim": 64, "sequence_shards": 2})
+    latent = plain | {"head_dim": 192, "value_dim": 128}
+    assert choose("auto", "gpu", **latent) == "cudnn"
+    assert choose("auto", "tpu", **latent) == "pallas_tpu"
     for capability in ("7.5", "gfx942"):  # one without bfloat16, and one of another vendor
         assert choose("auto", "gpu", **packed | {"compute_capability": capability}) == "chunked"
     ring = plain | {"sequence_shards": 2}

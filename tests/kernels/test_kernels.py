@@ -115,7 +115,7 @@ def numpy_attention(q, k, v, d_out, scale, mask=CAUSAL, softcap=None, segment_id
     `more` has other array arguments of `attention`. `bias` is a table [N, H] and the bucket of each pair [B, S, S]; its
     gradient is then the last result.
     """
-    out, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    out, dq, dk, dv = (np.zeros_like(a) for a in (d_out, q, k, v))
     d_table = None if bias is None else np.zeros_like(bias[0])
     batch, length, heads, _ = q.shape
 

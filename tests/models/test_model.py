@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import EXPERTS, FAMILIES, SMALL
+from families import ENCODERS, EXPERTS, FAMILIES, SMALL, SPARSE, STATE_SPACE
 from jax.sharding import PartitionSpec
 
 from jaxstack import families
@@ -210,6 +210,54 @@ def test_remat_changes_no_gradient(family, context, policies, rng):
             # is nothing but rounding, for a softmax does not see a shift: float32's of the whole, 1e-7.
             limit = 1e-5 * jnp.linalg.norm(expected) + 1e-7 * whole
             assert jnp.linalg.norm(again[path] - expected) <= limit, (remat, path)
+
+
+OF_SEVERAL = {
+    "windows": dataclasses.replace(FAMILIES["gemma2"], num_layers=4),
+    "a layer behind": dataclasses.replace(ENCODERS["modernbert"], num_layers=7),
+    "units": dataclasses.replace(STATE_SPACE["hybrid"], num_layers=6),
+    "experts": dataclasses.replace(SPARSE["every_second"], num_layers=4),
+}
+"""Models whose loop over layers runs several in a step; of an encoder, the last layers may be behind the loop."""
+
+
+@pytest.mark.parametrize("loop", ["scan", pytest.param("unrolled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", OF_SEVERAL)
+def test_remat_of_steps_with_several_layers_changes_no_gradient(model, loop, rng):
+    cfg = OF_SEVERAL[model]
+    values, tokens = randomised(cfg, rng), tokens_for(cfg, rng)
+
+    def loss(values, remat):
+        ctx = Context(ops=Ops(layers=loop), remat=remat)
+        batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens)}
+        return jnp.tanh(families.of(cfg).hidden_states(cfg, values, batch, ctx)[0]).mean()
+
+    plain = flatten(jax.grad(loss)(values, "none"))
+    for remat in ("selective", "full"):
+        again = flatten(jax.grad(loss)(values, remat))
+        whole = math.sqrt(sum(float(jnp.square(g).sum()) for g in plain.values()))
+        for path, expected in plain.items():  # as above
+            limit = 1e-5 * jnp.linalg.norm(expected) + 1e-7 * whole
+            assert jnp.linalg.norm(again[path] - expected) <= limit, (remat, path)
+
+
+def test_recomputation_saves_the_input_of_each_layer_of_a_step():
+    """And neither a layer of parameters, nor more than for a model whose steps have one layer."""
+    alone = dataclasses.replace(FAMILIES["llama3"], num_layers=6, windows=(8,))
+    tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
+    for remat in ("selective", "full"):
+        saved = []
+        for windows in ((8,), (8, 0, 8)):
+            cfg = dataclasses.replace(alone, windows=windows)
+            values = params.abstract(families.spec(cfg))
+
+            def pullback(values, tokens, cfg=cfg, remat=remat):
+                ctx = Context(ops=Ops(layers="scan"), remat=remat)
+                return jax.vjp(lambda v: families.forward(cfg, v, tokens, ctx)[0], values)[1]
+
+            shapes = jax.tree.leaves(jax.eval_shape(pullback, values, tokens))
+            saved.append(sum(leaf.size for leaf in shapes if leaf.shape[:1] in ((6,), (2,))))
+        assert saved[1] == pytest.approx(saved[0], rel=0.02), remat
 
 
 def test_remat_policies_recompute_what_they_say():

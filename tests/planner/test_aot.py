@@ -68,6 +68,18 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
     assert counted == pytest.approx(2 * 32 * flops.flops_per_token(cfg.model, 32, 12).full, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", [*PAIR_MODELS, "dit_text"])
+def test_a_made_up_batch_has_no_padding(kind, rng):
+    """Tokens of segment 0 are padding: a decoder would see no token of its encoder."""
+    source = {"source": "digits"} if kind == "dit_text" else {"denoisers": (DenoiserConfig(),)}
+    data = DataConfig(seq_len=32, target_len=12, batch_size=2, **source)
+    cfg = Config(model=(PAIR_MODELS | DIFFUSION)[kind], data=data, run=RunConfig(init_from="x"))
+    arrays = models.of(cfg.model).batch_spec(cfg.model, cfg.data).items()
+    made = {name: array.draw(rng) for name, array in arrays if name.endswith("segment_ids")}
+    assert made.keys() >= {"encoder_segment_ids"}
+    assert all((ids == 1).all() for ids in made.values())
+
+
 @pytest.mark.parametrize("kind", [*CONTRASTIVE, "dit_text"])
 def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     """Both rows of the batch are compared with both."""

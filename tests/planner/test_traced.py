@@ -12,11 +12,23 @@ import pytest
 import step_memory
 from families import BRANCHES, CONTRASTIVE, DIFFUSION, ENCODER_DECODERS, EXPERTS, NEAR
 
+from jaxstack import families
 from jaxstack.common.hardware import CHIPS
-from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, PipelineConfig, TrainConfig
+from jaxstack.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from jaxstack.families import flops
 from jaxstack.families.context import make_context
+from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.models.ops import Ops
 from jaxstack.planner import estimate, figures, hlo, memory, roofline, trace, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.step_time import step_time
@@ -38,6 +50,19 @@ MODELS = {
     **NEAR,
     "qwen2_moe": EXPERTS["qwen2_moe"],
 }
+
+
+def test_a_step_of_several_layers_needs_the_arrays_of_one():
+    """The backward pass recomputes one layer after the other, and frees the arrays of each before the next one."""
+
+    def arrays(windows):
+        cfg = ModelConfig(num_layers=6, d_model=32, num_heads=4, d_ff=512, vocab_size=16, windows=windows)
+        values = params.abstract(families.spec(cfg))
+        tokens = jax.ShapeDtypeStruct((64, 64), jnp.int32)
+        ctx = Context(ops=Ops(layers="scan"), remat="full")
+        return walked(jax.grad(lambda v, t: families.forward(cfg, v, t, ctx)[0].mean()), values, tokens).arrays
+
+    assert trace.total(arrays((8, 0, 8))) <= 1.1 * trace.total(arrays((8,)))
 
 
 def of_family(

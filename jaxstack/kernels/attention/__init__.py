@@ -77,8 +77,10 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
             return "takes the keys of a split sequence by mesh.context_method=ring only"
     if case.get("head_dim", 0) > _MAX_HEAD_DIM:
         return f"takes heads up to {_MAX_HEAD_DIM} wide, not {case['head_dim']}"
-    if case.get("value_dim", case.get("head_dim")) != case.get("head_dim"):
-        return f"takes values as wide as keys, not {case['value_dim']} and {case['head_dim']}"
+    keys, values = case.get("head_dim", 0), case.get("value_dim", case.get("head_dim", 0))
+    if values > keys or (values < keys and case.get("sequence_shards", 1) > 1):
+        where = " in a sequence that is split over mesh axis context" if values < keys else ""
+        return f"takes values as wide as keys{where}, not {values} and {keys}"
     if "dtype" in case and (dtype := jnp.dtype(case["dtype"]).name) not in _DTYPES[name]:
         return f"takes {' and '.join(_DTYPES[name])}, not {dtype}"
     if name == "pallas_tpu":
@@ -138,7 +140,7 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: [B, S, H, K] in q's dtype, with the softmax in float32.
 
-    Values may have another width than keys, which the result then has, with "xla" and "chunked".
+    Values may have another width than keys, which the result then has. Kernels get narrower values with zeros behind.
 
     Implementations:
       - "xla" has all S x S scores in memory.
@@ -176,9 +178,7 @@ def attention(
     o = options(q, k, scale, mask, softcap, implementation, bias, **case)._replace(max_documents=max_documents or 0)
     arrays = mask_arrays(mask, segment_ids, kv_segment_ids, prefix_ids, bias)
     q, k, v, table, sinks = collectives.match_varying(q, k, v, None if bias is None else bias.table, sinks)
-    if sinks is not None and o.name != "xla":
-        return attention_sinks.attend(o, q, k, v, arrays, sinks)
-    return _attend(o, q, k, v, arrays, table, sinks)
+    return _attend_any_width(o, q, k, v, arrays, table, sinks)
 
 
 @jax.named_scope("attention")
@@ -313,6 +313,18 @@ def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bi
         kv_segment_ids = jnp.where(kv_segment_ids == 0, -1, kv_segment_ids)
     of_queries = Tokens(segment_ids, prefix_ids, None if bias is None else bias.positions)
     return Mask(of_queries, of_queries._replace(segments=kv_segment_ids) if cross else of_queries)
+
+
+def _attend_any_width(o: Options, q, k, v, mask: Mask, table, sinks):
+    width = v.shape[3]
+    pads = o.name not in ("xla", "chunked") and width < q.shape[3]  # kernels have one width of a head
+    if pads:
+        v = jnp.pad(v, (*[(0, 0)] * 3, (0, q.shape[3] - width)))
+    if sinks is not None and o.name != "xla":
+        out = attention_sinks.attend(o, q, k, v, mask, sinks)
+    else:
+        out = _attend(o, q, k, v, mask, table, sinks)
+    return out[..., :width] if pads else out
 
 
 def _attend(o: Options, q, k, v, mask: Mask, table, sinks):

@@ -12,7 +12,7 @@ from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models import params as parameters
-from jaxstack.models.blocks import Stack, group_layers, remat, split_microbatches
+from jaxstack.models.blocks import Stack, group_layers, recompute_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order
 from jaxstack.models.layer_inputs import LayerInputs
@@ -48,13 +48,13 @@ def pipeline_fns(
 
     def layer(name: str, stack: Stack) -> Callable[..., tuple[Stream, jax.Array, Aux]]:
         def step(
-            weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
+            ctx: Context, weights: list[Params], stream: Stream, index: jax.Array, inputs: tuple[LayerInputs, Batch]
         ) -> tuple[Stream, jax.Array, Aux]:
             x, side = stream
             x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs[0].of_stack(name, side))
             return (x, side), jnp.asarray(objective.extras.loss(values, totals.counts, name)), values
 
-        return remat(ctx, step)
+        return recompute_layers(ctx, stack, step)
 
     def later(name: str, stack: Stack) -> StackFns:
         begin = enter(cfg, stack, ctx)
