@@ -323,7 +323,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
             assert choose("auto", platform, **plain | change) == "chunked"
             with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
                 choose("pallas", platform, **plain | change)
-    with pytest.raises(ValueError, match="as wide as keys in a sequence that is split .*, not 64 and 128"):
+    with pytest.raises(ValueError, match=r"as wide as keys in a sequence that is split .*, not 64 and 128"):
         choose("cudnn", "gpu", **plain | {"value_dim": 64, "sequence_shards": 2})
     latent = plain | {"head_dim": 192, "value_dim": 128}
     assert choose("auto", "gpu", **latent) == "cudnn"
