@@ -87,9 +87,17 @@ class PromptTokens(Tokens):
 
 
 def encode_prompts(
-    rows: Iterable[RewardedPrompt], template: chat.ChatTemplate, tokenizer: Tokenizer, seq_len: int
+    rows: Iterable[RewardedPrompt],
+    template: chat.ChatTemplate,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    key: str = "data.seq_len",
 ) -> tuple[PromptTokens, str]:
     """Encodes all prompts in memory, as `template` renders what precedes an answer.
+
+    Args:
+      seq_len: number of tokens of a prompt at most.
+      key: what sets `seq_len`, in messages.
 
     Returns:
       The tokens, and a note for users about prompts that were left out, or an empty string.
@@ -116,10 +124,10 @@ def encode_prompts(
         longest = f"the longest has {max(too_long):,} tokens"
         if not pieces:
             raise ConfigError(
-                f"none of {len(too_long):,} prompts fits into data.seq_len={seq_len} beside rl.tokens ({longest}). "
-                f"Raise data.seq_len."
+                f"none of {len(too_long):,} prompts fits into {key}={seq_len} ({longest}). Raise {key}, or use shorter "
+                f"prompts."
             )
-        note = f"{len(too_long):,} left out, too long for data.seq_len={seq_len} ({longest})"
+        note = f"{len(too_long):,} left out, too long for {key}={seq_len} ({longest})"
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)
     ids = np.concatenate(pieces)
     tokens = PromptTokens(

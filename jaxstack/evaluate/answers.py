@@ -52,7 +52,7 @@ def answer(
       ConfigError: the prompts cannot be read or are too long, or a reward does not suit them.
     """
     template = chat.template_for(run.tokenizer)
-    prompts, too_long = encode_prompts(read_prompts(path), template, run.tokenizer, context)
+    prompts, too_long = encode_prompts(read_prompts(path), template, run.tokenizer, context, "--context")
     if too_long:
         raise ConfigError(f"{path}: {too_long}. Raise --context, or leave these prompts out of the file.")
     numbers = prompts.numbers

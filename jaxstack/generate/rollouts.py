@@ -36,7 +36,8 @@ from jaxstack.models.params import Params
 from jaxstack.posttrain import losses, rewards, tasks
 from jaxstack.posttrain.rewards import Reward
 from jaxstack.runtime import distributed
-from jaxstack.training.features.policy import trainer_log_probs
+from jaxstack.training.features.pipelined import chosen_split
+from jaxstack.training.features.policy import scores_again, trainer_log_probs
 from jaxstack.training.features.preference import Refer
 from jaxstack.training.losses import EvalSums, Metrics
 from jaxstack.training.services.batches import Batches, Evaluate, Timer
@@ -220,8 +221,9 @@ class Rollouts(Batches):
         sampler = Sampler.create(setup)
         turns = open_turns(cfg.rl, str(cfg.data.path), setup.dataset.tokenizer, sampler.exact.stop)
         rescore = None
-        if not cfg.rl.exact or cfg.mesh.tensor > 1 or cfg.model.moe.num_experts or turns is not None:
-            rescore = trainer_log_probs(cfg.model, setup.ctx, cfg.train.grad_accum)
+        if scores_again(cfg.model, cfg.mesh, cfg.rl):
+            split = None if setup.ctx.layout.pipeline is None else chosen_split(cfg.pipeline, setup.ctx)
+            rescore = trainer_log_probs(cfg.model, setup.ctx, cfg.train.grad_accum, split)
         return cls(loader, cfg, setup.dataset.tokenizer, prompts, functions, turns, sampler, rescore, rows)
 
     # ---- training

@@ -60,6 +60,7 @@ def execute(
     stacked: PyTree,
     microbatches: PyTree,
     constants: PyTree = None,
+    gradients: bool = True,
 ) -> Sums:
     """Returns the loss and the gradients of all microbatches, computed in the order of the program.
 
@@ -71,12 +72,14 @@ def execute(
       microbatches: arrays [M, ...], equal on all stages.
       constants: arrays in this stage's layer slots that get no gradient, like `stacked`. If given, `fns.layer`
         receives the pair (parameters, constants) of a layer group instead of its parameters.
+      gradients: whether to compute gradients. Without them, only the forward units and the losses run, in the same
+        loops, and nothing is stored for the backward units. `Sums.shared` and `Sums.stacked` are then empty.
 
     Returns:
       Sums over microbatches. To sum over other mesh axes, pass parameters that vary along them and reduce the result.
     """
     parts = parts_of(program, fns, axis, stacked, constants)
-    run = _Run(program, fns, axis, shared, microbatches, parts, stage=lax.axis_index(axis))
+    run = _Run(program, fns, axis, shared, microbatches, parts, lax.axis_index(axis), gradients)
     state = run.initial_state()
     rows = tick_rows(program)
     if not program.static:
@@ -106,6 +109,7 @@ class _Run:
     microbatches: PyTree
     parts: tuple[Stack, ...]
     stage: jax.Array
+    gradients: bool
 
     @property
     def last_stage(self) -> int:
@@ -166,14 +170,15 @@ class _Run:
             penalties.append(share)
             lead = (part.plan.slots, part.max_groups)
             with jax.named_scope(f"stash{part.plan.loop or '_'}"):
-                stash.append([varying(zeros(r, lead=lead), axes) for r in residuals])
+                stash.append([varying(zeros(r, lead=lead), axes) for r in residuals if self.gradients])
             before = self.carrier.stream(arrays, part.index - 1) if part.index else None
             with jax.named_scope("between_stages"):
                 entries.append(jax.tree.map(lambda a: zeros(a, lead=(part.plan.slots,)), before))
             lead = (self.program.pair_slots, part.max_groups)
             taps = jax.eval_shape(part.vjp.sites.taps)
             with jax.named_scope("weight_pairs"):
-                pairs.append(jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), taps))
+                waiting = jax.tree.map(lambda tap: varying(zeros(tap, lead=lead), axes), taps)
+            pairs.append(waiting if self.gradients else {})
             slots = (len(part.group_of_slot),)
             auxes.append(totals.empty(aux, axes, slots))
         output = self.carrier.stream(arrays, self.last.index)
@@ -182,14 +187,15 @@ class _Run:
                 self.shared, broadcast(output, self.stage, self.last_stage, self.axis), self.inputs_of(jnp.int32(0))
             )
         )
-        stacked = tuple(part.stacked for part in self.parts)
+        shared = self.shared if self.gradients else {}
+        stacked = tuple(part.stacked if self.gradients else {} for part in self.parts)
         zero_penalties = match_varying(*(zeros(share, axes) for share in penalties))
-        sums = empty_sums(jax.tree.map(zeros, loss), zero_penalties[0], auxes, self.shared, stacked)
+        sums = empty_sums(totals.empty(loss), zero_penalties[0], auxes, shared, stacked)
         outputs = None
         if not self.program.loss_follows_forward:
             with jax.named_scope("between_stages"):
                 outputs = jax.tree.map(lambda a: zeros(a, lead=(self.last.plan.slots,)), output)
-        return State(arrays, arrays, stash, entries, outputs, pairs, sums)
+        return State(arrays, arrays if self.gradients else [], stash, entries, outputs, pairs, sums)
 
     def phase(self, phase: Phase, state: State, rows: TickRow) -> State:
         """Runs the ticks of a phase. In each run of ticks, the trip counts are Python's integers."""
@@ -220,7 +226,8 @@ class _Run:
             i = part.index
             x, stash[i], penalty, aux[i] = self.run_forward(part, x, stash[i], penalty, aux[i], row)
         stacked = list(sums.stacked)
-        self.run_weight(stacked, waiting, row, FORWARD)
+        if self.gradients:
+            self.run_weight(stacked, waiting, row, FORWARD)
         outputs = state.outputs
         last = self.last.index
         output = self.carrier.stream(x, last)
@@ -230,6 +237,11 @@ class _Run:
                 output = where(unit.active, output, index_leading(outputs, unit.slot))
             outputs = jax.tree.map(lambda s, a: write_at(s, a, unit.slot), outputs, output)
             output = index_leading(outputs, row.backward[last].slot)
+        if not self.gradients:
+            loss = self.run_loss_alone(sums.loss, row, output)
+            x = send(x, self.axis, 1) if may_run(row.turns.forward) else x
+            sums = replace(sums, loss=loss, penalty=penalty, aux=tuple(aux))
+            return replace(state, x=x, entries=entries, outputs=outputs, sums=sums), None
         dx, loss, shared = self.run_loss(state, row, output)
         for part in reversed(self.parts):
             i = part.index
@@ -294,7 +306,8 @@ class _Run:
                 part.group_of_slot[slot],
                 (inputs, index_leading(part.constants, slot)),
             )
-            stash = [write_at(s, r, unit.slot, i) for s, r in zip(stash, residuals, strict=True)]
+            if self.gradients:
+                stash = [write_at(s, r, unit.slot, i) for s, r in zip(stash, residuals, strict=True)]
             counts = is_layer & unit.active
             aux = merge_where(counts, aux, extra, slot)
             return where(is_layer, y, x), stash, penalty + jnp.where(counts, share, 0), aux
@@ -316,14 +329,24 @@ class _Run:
             y = broadcast(output, self.stage, self.last_stage, self.axis)
             inputs = self.inputs_of(m)
             share, pull = jax.vjp(lambda shared, y: self.loss(shared, y, inputs), self.shared, y)
-            dshared, dy = pull(jax.tree.map(lambda a: varying(jnp.ones((), a.dtype), varies_along(a)), share))
+            dshared, dy = pull(jax.tree.map(lambda a: varying(jnp.ones(a.shape, a.dtype), varies_along(a)), share))
             dx = where(self.stage == self.last_stage, dy, dx)
-            return dx, jax.tree.map(jnp.add, loss, share), add_trees(grads, dshared)
+            return dx, totals.merge(loss, share), add_trees(grads, dshared)
 
         dx = self.carrier.stream(state.dx, self.last.index)
         carry = (dx, state.sums.loss, state.sums.shared)
         dx, loss, shared = run_if("loss", row.turns.loss, loss_and_grad, carry, (output, row.loss_at))
         return self.carrier.put(state.dx, self.last.index, dx), loss, shared
+
+    def run_loss_alone(self, totals_so_far: PyTree, row: TickRow, output: PyTree) -> PyTree:
+        """Returns the totals of the loss with the microbatch that leaves the last stage, see `run_loss`."""
+
+        def add_loss(so_far: PyTree, operands: PyTree) -> PyTree:
+            output, m = operands
+            y = broadcast(output, self.stage, self.last_stage, self.axis)
+            return totals.merge(so_far, self.loss(self.shared, y, self.inputs_of(m)))
+
+        return run_if("loss", row.turns.loss, add_loss, totals_so_far, (output, row.loss_at))
 
     def run_backward(
         self, part: Stack, waiting: Pairs, stash: list[jax.Array], row: TickRow, dx: list[jax.Array], sums: PyTree

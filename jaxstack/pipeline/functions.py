@@ -43,8 +43,9 @@ class PipelineFns:
       embed: (shared, inputs) -> x, the input of the first layer.
       layer: (weights of one layer group, x, index of the group, inputs) -> (x, penalty, aux). `aux` has no gradient
         and is summed over microbatches.
-      loss: (shared, x, inputs) -> loss, from the output of the last layer: a scalar, or a tree of scalars, which the
-        sum adds up. `forward` does not call it.
+      loss: (shared, x, inputs) -> loss, from the output of the last layer: a scalar, or a tree of totals, see
+        `sharding.totals`, which are merged over microbatches. The gradients are of the sum of all its elements, so let
+        no gradient pass through what is only measured. `forward` does not call it.
       split: for each weight of a layer group, whether its gradient may be left to a weight unit. The layer uses such a
         weight only through `kernels.taps.product`. `None` means no weight.
       later: the stacks of layers after the first one, in order. If there are any, `stacked` is a tuple of trees.
@@ -66,7 +67,7 @@ class Sums:
     """The values that a run sums over microbatches.
 
     Attributes:
-      loss: sum of `PipelineFns.loss`, equal on all stages.
+      loss: totals of `PipelineFns.loss`, equal on all stages.
       penalty: sum of the penalties of this stage's layers.
       aux: sums of the `aux` of `PipelineFns.layer`, by layer slot of this stage; with several stacks a tuple.
       shared: float32 gradients of the shared parameters.

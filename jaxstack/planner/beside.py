@@ -14,6 +14,7 @@ from jaxstack.planner.figures import work_figure
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.step_time import Placement, StepTime, work_of
+from jaxstack.training.features.policy import scores_again
 
 
 def rollout_memory(job: Job, step: list[Figure]) -> list[Figure]:
@@ -48,7 +49,7 @@ class Decoding:
     """What a device reads and gathers for each token of a call of the sampler.
 
     Attributes:
-      weights: bytes of the weights, in the compute dtype.
+      weights: bytes of the weights, in the compute dtype. A stage of a pipeline reads its own once for each group.
       cache: bytes of keys and values, of texts of mean length.
       gathered: bytes of weights that other devices store.
       read: bytes/s of the memory.
@@ -69,12 +70,16 @@ class Decoding:
         each = estimate.itemsize(job.train)
         spec = shards.flat_params(job.model.base, job.ctx).values()
         used = each * sum(math.prod(shards.used_shape(p, job.ctx)) for p in spec)
+        groups = 1
+        if job.ctx.layout.stages is not None:  # a stage reads its weights for each group of rows that passes
+            rows = job.cfg.microbatch_size // job.ctx.layout.replicas
+            groups = min(job.ctx.layout.stages.stages, rows)
         stored = each * sum(math.prod(shards.stored_shape(p, job.ctx)) for p in spec)
         _, cache = generation_memory.generation_need(_calls(job), job.data.seq_len)
         place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
         chip: Chip = limits.chip
         return cls(
-            weights=used,
+            weights=groups * used,
             cache=cache * (1 - rl.tokens / 2 / job.data.seq_len),
             gathered=used - stored,
             read=chip.hbm_bandwidth,
@@ -98,7 +103,8 @@ def time_beside(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
 
     A reference computes the forward pass of each batch once more. A run that learns from rewards decodes completions,
     and computes forward passes over them. With `rl.exact` there are two: the first chooses tokens, the second scores
-    them; and the step computes its forward pass again. Otherwise, one computes the trainer's log-probabilities.
+    them; and the step computes its forward pass again, unless it is a pipeline, where `train.remat=full` does so. One
+    more pass computes the trainer's log-probabilities where the sampler's may differ.
 
     Args:
       time: of the step.
@@ -115,12 +121,12 @@ def time_beside(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
             found.append(replace(forward, name="divergence, forward pass"))
         return found
     found.append(Decoding.of(job, limits, aim).figure)
-    passes = 2 if aim.exact else 1
+    passes = 2 * aim.exact + scores_again(job.model, job.cfg.mesh, aim)
     terms = {"passes": passes, "forward": forward.value}
     found.append(
         Figure(f"rollout, {passes} forward passes", passes * forward.value, "{passes} x {forward:.6g} s", terms)
     )
-    if aim.exact:
+    if aim.exact and job.ctx.layout.pipeline is None:
         found.append(replace(forward, name="update, forward pass again"))
     return found
 

@@ -207,8 +207,13 @@ def _traced_parts(job: Job) -> dict[str, float]:
     """
     parts = {name: float(trace.total(arrays)) for name, arrays in traced.memory(job).items()}
     saved = sum(size for name, size in parts.items() if name.startswith("saved by"))
-    if _pipelines_collectives(job.ctx) and job.train.grad_accum > 1:  # see `_copied_bytes`
-        parts["copies of what the layers save"] = saved
+    if _pipelines_collectives(job.ctx):
+        if job.train.grad_accum > 1:  # see `_copied_bytes`
+            parts["copies of what the layers save"] = saved
+        # The trace has the weights and the gradients of one layer, and the program those of the next one, too.
+        weights = count_weights(job.model, job.ctx)
+        parts["weights and gradients of the next layer"] = (4 + itemsize(job.train)) * weights.gathered_layer
+        parts["gradients of head and token table, float32"] = _table_gradients(weights)
     spec = shards.flat_params(job.model, job.ctx)
     trained = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in spec.values() if not p.frozen)
     update = _muon_bytes(job, trained)
@@ -302,6 +307,14 @@ def kept_bytes(job: Job) -> float:
     return itemsize(job.train) * (4 if job.model.gated else 2) * count_activations(job).hidden * job.model.num_layers
 
 
+def _table_gradients(weights: Weights) -> float:
+    """Returns the bytes of the float32 gradients of head and token table, which several GPUs scatter after all layers.
+
+    Each of the two has its own, also where they are one parameter.
+    """
+    return 4 * (weights.head + (weights.table or weights.head))
+
+
 def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float, float]:
     """Returns the bytes of temporary arrays during the head, and during a layer's backward pass, for several GPUs.
 
@@ -311,7 +324,7 @@ def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float,
     e = itemsize(job.train)
     T = shards.mesh_sizes(job.ctx)["tensor"]
     remat = "selective" if job.train.remat == "full" else job.train.remat
-    sums = 4 * (weights.head + weights.table)
+    sums = _table_gradients(weights)
     if shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"]):
         sums += 3 * 4 * (weights.experts_layer + acts.stream)  # in each of the loops over rounds
     if job.ctx.layout.axes("sequence") and job.ctx.layout.context_method == "ring":
@@ -324,7 +337,8 @@ def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float,
     turns = 2 * (4 + e) * weights.gathered_layer
     # Scores are freed before the gradients of the weights are complete.
     in_attention = (12 + e) * acts.scores + 2 * e * acts.stream
-    return in_head, sums + max(turns + e * (3 * acts.hidden + 7 * acts.stream), in_attention)
+    again = first_turn if job.train.remat == "full" else 0
+    return in_head, sums + max(turns + again + e * (3 * acts.hidden + 7 * acts.stream), in_attention)
 
 
 def _attention_bytes(job: Job, weights: Weights, acts: Activations) -> float:
@@ -368,9 +382,11 @@ def _layer_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """
     e = itemsize(job.train)
     scores = (12 + e) * acts.scores
-    # With options for several GPUs, XLA gathers the weights of the next layer during this one.
+    # With options for several GPUs, XLA gathers the weights of the next layer during this one. The gradients of experts
+    # are scattered one matrix after the other.
     in_flight = 4 if select_options(job.ctx.ops.platform, job.ctx.layout.mesh).used else 2
-    gathered = in_flight * e * weights.gathered_layer
+    experts = min(weights.experts_layer, weights.gathered_layer)
+    gathered = e * (in_flight * (weights.gathered_layer - experts) + min(in_flight, 3) * experts)
     # Tokens for experts: as sent, as received, as sorted by expert, and the gradient of each.
     size: float = e * (2 * acts.stream + 3 * acts.hidden + 6 * acts.sent)
     if job.train.remat == "full":  # what `selective` would have saved is recomputed
@@ -397,12 +413,15 @@ def _head_bytes(job: Job, weights: Weights, acts: Activations) -> float:
     """Returns the bytes of the temporary arrays of the head and the loss.
 
     These are the logits that are stored at once, and either the float32 gradient of the head or of the residual
-    stream.
+    stream. If one chunk has all tokens, the gradient of the head is made when only the logits' own gradient is left.
     """
     e = itemsize(job.train)
     gradient = 0
     if job.ctx.ops.cross_entropy == "chunked":
         gradient = 4 * weights.head // shards.mesh_sizes(job.ctx)["pipe"]
+        if _logits(job, acts) == acts.tokens * acts.vocab:
+            logits = max((4 + e) * _logits(job, acts), e * _logits(job, acts) + gradient)
+            return logits + 2 * e * acts.stream + e * weights.head
     elif job.ctx.ops.cross_entropy.startswith("pallas_"):
         gradient = 4 * acts.stream
     return (4 + e) * _logits(job, acts) + gradient + 2 * e * (acts.stream + weights.head)

@@ -16,7 +16,7 @@ from jaxstack.sharding import find_devices
 
 
 def generation_need(job: Job, slots: int) -> tuple[float, float]:
-    """Returns the least bytes of generation on a device: of float32 parameters, and of the cache of all layers.
+    """Returns the least bytes of generation on a device: of float32 parameters, and of the cache of its layers.
 
     Args:
       slots: tokens of the longest prompt with its continuation.
@@ -30,7 +30,11 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
         if job.ctx.placement is not None and group == "moe" and name in EXPERT_WEIGHTS:
             copies = job.ctx.placement.stored.shape[1] / job.ctx.placement.num_experts
         params += 4 * math.prod(shards.stored_shape(p, job.ctx)) * copies
-    kept = sum(cached_tokens(window, slots) for window in m.windows) * m.num_layers // len(m.windows)
+    layers = m.num_layers
+    stages = job.ctx.layout.stages
+    if stages is not None and not stages.stacks:  # a stage has the cache of its own layer slots
+        layers = len(stages.layer_of_slot) // stages.stages
+    kept = sum(cached_tokens(window, slots) for window in m.windows) * layers // len(m.windows)
     itemsize = jnp.dtype(job.train.dtype).itemsize
     rows = job.data.batch_size // job.ctx.layout.replicas * job.sample.beams
     _, elements = cached_vectors(m, sizes["tensor"])

@@ -61,12 +61,13 @@ def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None
         objective = replace(objective, loss=teacher.taught(objective.loss, cfg.distill, model))
 
     def innermost(objective: Objective) -> Share:
-        if cfg.learned_rewards is not None:
-            return policy_share(model, ctx, cfg.learned_rewards, objective)
-        if ctx.layout.pipeline is None:
-            return plain(model, ctx, objective)
-        split = ctx.layout.pipeline.split if cfg.pipeline.split is None else cfg.pipeline.split
-        return pipelined.pipelined(model, ctx, objective, split)
+        rl = cfg.learned_rewards
+        if ctx.layout.pipeline is not None:
+            split = pipelined.chosen_split(cfg.pipeline, ctx)
+            return pipelined.pipelined(model, ctx, objective, split, recompute_loss=rl is not None and rl.exact)
+        if rl is not None:
+            return policy_share(model, ctx, rl, objective)
+        return plain(model, ctx, objective)
 
     is_scaled = train.dtype == "float16"
     share = loss_scale.scaled(innermost, objective, ctx) if is_scaled else innermost(objective)

@@ -113,6 +113,22 @@ def test_two_processes_sample_and_learn_as_one_and_resume_in_a_rollout(folder):
 
 
 @pytest.mark.slow
+def test_stages_in_two_processes_learn_as_one_device(folder):
+    deep = ["--model.num_layers=2", f"--run.init_from={folder}/deep"]
+    chat = [*FLAGS, *deep[:1], "--data.source=chat", f"--run.dir={folder}/deep", "--train.steps=2", "--mesh.data=1"]
+    finish(start(*chat, devices=1))
+    sgd = [*deep, "--optim.name=sgd", "--optim.lr=0.1"]  # Adam divides small gradients by their size
+    stages = ["--mesh.fsdp=1", "--mesh.pipe=2", "--train.remat=full"]
+    finish(start(*flags(folder, "alone", 5), *sgd, "--mesh.fsdp=1", devices=1))
+    finish(*start_two(*flags(folder, "stages", 5), *sgd, *stages))
+    both = [shown(steps(folder, name)) for name in ("stages", "alone")]
+    assert len(both[0]) == 5
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-4, atol=1e-6)  # stages sum microbatches in another order
+    ratios = [(record["ratio_min"], record["ratio_max"]) for record in steps(folder, "stages")]
+    assert [ratio == (1, 1) for ratio in ratios] == [True, False, False, False, True]
+
+
+@pytest.mark.slow
 def test_a_reward_that_fails_in_one_process_ends_both(folder):
     for _, err in finish(*start_two(*flags(folder, "fails", 2, "fails")), code=2):
         assert "rewards.py:fails raised RuntimeError: no for task:addition:1, row" in " ".join(err.split())

@@ -82,14 +82,28 @@ def opened(cfg):
     return rollouts, init_from.init_state_from(cfg, setup.ctx, setup.abstract, dataset.tokenizer).params
 
 
+DEEP = ["--model.num_layers=5"]
+PIPE = ["--mesh.pipe=2", "--pipeline.microbatches=2", "--train.remat=full", *DEEP]
+CHUNKS = [*PIPE, "--mesh.data=2", "--mesh.fsdp=2", "--pipeline.schedule=interleaved_1f1b", "--pipeline.chunks=2"]
+
+
+def base(folder, name, more):
+    """Returns the flag that begins with another model, after it was trained a little."""
+    if not (folder / name).exists():
+        main(parse_config([*FLAGS, *more, "--data.source=chat", f"--run.dir={folder}/{name}", "--train.steps=2"]))
+    return f"--run.init_from={folder}/{name}"
+
+
 @pytest.mark.matrix
-def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_rollout(folder):
-    flags = ["--rl.updates=4", "--rl.kl_weight=0.1"]
-    whole = train(folder, "whole", 6, *flags)
-    train(folder, "parts", 2, *flags)
-    assert [file.name for file in (folder / "parts" / "rollouts").iterdir()] == ["2.npz"]
-    parts = train(folder, "parts", 6, *flags)
-    saved, again = (arrays(folder / name / "checkpoints" / "6") for name in ("whole", "parts"))
+@pytest.mark.parametrize("mesh", [[], CHUNKS], ids=["one", "pipe"])
+def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_rollout(folder, mesh):
+    flags = ["--rl.updates=4", "--rl.kl_weight=0.1", *mesh, *([base(folder, "deep", DEEP)] if mesh else [])]
+    names = f"whole{len(mesh)}", f"parts{len(mesh)}"
+    whole = train(folder, names[0], 6, *flags)
+    train(folder, names[1], 2, *flags)
+    assert [file.name for file in (folder / names[1] / "rollouts").iterdir()] == ["2.npz"]
+    parts = train(folder, names[1], 6, *flags)
+    saved, again = (arrays(folder / name / "checkpoints" / "6") for name in names)
     assert [name for name in saved if not np.array_equal(saved[name], again[name])] == []
     names = ("loss", "reward", "kl", "ratio_max", "ratio_min", "length", "groups_without_spread")
     shown = [[[record[name] for name in names] for record in steps_of(log)] for log in (whole, parts)]
@@ -104,6 +118,36 @@ def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_rollout(folder):
     samples = [record["samples"] for record in whole if "samples" in record]
     assert len(samples) == 2
     assert all({"prompt", "completion", "reward"} == sample.keys() for sample in samples[0])
+
+
+STAGED = {
+    "stages": PIPE,
+    "chunks": CHUNKS,
+    "tensor": [*PIPE, "--mesh.tensor=2", "--pipeline.schedule=zb1"],
+    "drafts": [*PIPE, "--mesh.fsdp=4", "--mesh.data=1", "--pipeline.schedule=gpipe", "--rl.exact=false"],
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", STAGED)
+def test_a_pipeline_learns_as_replicas(folder, case):
+    """The same completions are sampled, so all that differs is the order of sums."""
+    flags = ["--rl.updates=2", "--rl.kl_weight=0.1", "--optim.name=sgd", "--optim.lr=0.1", base(folder, "deep", DEEP)]
+    if not (folder / "replicas").exists():
+        train(folder, "replicas", 4, *DEEP, *flags)
+    train(folder, case, 4, *flags, *STAGED[case])
+    names = ("loss", "reward", "reward_std", "kl", "length", "ratio_max", "ratio_min", "grad_norm")
+    logs = [folder / name / "metrics.jsonl" for name in ("replicas", case)]
+    records = [steps_of(json.loads(line) for line in log.read_text().splitlines()) for log in logs]
+    shown = [[[record[name] for name in names] for record in log] for log in records]
+    np.testing.assert_allclose(shown[1], shown[0], rtol=1e-4, atol=1e-6)  # Adds of float32 in another order.
+    first = [(record["ratio_min"], record["ratio_max"]) == (1, 1) for record in records[1]]
+    assert first == [True, False, True, False] or case == "drafts"
+    assert all(0 <= record["sampler_kl"] < 1e-6 for record in records[1])
+    found = [arrays(log.parent / "checkpoints" / "4") for log in logs]
+    apart = {name: np.abs(found[0][name] - found[1][name]).max() for name in found[0] if name.startswith("params")}
+    assert apart
+    assert max(apart.values()) < 1e-5, apart
 
 
 @pytest.mark.matrix

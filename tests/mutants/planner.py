@@ -176,9 +176,16 @@ mistakes(
     ("cache=cache * (1 - rl.tokens / 2 / job.data.seq_len)", "cache=cache"),
     ("gathered=used - stored", "gathered=used"),
     ("rl.tokens * rl.turns * job.train.grad_accum", "rl.tokens * rl.turns"),
-    ("passes = 2 if aim.exact else 1", "passes = 1"),
+    ("passes = 2 * aim.exact + scores_again(", "passes = aim.exact + scores_again("),
+    ("groups = min(job.ctx.layout.stages.stages, rows)", "groups = 1", "planner/test_beside.py -k stages"),
+    ("aim.exact and job.ctx.layout.pipeline is None", "aim.exact", "planner/test_beside.py -k stages"),
     ("not (op.in_backward or op.for_remat or op.of_update)", "not (op.for_remat or op.of_update)"),
     ("batch_size=job.cfg.microbatch_size", "batch_size=job.data.batch_size"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/generation_memory.py", "planner/test_memory.py -k cache_of_a_stage",
+    ("layers = len(stages.layer_of_slot) // stages.stages", "layers = m.num_layers // stages.stages"),
 )  # fmt: skip
 
 mistakes(

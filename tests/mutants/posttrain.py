@@ -123,6 +123,29 @@ mistakes(
      "training/test_policy.py -k bits"),
 )  # fmt: skip
 
+STAGES = "training/test_policy.py -k 'one_device and pipe'"
+FORWARD = "training/test_policy.py -k 'without_gradients and pipe'"
+
+mistakes(
+    "posttrain", "training/features/pipelined.py", STAGES,
+    ("for term in objective.terms if term.scale}", "for term in objective.terms}"),
+    ("return jax.lax.stop_gradient(sums | shares) | learned", "return sums | shares | learned"),
+)  # fmt: skip
+
+mistakes(
+    "posttrain", "pipeline/execute.py", STAGES,
+    ("return dx, totals.merge(loss, share), add_trees(", "return dx, jax.tree.map(jnp.add, loss, share), add_trees("),
+    ("return totals.merge(so_far, self.loss(self.shared, y, self.inputs_of(m)))",
+     "return self.loss(self.shared, y, self.inputs_of(m))", FORWARD),
+)  # fmt: skip
+
+mistakes(
+    "posttrain", "training/features/policy.py", FORWARD,
+    ('empty.at[micro["row"][:, 0]].set(log_probs)', 'empty.at[: log_probs.shape[0]].set(log_probs)'),
+    ("mesh.tensor != 1 or mesh.pipe != 1 or", "mesh.tensor != 1 or", "planner/test_beside.py -k stages"),
+    ("rl.turns > 1 or mesh", "mesh", "planner/test_beside.py -k once_more"),
+)  # fmt: skip
+
 mistakes(
     "posttrain", "generate/rollouts.py", "training/test_policy.py -k definition",
     ('scale=rl.loss != "dr_grpo")', "scale=True)"),

@@ -212,7 +212,6 @@ PAIRS: list[Case] = [
     case("t5_softmax", ONE, 2, 4, layers=2, expert=2, tensor=2),
     case("switch_2", ONE, 2, 4, layers=4, fsdp=2, expert=2),
     case("lora_t5", ONE, 2, 4, layers=3, fsdp=2, tensor=2),
-    case("t5_listed", ONE, 2, 4, layers=4, fsdp=2, expert=2),
 ]
 """Pipelines of encoder-decoders, in docs/encoder_decoders.md. All commits run the first one."""
 BRANCHES: list[Case] = [

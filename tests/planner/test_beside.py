@@ -131,6 +131,26 @@ def test_rewards_take_rollouts_and_forward_passes():
     assert fast["rollout, 1 forward passes"] == pytest.approx(once)
 
 
+def test_log_probabilities_are_computed_once_more_where_the_sampler_has_other_bits():
+    for flags in (["--mesh.tensor=2"], ["--rl.turns=2", "--rl.tool=x.py:g"], ["--model.moe.num_experts=4"]):
+        flags = [*flags, "--mesh.fsdp=2"] if "tensor" in flags[0] else flags
+        assert "rollout, 3 forward passes" in named(*PROMPTS, *flags)[1], flags
+
+
+def test_stages_read_their_weights_for_each_group_and_recompute_in_the_step():
+    flags = [*PROMPTS, "--mesh.fsdp=2", "--mesh.pipe=2", "--train.remat=full"]
+    one = job(*flags)
+    half = beside.Decoding.of(one, H100, one.cfg.rl)
+    weights = 2 * params.count(families.spec(one.cfg.model))
+    # Half of the layers, and half of the vocabulary at both ends: two groups read both twice, which is all of them. The
+    # last norm is on both stages.
+    assert half.weights == weights + 2 * WIDTH
+    assert half.cache == 2 * 2 * (LAYERS / 2) * 16 * (TOKENS - 64) * WIDTH
+    _, found = named(*flags)
+    assert "rollout, 3 forward passes" in found
+    assert "update, forward pass again" not in found
+
+
 @pytest.mark.parametrize("name", ["pretrain", "sft", "dpo", "grpo"])
 def test_the_configurations_of_the_page_are_planned(name, capsys):
     flags = [f"--config=configs/speedrun/{name}.yaml", "--target=h100:8"]

@@ -230,6 +230,17 @@ def test_generation_counts_parameters_and_cache(beams):
     )
 
 
+@pytest.mark.parametrize(("layers", "of_a_stage"), [(4, 2), (5, 3)])
+def test_generation_counts_the_cache_of_a_stage(layers, of_a_stage):
+    """All stages have arrays of the same size, so the smaller one has a slot without a layer."""
+    model = dataclasses.replace(MODEL, num_layers=layers)
+    cfg = dataclasses.replace(config(2), model=model, mesh=MeshConfig(data=1, pipe=2))
+    alone = dataclasses.replace(cfg, mesh=MeshConfig(data=1))
+    _, staged = generation_memory.generation_need(Job(cfg, memory.context(cfg, 2, "cpu")), 64)
+    _, whole = generation_memory.generation_need(Job(alone, memory.context(alone, 1, "cpu")), 64)
+    assert staged == whole / layers * of_a_stage
+
+
 def test_generation_counts_replicas_of_experts():
     """A device stores three slots in place of its two of four experts."""
     moe = dataclasses.replace(MODEL, moe=MoEConfig(num_experts=4, top_k=2))

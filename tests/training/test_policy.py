@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_meshes
 
 from jaxstack import families
-from jaxstack.config import Config, RunConfig
+from jaxstack.common.tree import flatten
+from jaxstack.config import Config, PipelineConfig, RunConfig
 from jaxstack.config.training import RLConfig
 from jaxstack.data.rewarded import RewardedPrompt
 from jaxstack.families.context import make_context
@@ -17,7 +19,8 @@ from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
 from jaxstack.training import losses
 from jaxstack.training.assemble import make_gradients
-from jaxstack.training.features.policy import sums_of
+from jaxstack.training.features.policy import sums_of, trainer_log_probs
+from jaxstack.training.state import Recipe, abstract_state, make_state
 
 SEQ, ROWS = test_meshes.SEQ, test_meshes.BATCH
 G = 4
@@ -119,16 +122,24 @@ def test_the_loss_of_a_step_is_its_definition(rng, name):
         np.testing.assert_allclose(sums["kl"] / batch["loss_weights"].sum(), kl, rtol=1e-5, atol=1e-6)
 
 
-def config(name, mesh, rl, **how) -> Config:
+def config(name, mesh, rl, layers=2, pipeline=None, **how) -> Config:
     cfg = test_meshes.config(name, mesh, **how)
     source = replace(cfg.data, source="prompts", path="prompts.jsonl")
-    return replace(cfg, data=source, rl=rl, run=RunConfig(init_from="base"))
+    stages = PipelineConfig(split=(".*",), **pipeline or {})
+    model = replace(cfg.model, num_layers=layers)
+    return replace(cfg, model=model, data=source, rl=rl, run=RunConfig(init_from="base"), pipeline=stages)
 
 
 def with_reference(batch):
     ids = batch["tokens"].astype(np.int64) * 31 + batch["targets"] * 17
     return batch | {"reference_log_probs": -1 - (ids % 13).astype(np.float32) / 4}
 
+
+STAGES = {"remat": "full", "pipeline": {"microbatches": 2}}
+CHUNKS = {"remat": "full", "layers": 5, "pipeline": {"schedule": "interleaved_1f1b", "chunks": 2, "microbatches": 4}}
+ZERO_BUBBLE = {"remat": "full", "accum": 2, "layers": 3, "pipeline": {"schedule": "zb_h1", "microbatches": 2}}
+GPIPE = {"remat": "selective", "layers": 4, "pipeline": {"schedule": "gpipe", "microbatches": 4}}
+STATIC = {"remat": "full", "pipeline": {"loops": "static", "microbatches": 4, "gather": "layer"}}
 
 MESHES = [
     pytest.param("llama3", {"data": 2, "tensor": 2}, {}, "grpo", id="tensor"),
@@ -138,13 +149,18 @@ MESHES = [
     pytest.param("softmax", {"expert": 2, "data": 2}, {}, "dr_grpo", id="experts", marks=pytest.mark.matrix),
     pytest.param("gemma2", {"fsdp": 2, "tensor": 2}, {}, "inexact", id="inexact", marks=pytest.mark.matrix),
     pytest.param("llama3", {"fsdp": 4}, {"accum": 2}, "rloo", id="rloo", marks=pytest.mark.matrix),
+    pytest.param("llama3", {"pipe": 2, "data": 2}, STAGES, "grpo", id="pipe"),
+    pytest.param("gpt2", {"pipe": 2, "tensor": 2}, CHUNKS, "gspo", id="chunks", marks=pytest.mark.matrix),
+    pytest.param("qwen3", {"pipe": 2, "fsdp": 2}, ZERO_BUBBLE, "dapo", id="zero bubble", marks=pytest.mark.matrix),
+    pytest.param("softmax", {"pipe": 2, "expert": 2}, STAGES, "cispo", id="staged experts", marks=pytest.mark.matrix),
+    pytest.param("gemma2", {"pipe": 2}, GPIPE, "inexact", id="gpipe", marks=pytest.mark.matrix),
 ]
 
 
 @pytest.mark.random
 @pytest.mark.parametrize(("name", "mesh", "how", "loss"), MESHES)
 def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, how, loss, seed, rng):
-    one = config(name, {}, LOSSES[loss])
+    one = config(name, {}, LOSSES[loss], how.get("layers", 2))
     other = config(name, mesh, LOSSES[loss], **how)
     batch = with_reference(make_arrays(LOSSES[loss], draw(rng, one.model.vocab), SEQ))
     found = [test_meshes.gradients(cfg, seed, batch=batch) for cfg in (one, other)]
@@ -182,3 +198,46 @@ def test_the_log_probabilities_of_a_step_have_the_bits_of_the_forward_pass(mesh,
         apart = (old - batch["old_log_probs"] - shift)[batch["loss_weights"] > 0]
         _, _, sums = gradients(values, batch | {"old_log_probs": batch["old_log_probs"] + np.float32(shift)})
         np.testing.assert_allclose(sums["log_ratio"].largest, [apart.max(), -apart.min()], rtol=1e-5)
+
+
+STAGED = [
+    pytest.param("llama3", {"pipe": 2}, STAGES, "float32", id="pipe"),
+    pytest.param("llama3", {"pipe": 2, "data": 2}, CHUNKS, "bfloat16", id="chunks", marks=pytest.mark.matrix),
+    pytest.param("gpt2", {"pipe": 2, "fsdp": 2, "tensor": 2}, ZERO_BUBBLE, "float32", id="zero bubble",
+                 marks=pytest.mark.matrix),
+    pytest.param("softmax", {"pipe": 2, "expert": 2}, STAGES | {"accum": 2}, "float32", id="experts",
+                 marks=pytest.mark.matrix),
+    pytest.param("qwen3", {"pipe": 2, "fsdp": 2}, STATIC, "float32", id="static", marks=pytest.mark.matrix),
+]  # fmt: skip
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("name", "mesh", "how", "dtype"), STAGED)
+def test_a_pipeline_without_gradients_has_the_bits_of_its_step(name, mesh, how, dtype, rng):
+    """The program that gives the old log-probabilities; and its log-probabilities are those of one device."""
+    cfg = config(name, mesh, replace(LOSSES["grpo"], kl_weight=0.0), **how)
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
+    accum = cfg.train.grad_accum
+    devices = jax.devices()[: int(np.prod([*cfg.mesh.sizes.values()]))]
+    ctx = make_context(cfg, test_meshes.make_mesh(cfg.mesh, ROWS // accum, devices))
+    values = make_state(Recipe.of(cfg), ctx, abstract_state(Recipe.of(cfg), ctx)).params
+    batch = make_arrays(cfg.rl, draw(rng, cfg.model.vocab), SEQ)
+
+    def placed(arrays):
+        return jax.device_put(arrays, ctx.layout.sharding(ctx.layout.batch))
+
+    texts = {name: batch[name] for name in ("tokens", "targets")}
+    old = np.asarray(trainer_log_probs(cfg.model, ctx, accum, cfg.pipeline.split)(values, placed(texts)))
+    exact = batch | {"old_log_probs": np.where(batch["loss_weights"] > 0, old, 0)}
+    gradients = jax.jit(make_gradients(cfg, ctx))
+    _, _, sums = gradients(values, placed(exact))
+    np.testing.assert_array_equal(np.asarray(sums["log_ratio"].largest), 0)
+    _, _, sums = gradients(values, placed(batch))
+    apart = (old - batch["old_log_probs"])[batch["loss_weights"] > 0]
+    np.testing.assert_allclose(sums["log_ratio"].largest, [apart.max(), -apart.min()], rtol=1e-5)
+    one = jax.tree.map(lambda a: jax.device_put(np.asarray(a), jax.devices()[0]), values)
+    whole = {path: a[ctx.layout.stages.of(path).slot_of_layer] for path, a in flatten(one).items() if "layers" in path}
+    one = jax.tree.unflatten(jax.tree.structure(one), (flatten(one) | whole).values())
+    expected = losses.sequence_log_probs(cfg.model, one, texts, Context(dtype=jnp.dtype(dtype)))
+    tolerance = 1e-5 if dtype == "float32" else 0.05  # bfloat16 has 8 bits
+    np.testing.assert_allclose(old, np.asarray(expected), rtol=tolerance, atol=tolerance)

@@ -244,10 +244,18 @@ def _check_sampling(cfg: Groups) -> None:
     Raises:
       ConfigError: a key has a value that the sampler does not know, or there is no model to begin with.
     """
+    model = cfg.model
+    one_kind = all(len(side) == len(side[0].kinds) == 1 for side in model.expert_segments.values())
+    unlike = model.states_key or ("" if one_kind else model.moe.layers.shown)
     require(
-        cfg.mesh.pipe == 1,
-        f"mesh.pipe={cfg.mesh.pipe} does not fit data.source=prompts: a pipeline saves what its forward pass computes, "
-        f"so its log-probabilities have other bits than the sampler's. Use mesh.fsdp or mesh.tensor.",
+        cfg.mesh.pipe == 1 or not unlike,
+        f"{unlike} gives a model layers from which mesh.pipe={cfg.mesh.pipe} cannot sample completions. Use mesh.fsdp "
+        f"or mesh.tensor.",
+    )
+    require(
+        cfg.mesh.pipe == 1 or not cfg.rl.exact or cfg.train.remat == "full",
+        f"train.remat={cfg.train.remat} saves what the forward pass of mesh.pipe={cfg.mesh.pipe} computes, which "
+        f"changes last bits, but rl.exact=true. Use train.remat=full, or rl.exact=false.",
     )
     unsuitable = {
         "mesh.context": (cfg.mesh.context, 1),

@@ -5,7 +5,7 @@ masks, log-probabilities, advantages and the weight of each token. So a loss is 
 whatever splits the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig
+from jaxstack.config import MeshConfig, ModelConfig
 from jaxstack.config.training import RLConfig
 from jaxstack.models import decoder
 from jaxstack.models import params as parameters
@@ -23,7 +23,9 @@ from jaxstack.models.family import Extras
 from jaxstack.models.params import Params
 from jaxstack.models.values import Aux
 from jaxstack.posttrain import losses
+from jaxstack.sharding import collectives
 from jaxstack.sharding.totals import Measured
+from jaxstack.training.features.pipelined import staged_totals
 from jaxstack.training.gradients import Key, Part, Share
 from jaxstack.training.losses import BatchTotals, Loss, Objective, Sums, sequence_log_probs
 
@@ -37,14 +39,15 @@ def policy_objective(model: ModelConfig, rl: RLConfig) -> Objective:
 
 
 def policy_loss(rl: RLConfig) -> Loss:
-    """Returns the loss of a decoder for batches of `generate.rollouts`."""
+    """Returns the loss of a decoder for batches of `generate.rollouts`, and `log_ratio`, see `_extremes`."""
 
     def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> Sums:
         names = [*_NAMES, *(["reference_log_probs"] if rl.has_reference else [])]
 
-        def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, *arrays: jax.Array) -> Sums:
+        def work(ctx: Context, params: Params, hidden: jax.Array, targets: jax.Array, *arrays: jax.Array) -> PyTree:
             log_probs, _ = decoder.log_probs(cfg, params, hidden, targets, ctx)
-            return sums_of(rl, log_probs, dict(zip(names, arrays, strict=True)))
+            batch = dict(zip(names, arrays, strict=True))
+            return {**sums_of(rl, log_probs, batch), "log_ratio": _extremes(log_probs, batch)}
 
         arguments = decoder.head_part(cfg, params), hidden, *(batch[name] for name in ("targets", *names))
         rows = [("batch", "sequence")] * (len(arguments) - 1)
@@ -122,16 +125,31 @@ def policy_share(model: ModelConfig, ctx: Context, rl: RLConfig, objective: Obje
     return share
 
 
-def trainer_log_probs(model: ModelConfig, ctx: Context, microbatches: int) -> Callable[[Params, Batch], jax.Array]:
+def scores_again(model: ModelConfig, mesh: MeshConfig, rl: RLConfig) -> bool:
+    """Returns whether the bits of the sampler's log-probabilities may differ from the bits of the step.
+
+    The trainer then computes the log-probabilities of all completions once more, see `trainer_log_probs`.
+    """
+    return not rl.exact or rl.turns > 1 or mesh.tensor != 1 or mesh.pipe != 1 or model.moe.num_experts > 0
+
+
+def trainer_log_probs(
+    model: ModelConfig, ctx: Context, microbatches: int, split: Sequence[str] | None = None
+) -> Callable[[Params, Batch], jax.Array]:
     """Returns a program for the log-probability of each target of a global batch [B, S], with the bits of its step.
 
     With `rl.exact`, the first ratio of the step is then exactly 1 on every mesh, whatever has sampled the completions:
     the program has the rows of the step in their order, and its microbatches.
+
+    Args:
+      split: see `PipelineConfig.split`, for a context with a pipeline.
     """
     spec = families.spec(model)
     whole = ctx.whole_sequences()
 
     def of(params: Params, batch: Batch) -> jax.Array:
+        if ctx.layout.pipeline is not None:
+            return _staged_log_probs(model, ctx, split, params, batch)
         return sequence_log_probs(model, params, batch, whole)
 
     def work(params: Params, batch: Batch) -> jax.Array:
@@ -143,6 +161,22 @@ def trainer_log_probs(model: ModelConfig, ctx: Context, microbatches: int) -> Ca
     if ctx.layout.mesh is None:
         return jax.jit(work)
     return jax.jit(ctx.layout.local(work, (ctx.layout.parameters(spec), ctx.layout.batch), ctx.layout.batch))
+
+
+def _staged_log_probs(
+    model: ModelConfig, ctx: Context, split: Sequence[str] | None, params: Params, batch: Batch
+) -> jax.Array:
+    """Returns the log-probability of each target [B, S], by the forward units of a pipeline's table."""
+    rows, length = batch["targets"].shape
+
+    def loss(cfg: ModelConfig, params: Params, hidden: PyTree, micro: Batch, ctx: Context) -> Sums:
+        log_probs, _ = decoder.log_probs(cfg, params, hidden, micro["targets"], ctx)
+        empty = collectives.zeros((rows, length), log_probs.dtype, log_probs)
+        return {"loss": log_probs.sum(), "log_probs": empty.at[micro["row"][:, 0]].set(log_probs)}
+
+    run = staged_totals(model, ctx, Objective(loss), split, recompute_loss=True)
+    found: jax.Array = run(params, {**batch, "row": jnp.arange(rows)[:, None]})["log_probs"]
+    return found
 
 
 def _extremes(log_probs: jax.Array, batch: Batch) -> Measured:
