@@ -15,6 +15,7 @@ from jaxstack.compress.prune import smaller_sizes
 from jaxstack.compress.quantize import why_own_layout
 from jaxstack.config import Config, DataConfig, DenoiserConfig, MeshConfig, ModelConfig, SampleConfig, resolve
 from jaxstack.families.context import make_context
+from jaxstack.families.token_prediction import without_prediction
 from jaxstack.hf.configs import from_json
 from jaxstack.hf.families import FAMILIES
 from jaxstack.models import params
@@ -36,7 +37,8 @@ def published() -> dict[str, tuple[str, ModelConfig]]:
         kind = one["config.json"]["model_type"]
         if kind in FAMILIES and kind not in found:
             try:
-                found[kind] = name, from_json("config.json", one["config.json"]).model
+                model = from_json("config.json", one["config.json"]).model
+                found[kind] = name, without_prediction(model)  # a run may leave modules out: --model.mtp.depth=0
             except ConfigError:  # such as a scaling of RoPE that is not read
                 continue
     return {kind: found[kind] for kind in FAMILIES}

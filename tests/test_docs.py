@@ -99,6 +99,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--preflight": "several processes; tests/runtime/test_processes.py",
     r"^serve |^curl |^lm_eval ": "a server, which does not end; tests/serve/test_serve_command.py",
     r"^compress|^generate runs/small|init_from=runs/pruned": "half a minute; tests/compress/test_command.py",
+    r"--draft=mtp": "a trained run; tests/generate/test_own_draft.py",
     r"^(train|eval) .*(runs/kto|runs/reward|run:runs)\b": "a trained run; tests/training/test_preference.py",
     r"^export .*--format": "a trained run; tests/loaded/test_portable.py",
     r"^eval .*--tasks": "an extra; tests/evaluate/test_evaluate.py",

@@ -21,7 +21,7 @@ from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import describe_frame, encode_prompt
-from jaxstack.generate.prompts import check_prompts, require_decoder
+from jaxstack.generate.prompts import check_prompts, require_decoder, require_modules
 from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # JAX must start after the devices were chosen
     from jaxstack.moe.placement import Placement
 
 DTYPE = get_type_hints(TrainConfig)["dtype"]
+OWN_DRAFT = "mtp"
+"""The value of `--draft` for the module of the run itself. A run of this name is `./mtp`."""
 DECODE_WEIGHTS = get_type_hints(KernelsConfig)["decode_weights"]
 
 
@@ -47,7 +49,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--stream", action="store_true", help="print tokens as they come, even if stdout is not a terminal"
     )
-    parser.add_argument("--draft", metavar="RUN", type=user_path, help="run of a small model that drafts tokens")
+    parser.add_argument(
+        "--draft",
+        metavar="RUN",
+        type=user_path,
+        help="run of a small model that drafts tokens, or mtp for the own module",
+    )
     parser.add_argument("--draft_tokens", type=PositiveInt, default=4, help="number of tokens that it drafts at a time")
     parser.add_argument(
         "--expert_load",
@@ -112,7 +119,9 @@ def main(args: Namespace) -> None:
     cfg = with_arguments(cfg, args)
     load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
     check_prompts(cfg.model, ids, cfg.sample.tokens, cfg.model.vocab)
-    if args.draft is not None:
+    if args.draft == OWN_DRAFT:
+        require_modules(cfg.model.mtp, args.mesh.pipe)
+    elif args.draft is not None:
         load_run.read_run(Path(args.draft))  # its mistakes are shown before the model is read, which takes longer
     longest = max(map(len, ids)) + cfg.sample.tokens
     rows = min(len(prompts), cfg.sample.rows or len(prompts))
@@ -189,20 +198,22 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
 
 
 def open_draft(args: Namespace, sample: SampleConfig, train: TrainConfig, longest: int) -> "Draft":
-    """Opens the small model of `--draft`, with the dtype and on the mesh of the other one.
+    """Opens what `--draft` names: a small model gets the dtype and the mesh of the model that it drafts for.
 
     Args:
-      sample: how the other model continues texts.
-      train: has the dtype of the other model.
+      sample: how that model continues texts.
+      train: has the dtype of that model.
       longest: tokens of the longest prompt with its continuation.
 
     Raises:
-      ConfigError: it cannot be read, or beams or penalties do not fit a draft.
+      ConfigError: the small model cannot be read, or beams or penalties do not fit a draft.
     """
     from jaxstack.generate import speculative
     from jaxstack.loaded.trained_run import Draft
 
     speculative.check(sample)
+    if args.draft == OWN_DRAFT:
+        return Draft(tokens=args.draft_tokens)
     small, tokenizer = load_run.read_run(Path(args.draft))
     small = replace(small, sample=sample, train=replace(small.train, dtype=train.dtype))
     check = partial(check_memory, longest)

@@ -132,14 +132,15 @@ def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """
     stacks = of(cfg).layers(cfg)
     if len(stacks) > 1:
+        names = f"{len(stacks)} stacks of layers ({', '.join(stacks)}), and this needs one"
+        if cfg.mtp.depth:
+            raise ConfigError(
+                f"model.mtp.depth={cfg.mtp.depth} gives the model {names}. Make a run without modules of it: `jaxstack "
+                f"train --run.init_from=RUN --model.mtp.depth=0`."
+            )
         cut = any(parts[1:] for parts in cfg.expert_segments.values())
         why = "model.moe.layers" if cut else f"model.family={cfg.family}"
-        if cfg.mtp.depth:
-            why = f"model.mtp.depth={cfg.mtp.depth}"
-        raise ConfigError(
-            f"{why} gives the model {len(stacks)} stacks of layers ({', '.join(stacks)}), and this needs one. Use a "
-            f"model with one stack, or leave this out."
-        )
+        raise ConfigError(f"{why} gives the model {names}. Use a model with one stack, or leave this out.")
     ((name, stack),) = stacks.items()
     return name, stack
 

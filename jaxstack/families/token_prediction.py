@@ -1,9 +1,11 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the family that also predicts later tokens.
 
-Behind the layers of the model there are `mtp.depth` modules. Module k reads what module k - 1 has made of a token (the
-first one reads what the head reads), and the embedding of the k-th token after it. Each is normalised, a matrix joins
-them, and one layer follows. The module has a norm of its own, and shares embedding and head with the model. It predicts
-the token after the one that it reads. Its loss is a second loss of a step; evaluations and texts leave it out.
+Behind the layers of the model there are `mtp.depth` modules. Module k reads what the head reads of module k - 1 (the
+first one: of the model), and the embedding of the k-th token after it. Each is normalised, a matrix joins them, and one
+layer follows. The module has a last norm of its own, and shares embedding and head with the model. It predicts the
+token after the one that it reads. Its loss is a second loss of a step; evaluations and texts leave it out.
+
+The paper does not say whether a module reads the last norm of the one before. `MtpModel` of transformers reads it.
 
 Suffixes: B batch, S sequence, D width, K modules.
 """
@@ -160,18 +162,41 @@ def predict(
     if "next_tokens" not in inputs.arrays:
         return x, {}
     (module,) = params
-    own = ctx.layout.gather_params({name: stack.spec[name] for name in OWN}, {name: module[name] for name in OWN})
-    embedded = inputs.side["embedded"][index]  # [B, S/n, D]
-    token = layers.norm(cfg, own["join"]["token_norm"], embedded, ctx)
-    hidden = layers.norm(cfg, own["join"]["hidden_norm"], x[STACK], ctx)
-    h = narrow(own["join"], "w", jnp.concatenate([token, hidden], -1), ctx)
-    inner = replace(stack, spec=_without_own(stack.spec), stream=None)
-    h, values = run_layers(cfg, ctx, inner, [_without_own(module)], h, index, inputs)
-    read = ctx.layout.gather_activations(layers.norm(cfg, own["module_norm"], h, ctx), "vocab")
+    h, values = run_module(cfg, ctx, stack, module, (x[STACK], inputs.side["embedded"][index]), index, inputs)
+    read = ctx.layout.gather_activations(h, "vocab")
     arrays = inputs.arrays["next_targets"][index], inputs.arrays["next_weights"][index]
     measure = partial(kernels.cross_entropy, implementation=ctx.ops.cross_entropy)
     loss = decoder.sum_over_vocabulary(measure, cfg, inputs.side["head"], read, arrays, ctx)
     return x | {STACK: h}, values | {"mtp_loss": loss[None]}
+
+
+def run_module(
+    cfg: ModelConfig,
+    ctx: Context,
+    stack: Stack,
+    module: Params,
+    streams: tuple[jax.Array, jax.Array],
+    index: jax.Array | int,
+    inputs: LayerInputs,
+    cache: PyTree = None,
+) -> tuple[jax.Array, Aux]:
+    """Returns what the head reads of a module [B, S/n, D], and the named values of its layer, [1, ...] each.
+
+    Args:
+      stack: of the modules, with the declarations of one.
+      module: its parameters, as they are stored.
+      streams: what the head reads of the module before, and the embeddings of the tokens that it reads [B, S/n, D].
+      index: number of the module, from 0 on.
+      cache: see `blocks.StackStep`.
+    """
+    own = ctx.layout.gather_params({name: stack.spec[name] for name in OWN}, {name: module[name] for name in OWN})
+    before, embedded = streams
+    token = layers.norm(cfg, own["join"]["token_norm"], embedded, ctx)
+    hidden = layers.norm(cfg, own["join"]["hidden_norm"], before, ctx)
+    h = narrow(own["join"], "w", jnp.concatenate([token, hidden], -1), ctx)
+    inner = replace(stack, spec=_without_own(stack.spec), stream=None)
+    h, values = run_layers(cfg, ctx, inner, [_without_own(module)], h, index, inputs, cache)
+    return layers.norm(cfg, own["module_norm"], h, ctx), values
 
 
 def _without_own(tree: PyTree) -> PyTree:

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec
 
 from jaxstack import families
 from jaxstack.common.tree import PyTree
-from jaxstack.config import ModelConfig, SampleConfig
-from jaxstack.families.token_prediction import trunk_params, without_prediction
+from jaxstack.config import ModelConfig, PredictionConfig, SampleConfig
+from jaxstack.families.token_prediction import STACK, trunk_params, without_prediction
 from jaxstack.generate import in_turn, sampling
 from jaxstack.generate.kv_cache import CachedDecoder
 from jaxstack.generate.pair_cache import CachedModel
@@ -369,6 +369,8 @@ class Engine:
       params: the parameters in the dtype of the computation.
       token_weights: see `CachedDecoder`.
       programs: the compiled programs.
+      mtp: the model's modules that predict later tokens. They may draft tokens, see `speculative`.
+      modules: parameters of these modules. `None` if there are none.
       counted: under the name `load`, how many tokens chose each expert of each layer in the texts of `decode.stream`,
         [L, E].
     """
@@ -379,6 +381,8 @@ class Engine:
     vocabulary: int
     params: Params
     token_weights: PyTree = None
+    mtp: PredictionConfig = field(default_factory=PredictionConfig)
+    modules: Params | None = None
     programs: dict[tuple[object, ...], Program] = field(default_factory=dict, repr=False)
     counted: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
@@ -394,17 +398,18 @@ class Engine:
     @classmethod
     def without_params(cls, cfg: ModelConfig, **options: Unpack[GenerateOptions]) -> "Engine":
         """Returns an engine for `with_params`; see `create`."""
-        cfg = without_prediction(dropless(cfg))
         ctx = (options.get("ctx") or Context()).whole_sequences()
-        return cls(cfg, ctx, options.get("gate"), options.get("vocabulary") or cfg.vocab, {})
+        vocabulary = options.get("vocabulary") or cfg.vocab
+        return cls(without_prediction(dropless(cfg)), ctx, options.get("gate"), vocabulary, {}, mtp=cfg.mtp)
 
     def with_params(self, params: Params) -> "Engine":
         """Returns the engine with other parameters of the model, and with the programs that this one compiles."""
         cfg = self.cfg
         ctx = self.ctx
+        engine = replace(self, modules=params.get(STACK))
         params = trunk_params(params)
         if ctx.dtype == jnp.float32 and (ctx.ops.decode == "scan" or ctx.layout.pipeline is not None):
-            return replace(self, params=params)  # they are used as they are
+            return replace(engine, params=params)  # they are used as they are
 
         def prepare(params: Params, first: jax.Array) -> tuple[PyTree, PyTree]:
             model = CachedDecoder.create(cfg, params, ctx, gate=None, vocabulary=1, first=first, num_slots=1)
@@ -414,7 +419,7 @@ class Engine:
         if key not in self.programs:
             self.programs[key] = compile_program(ctx, prepare, (self.specs.params, self.specs.rows), self.specs.params)
         copies, cast = self.programs[key](params, np.zeros(ctx.layout.replicas, np.int32))
-        return replace(self, params=cast, token_weights=copies)
+        return replace(engine, params=cast, token_weights=copies)
 
     @property
     def specs(self) -> Specs:
@@ -422,6 +427,14 @@ class Engine:
         if self.ctx.layout.mesh is None:
             return Specs(PartitionSpec(), PartitionSpec())
         return Specs(self.ctx.layout.parameters(families.spec(self.cfg)), self.ctx.layout.batch)
+
+    @property
+    def module_specs(self) -> PyTree:
+        """How the parameters of `modules` are sharded."""
+        if self.ctx.layout.mesh is None or self.modules is None:
+            return PartitionSpec()
+        spec = families.spec(replace(self.cfg, mtp=self.mtp))
+        return self.ctx.layout.parameters({STACK: spec[STACK]})[STACK]
 
     def decoder(
         self, params: Params, copies: PyTree, first: jax.Array, num_slots: int, spare: int = 0
@@ -667,7 +680,9 @@ class Programs:
     ) -> tuple[PyTree, PyTree]:
         """Runs `work(at, *arguments)`, compiled; `at(first)` is the sampler of rows that begin in these slots [B]."""
 
-        engine = replace(self.engine, params={}, token_weights=None)  # a program must not keep them in memory
+        engine = replace(
+            self.engine, params={}, token_weights=None, modules=None
+        )  # a program must not keep them in memory
 
         def run(params: Params, copies: PyTree, *arguments: PyTree) -> tuple[PyTree, PyTree]:
             def at(first: jax.Array) -> RowSampler:

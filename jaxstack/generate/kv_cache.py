@@ -121,9 +121,14 @@ class CachedDecoder:
 
     def prefill_counted(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
         """Returns what `prefill` does, and this device's `load`, see `decode_counted`."""
+        x, cache, load = self.prefill_hidden(tokens)
+        return self.logits(x[:, -1:])[:, 0], cache, load
+
+    def first_batch(self, tokens: jax.Array) -> Batch:
+        """Returns the batch of prompts [B, S], or of as many other tokens, for `decoder.make_layer_inputs`."""
         positions = jnp.arange(tokens.shape[1]) - self.first[:, None]
         there = (positions >= 0).astype(jnp.int32)
-        batch: Batch = {
+        batch: dict[str, Any] = {
             "tokens": tokens,
             "positions": jnp.maximum(positions, 0),
             "segment_ids": there,
@@ -131,11 +136,16 @@ class CachedDecoder:
         }
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)
+        return batch
+
+    def prefill_hidden(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns what the head reads of each token of the prompts [B, S, D], their cache, and the `load`."""
+        batch = self.first_batch(tokens)
         x, aux = families.of(self.cfg).hidden_states(self.cfg, self.params, batch, self.ctx, cache={})
-        cache = self._map_blocks(lambda T: partial(_allocate, T), self._by_stack(aux))
+        cache = self._map_blocks(lambda T: partial(allocate, T), self._by_stack(aux))
         if self.token_weights is not None:
             cache = [jax.tree.map(lambda a, i=i: a[i], cache) for i in range(len(self.token_weights.layer_groups))]
-        return self.logits(x[:, -1:])[:, 0], cache, self.load_of(aux)
+        return x, cache, self.load_of(aux)
 
     def empty_cache(self) -> PyTree:
         """Returns the cache before the first token."""
@@ -197,16 +207,25 @@ class CachedDecoder:
           slot: slot of the first.
           cache: of all tokens before it.
         """
+        x, cache = self.verify_hidden(tokens, slot, cache)
+        return self.logits(x), cache
+
+    def verify_hidden(self, tokens: jax.Array, slot: jax.Array, cache: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns what `verify_tokens` does, with what the head reads [B, S, D] in place of logits."""
         x, new, _ = self._hidden_states(tokens, slot, cache)
+        return x, self.put_tokens(cache, new, slot, tokens.shape[1])
+
+    def put_tokens(self, cache: PyTree, new: PyTree, slot: jax.Array, count: int) -> PyTree:
+        """Returns the cache with the entries of some tokens that begin in a slot, and may be dropped again."""
 
         def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
             T = a.shape[axis]
             if self.num_slots == T:  # all slots have an entry of their own
                 return jax.lax.dynamic_update_slice_in_dim(a, entries, slot, axis)
-            places = (slot + jnp.arange(tokens.shape[1])) % T
+            places = (slot + jnp.arange(count)) % T
             return a.at[(..., places, *[slice(None)] * (-1 - axis))].set(entries)
 
-        return self.logits(x), map_cache(update, cache, new)
+        return map_cache(update, cache, new)
 
     def move_cache(self, cache: PyTree, slot: jax.Array, to: jax.Array) -> PyTree:
         """Returns the cache of the tokens before a slot, with the slots of this decoder and with other slot numbers.
@@ -315,6 +334,11 @@ class CachedDecoder:
         return [map_cache(f(T), block) for T, block in zip(lengths, cache, strict=False)]
 
     @property
+    def last_length(self) -> int:
+        """The number of tokens that the last layer keeps."""
+        return self._lengths[-1]
+
+    @property
     def _lengths(self) -> list[int]:
         """The number of tokens that each block of a group keeps: all that its window spans, except the newest."""
         lengths = [max(window - 1, 1) + self.spare if window else self.num_slots for window in self.cfg.windows]
@@ -417,7 +441,7 @@ def map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> Py
     return jax.tree_util.tree_map_with_path(one, cache, *others)
 
 
-def _allocate(T: int, axis: int, a: jax.Array) -> jax.Array:
+def allocate(T: int, axis: int, a: jax.Array) -> jax.Array:
     """Returns a cache of T slots along an axis, with the last T of the S given ones at their indices, or empty ones."""
     S = a.shape[axis]
     if S <= T:

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from jaxstack.config import ConfigError, ModelConfig
+from jaxstack.config import ConfigError, ModelConfig, PredictionConfig
 
 BUCKET = 64
 """Prompts whose lengths round up to the same multiple of this share a compiled program."""
@@ -32,6 +32,28 @@ def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
         raise ConfigError(
             "model.reward_head=true scores texts, and does not continue them. Use jaxstack serve, jaxstack eval with "
             "--preferences, or another run."
+        )
+
+
+def require_modules(mtp: PredictionConfig, stages: int) -> None:
+    """Checks that a model can draft tokens with its own module, see `drafters.OwnModule`.
+
+    Args:
+      mtp: the modules of the model.
+      stages: of the pipeline that continues the text.
+
+    Raises:
+      ConfigError: there is no module, or there is a pipeline.
+    """
+    if not mtp.depth:
+        raise ConfigError(
+            "model.mtp.depth=0 leaves the model without a module that could draft tokens. Train with "
+            "model.mtp.depth=1, or draft with the run of a small model."
+        )
+    if stages > 1:
+        raise ConfigError(
+            f"model.mtp.depth={mtp.depth} has modules, which the stages of mesh.pipe={stages} do not run. Use "
+            f"--mesh.pipe=1, or draft with the run of a small model."
         )
 
 

@@ -1,4 +1,6 @@
-"""Speculative decoding: a small model drafts a few tokens, and the model checks all of them in one forward pass.
+"""Speculative decoding: a few tokens are drafted, and the model checks all of them in one forward pass.
+
+A small model drafts, or a module of the model that predicts later tokens; `drafters` has both.
 
 The text has the distribution of the model alone, exactly (Leviathan et al. 2023, arXiv:2211.17192, theorem in A.1). At
 temperature 0 it has the same tokens, up to rounding.
@@ -18,9 +20,10 @@ from jax.sharding import PartitionSpec
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate import sampling
+from jaxstack.generate.drafters import Drafter, OwnModule, SmallModel
 from jaxstack.generate.engine import CARRIED, Engine, is_stop, row_keys
 from jaxstack.generate.kv_cache import CachedDecoder
-from jaxstack.generate.prompts import Rows, align_rows, check_prompts, row_seeds
+from jaxstack.generate.prompts import Rows, align_rows, check_prompts, require_modules, row_seeds
 from jaxstack.sharding import collectives
 
 _ROUNDS = 8
@@ -70,16 +73,16 @@ def choose(key: jax.Array, drafted: jax.Array, q: jax.Array, p: jax.Array) -> tu
 
 @dataclass(frozen=True)
 class Speculation:
-    """A model and the small one that drafts for it, on the same devices.
+    """A model and what drafts for it, on the same devices.
 
     Attributes:
       engine: the model.
-      draft: the small model, with the same tokens.
-      tokens: number G of tokens that it drafts in each round.
+      draft: a small model, with the same tokens. `None` means the first of the model's own modules.
+      tokens: number G of tokens that are drafted in each round.
     """
 
     engine: Engine
-    draft: Engine
+    draft: Engine | None
     tokens: int = 4
 
     def stream(
@@ -102,11 +105,14 @@ class Speculation:
           at_once: whether all tokens come at once.
 
         Raises:
-          ConfigError: see `prompts.check_prompts`; a model has states; or the text would exceed the
-            draft's learned positions.
+          ConfigError: see `prompts.check_prompts`; a model has states; the text would exceed the draft's learned
+            positions; or the model has no modules, or is on a pipeline, and there is no small model.
         """
         check(sample)
-        for engine in (self.engine, self.draft):
+        if self.draft is None:
+            stages = self.engine.ctx.layout.pipeline
+            require_modules(self.engine.mtp, 1 if stages is None else stages.stages.stages)
+        for engine in (self.engine, self.draft or self.engine):
             if engine.cfg.states_key:
                 raise ConfigError(
                     f"{engine.cfg.states_key} has states, which cannot drop the tokens of a draft. "
@@ -141,26 +147,25 @@ class Speculation:
                 shown = int(found.count[0])
                 yield parts
 
-    def _start(self, models: list[CachedDecoder], how: "_How", key: jax.Array, tokens: jax.Array) -> PyTree:
+    def _start(self, models: "_Models", how: "_How", key: jax.Array, tokens: jax.Array) -> PyTree:
         """Reads the prompt and adds the first token."""
         sample, stop, _ = how
-        (logits, cache), (_, of_draft) = (model.prefill(tokens) for model in models)
-        chances = sampling.probabilities(logits, sample)
+        model, drafter = models
+        hidden, cache, _ = model.prefill_hidden(tokens)
+        chances = sampling.probabilities(model.logits(hidden[:, -1:])[:, 0], sample)
         last = jax.random.categorical(jax.random.fold_in(key, 0), jnp.log(chances)).astype(jnp.int32)
         room = collectives.zeros((1, sample.tokens + self.tokens + 1), jnp.int32, last)
         added = jax.lax.dynamic_update_slice_in_dim(room, last[:, None], 0, 1)
         count = jnp.ones_like(last)
         done = is_stop(last, stop) | (count >= sample.tokens)
         zero = count[0] - 1
-        caches = {"cache": cache, "draft": of_draft}
+        caches = {"cache": cache, "draft": drafter.start(tokens, hidden, last)}
         return caches | {"added": added, "count": count, "last": last, "done": done, "rounds": zero, "accepted": zero}
 
-    def _extend(
-        self, models: list[CachedDecoder], how: "_How", key: jax.Array, state: PyTree, until: jax.Array
-    ) -> PyTree:
+    def _extend(self, models: "_Models", how: "_How", key: jax.Array, state: PyTree, until: jax.Array) -> PyTree:
         """Adds tokens for some rounds, or until the text has ended."""
         sample, stop, slots = how
-        model, draft = models
+        model, drafter = models
         G = self.tokens
 
         def one_round(state: PyTree) -> PyTree:
@@ -168,20 +173,16 @@ class Speculation:
             slot = slots + count - 1
             own = jax.random.fold_in(key, count)
 
-            def draft_one(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[PyTree, PyTree]:
-                last, cache = carry
-                logits, cache = draft.decode_token(last, slot + i, cache)
+            def pick(logits: jax.Array, i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
                 chances = sampling.probabilities(logits, sample)
                 new = jax.random.categorical(jax.random.fold_in(own, i), jnp.log(chances)).astype(jnp.int32)
-                return collectives.match_varying_tree((new, cache), carry), (new[0], chances[0])
+                return new, chances
 
-            # The last turn only puts the last drafted token into the cache.
-            start = state["last"], state["draft"]
-            (_, of_draft), (drafted, q) = jax.lax.scan(draft_one, start, jnp.arange(G + 1))
-            block = jnp.append(state["last"], drafted[:G])[None]
-            logits, cache = model.verify_tokens(block, slot, state["cache"])
-            p = sampling.probabilities(logits[0], sample)
-            n, last = choose(jax.random.fold_in(own, G + 1), drafted[:G], q[:G], p)
+            drafted, q, of_draft = drafter.draft(state["draft"], state["last"], slot, pick)
+            block = jnp.append(state["last"], drafted)[None]
+            hidden, cache = model.verify_hidden(block, slot, state["cache"])
+            p = sampling.probabilities(model.logits(hidden)[0], sample)
+            n, last = choose(jax.random.fold_in(own, G + 1), drafted, q, p)
             new = jnp.where(jnp.arange(G + 1) == n, last, block[0, jnp.minimum(jnp.arange(G + 1) + 1, G)])
             ends = is_stop(new, stop) & (jnp.arange(G + 1) <= n)
             length = jnp.where(ends.any(), ends.argmax() + 1, n + 1)
@@ -194,7 +195,7 @@ class Speculation:
                 "rounds": state["rounds"] + 1,
                 "accepted": state["accepted"] + n,
                 "cache": cache,
-                "draft": of_draft,
+                "draft": drafter.settle(of_draft, hidden, new[None], n, slot),
             }
             return collectives.match_varying_tree(next_state, state)
 
@@ -210,7 +211,6 @@ class Speculation:
     ) -> tuple[PyTree, Any]:
         """Runs `work(models, how, key, *others)`, compiled, and returns the state and what the host reads of it."""
         engine = self.engine
-        draft = self.draft
         sample, _, slots = how
         size = slots + sample.tokens + self.tokens + 1
 
@@ -218,11 +218,14 @@ class Speculation:
             params: PyTree, copies: PyTree, draft_params: PyTree, draft_copies: PyTree, rows: PyTree, *others: PyTree
         ) -> tuple[PyTree, Found]:
             first, marks, seed = rows
-            models = [
-                engine.decoder(params, copies, first, size, spare=self.tokens),
-                draft.decoder(draft_params, draft_copies, first, size, spare=self.tokens),
-            ]
-            state = work(models, how, row_keys(seed, marks)[0], *others)
+            model = engine.decoder(params, copies, first, size, spare=self.tokens)
+            drafter: Drafter
+            if self.draft is None:
+                drafter = OwnModule.create(model, engine.mtp, draft_params, self.tokens)
+            else:
+                small = self.draft.decoder(draft_params, draft_copies, first, size, spare=self.tokens)
+                drafter = SmallModel(small, self.tokens)
+            state = work((model, drafter), how, row_keys(seed, marks)[0], *others)
             axes = engine.ctx.layout.axes("batch")
             going = collectives.all_reduce((~state["done"]).sum(), axes) > 0
             counts = [
@@ -231,18 +234,28 @@ class Speculation:
             ]
             return state, Found(state["added"], state["count"], going, *counts)
 
+        arguments = engine.modules, None
+        where = engine.module_specs
+        name_of_draft: object = engine.mtp
+        if self.draft is not None:
+            arguments = self.draft.params, self.draft.token_weights
+            where = self.draft.specs.params
+            name_of_draft = self.draft.cfg
         one = PartitionSpec()
         by_row = engine.specs.rows
         kinds: tuple[PyTree, ...] = (by_row,) if name == "start" else (CARRIED, one)
         return engine.call(
-            (f"speculative {name}", draft.cfg, self.tokens, *how),
+            (f"speculative {name}", name_of_draft, self.tokens, *how),
             run,
-            (draft.specs.params, CARRIED, (by_row, by_row, one), *kinds),
+            (where, CARRIED, (by_row, by_row, one), *kinds),
             Found(by_row, by_row, one, one, one),
-            *(draft.params, draft.token_weights, rows, *others),
+            *(*arguments, rows, *others),
             donated=3 if name == "extend" else None,
         )
 
+
+_Models = tuple[CachedDecoder, Drafter]
+"""The model, and what drafts for it."""
 
 _How = tuple[SampleConfig, tuple[int, ...], int]
 """How tokens are chosen, what ends a text, and the number of slots of the prompt."""

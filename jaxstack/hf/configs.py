@@ -20,6 +20,7 @@ from jaxstack.config import (
     LoraConfig,
     ModelConfig,
     MoEConfig,
+    PredictionConfig,
     RopeScaling,
     StateSpaceConfig,
     flat,
@@ -99,7 +100,7 @@ def from_json(where: str, values: object) -> Description:
     keys.rename(family.aliases)
     code = _code(keys, family)
     labels = _labels(keys, family)
-    training = {key: keys.take(key, None) for key in sorted(TRAINING)}
+    training = {key: keys.take(key, None) for key in sorted(TRAINING - family.fields.keys())}
     ignored = {key: value for key, value in training.items() if value}
     _drop_without_effect(keys, family)
     keys.take("quantization_config", None)  # about tensors, not about the model: `jaxstack.hf.compressed` reads it
@@ -135,11 +136,12 @@ def from_json(where: str, values: object) -> Description:
     latent = _group(ours, "latent.")
     delta = _group(ours, "delta.")
     ssm = _group(ours, "ssm.")
+    mtp = _group(ours, "mtp.")
     scaling = ours.pop("rope_scaling", {})
     try:
         scaled = RopeScaling(**scaling)
         groups: JsonObject = {"moe": MoEConfig(**moe), "latent": LatentConfig(**latent)}
-        groups |= {"delta": DeltaConfig(**delta), "ssm": StateSpaceConfig(**ssm)}
+        groups |= {"delta": DeltaConfig(**delta), "ssm": StateSpaceConfig(**ssm), "mtp": PredictionConfig(**mtp)}
         model = ModelConfig(**ours, **groups, rope_scaling=scaled)
     except ConfigError as error:
         raise ConfigError(f"{where} does not describe a valid model: {error}") from None
@@ -468,7 +470,8 @@ def _is_name(value: object) -> bool:
 def _typed(keys: Keys, key: str, value: Any, path: str) -> Any:
     """Returns the value of a key after checking that it has the type of the field."""
     prefix, _, name = path.rpartition(".")
-    group = {"": ModelConfig, "moe": MoEConfig, "delta": DeltaConfig, "ssm": StateSpaceConfig}[prefix]
+    groups: dict[str, Any] = {"moe": MoEConfig, "delta": DeltaConfig, "ssm": StateSpaceConfig, "mtp": PredictionConfig}
+    group = groups.get(prefix, ModelConfig)
     kind = get_type_hints(group)[name]  # without the bounds
     kinds = get_args(kind) or (kind,)
     if name in ("vocab_size", "max_positions", "swiglu_limit"):  # the fields allow null, but a file must give a number
@@ -938,6 +941,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
             weight=SentencesConfig.weight,
             parts=model.sentences.parts if "reordering" in model.sentences.tasks else SentencesConfig.parts,
         ),
+        mtp=PredictionConfig(model.mtp.depth),
         lora=LoraConfig(),  # adapters belong to a model, but do not define it
     )
 

@@ -327,8 +327,10 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "fixed": {"moe.router": "sigmoid"},
     "required": {"attention_bias": False},
     "expert_keys": "first",
+    "aliases": {"num_mtp_layers": "num_nextn_predict_layers"},
     "defaults": _DEEPSEEK_DEFAULTS
     | {
+        "num_nextn_predict_layers": 1,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "routed_scaling_factor": 2.5,
@@ -341,6 +343,7 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "harmless": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 }
 _GROUPS = {"n_group": "moe.num_groups", "topk_group": "moe.top_k_groups", "norm_topk_prob": "moe.normalize"}
+_MODULES = {"num_nextn_predict_layers": "mtp.depth"}
 
 
 def _roberta(name: str) -> Family:
@@ -613,8 +616,8 @@ FAMILIES = {
         ignored=frozenset({"ep_size", "pretraining_tp"}),
         harmless={"scoring_func": ("softmax",)},
     ),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK | _GROUPS, **_DEEPSEEK_V3),
-    "kimi_k2": Family("DeepseekV3ForCausalLM", _DEEPSEEK | _GROUPS, **_DEEPSEEK_V3),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _DEEPSEEK | _GROUPS | _MODULES, **_DEEPSEEK_V3),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", _DEEPSEEK | _GROUPS | _MODULES, **_DEEPSEEK_V3),
     "dots1": Family(
         "Dots1ForCausalLM",
         _LLAMA | _ROUTED | _GROUPS,

@@ -16,6 +16,7 @@ from jaxstack import families
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
+from jaxstack.families.token_prediction import without_prediction
 from jaxstack.features.adapters import merge_adapters
 from jaxstack.hf import configs, peft, quantized_folders, safetensors, weights
 from jaxstack.hf.compressed import KEY, Codes
@@ -59,8 +60,10 @@ class PretrainedFolder:
         self.folder = folder
         self.family, self.model, self.ignored_values, self.unknown_values, self.code = configs.read_config(folder)
         self.adapters = None if adapter is None else peft.read_adapters(adapter, self.family, self.model)
-        self._spec = families.spec(self.model)
         self._tensors = quantized_folders.open_tensors(folder)
+        if not any(name.startswith(f"model.layers.{self.model.num_layers}.") for name in self._tensors.infos):
+            self.leave_modules()
+        self._spec = families.spec(self.model)
         try:
             self._names = self._match_names()
         except ConfigError:
@@ -72,6 +75,13 @@ class PretrainedFolder:
         self.inputs: Literal["none", "int8"] = "int8" if any(s.inputs == "int8" for s in found) else "none"
         if self.inputs != "none":
             self._require_all_inputs()
+
+    def leave_modules(self) -> None:
+        """Leaves out the model's modules of multi-token prediction, which a file may lack."""
+        if self.model.mtp.depth:
+            self.ignored_values = {**self.ignored_values, "num_nextn_predict_layers": self.model.mtp.depth}
+            self.model = without_prediction(self.model)
+            self._spec = families.spec(self.model)
 
     def __enter__(self) -> "PretrainedFolder":
         return self
@@ -117,7 +127,7 @@ class PretrainedFolder:
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in expected)), "")
         bare = not any(name.startswith(prefix) for name in held)
         names = {name: name.removeprefix(prefix) if bare else name for name in expected}
-        for copy, path in weights.COPIES.get(self.family, {"lm_head.weight": "embedding/tokens"}).items():
+        for copy, path in weights.copies(self.family, self.model).items():
             if copy in held and (self.model.tied_embeddings or copy != "lm_head.weight"):
                 table = names[weights.WEIGHT_MAPS[self.family][path][0]]
                 if table in held:
@@ -163,13 +173,18 @@ class PretrainedFolder:
                 )
 
     def _require_equal(self, one: str, other: str) -> None:
-        """Checks that a tied head that is stored again equals the embedding."""
+        """Checks that a table that is stored again equals the first one."""
         infos = self._tensors.infos
         equal = other in infos and infos[one].shape == infos[other].shape
         rows = infos[one].shape[0] if equal and infos[one].shape else 0
         for start in range(0, rows, 1024):
             part = (slice(start, min(start + 1024, rows)),)
             equal = equal and np.array_equal(self._tensors.read(one, part), self._tensors.read(other, part))
+        if not equal and one.endswith((".embed_tokens.weight", ".shared_head.head.weight")) and self.model.mtp.depth:
+            raise ConfigError(
+                f"{self.folder} has {one}, which is not equal to {other}, but modules share embedding and head with "
+                f"the model. Set num_nextn_predict_layers to 0 in its config.json, and leave their tensors out."
+            )
         if not equal:
             raise ConfigError(
                 f"{self.folder} has tie_word_embeddings=true, but {one} is not equal to {other}. Set it to false to "
@@ -252,7 +267,7 @@ def save_pretrained(
     leaves = flatten(values)
     kind = jnp.dtype(dtype)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {path: p.shape for path, p in declared.items()}
-    tensors = weights.hf_tensors(family, spec)
+    tensors = weights.with_copies(family, cfg, weights.hf_tensors(family, spec))
     config = configs.to_json(family, cfg, seq_len, ids) | {"torch_dtype": dtype}
     codes: Codes = {}
     if quantized is not None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.expert_layers import order, stack_of
 from jaxstack.features import xielu
 from jaxstack.hf.tensor_layout import Index, TensorLayout
@@ -523,6 +523,38 @@ def _with_dense_layers(declared: dict[str, Param], rows: WeightMap, optional: tu
     return found
 
 
+MODULE: WeightMap = {
+    "join/token_norm/scale": ("enorm", SAME),
+    "join/hidden_norm/scale": ("hnorm", SAME),
+    "join/w": ("eh_proj", TRANSPOSED),
+    "module_norm/scale": ("shared_head.norm", SAME),
+}
+"""What a module of multi-token prediction has besides a layer, by DeepSeek's names. Its layer is behind the others."""
+
+
+def _modules(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
+    """Returns the weights of the modules of multi-token prediction, whose numbers follow the layers of the model."""
+    first = sum(declared[f"{prefix}/attention_norm/scale"].shape[0] for prefix, _ in _places(declared, "layers"))
+    layer = {path.replace("layers/", "mtp/", 1): row for path, row in rows.items() if path.startswith("layers/")}
+    found = {path: row for path, row in layer.items() if path in declared}
+    found |= {f"mtp/{path}": (f"model.layers.{{}}.{name}.weight", layout) for path, (name, layout) in MODULE.items()}
+    return {path: (name, replace(layout, layers=(1, first))) for path, (name, layout) in found.items()}
+
+
+def copies(family: str, model: ModelConfig) -> dict[str, str]:
+    """Returns the tensors that files hold again, by their parameter: see `COPIES`, and those of modules."""
+    found = COPIES.get(family, {"lm_head.weight": "embedding/tokens"})
+    return found | module_copies(model)
+
+
+def module_copies(model: ModelConfig) -> dict[str, str]:
+    """Returns the tensors in which DeepSeek's modules of multi-token prediction hold embedding and head again."""
+    layers = [f"model.layers.{model.num_layers + i}" for i in range(model.mtp.depth)]
+    head = "embedding/tokens" if model.tied_embeddings else "head/w"
+    tables = {f"{layer}.embed_tokens.weight": "embedding/tokens" for layer in layers}
+    return tables | {f"{layer}.shared_head.head.weight": head for layer in layers}
+
+
 def _with_query(declared: dict[str, Param], rows: WeightMap) -> WeightMap:
     """Returns the weight map of latent attention, whose queries are made from a narrow vector or from the token."""
     narrow = any(path.endswith("/attention/w_q_down") for path in declared)
@@ -600,8 +632,9 @@ def weight_map(family: str, spec: Spec) -> WeightMap:
         rows.pop("head/w", None)
     if family in DEEPSEEK:
         rows = _with_query(declared, rows)
+    modules = _modules(declared, rows) if "mtp/join/w" in declared and family in DEEPSEEK else {}
     if family in (*DEEPSEEK, "dots1"):
-        rows = _with_dense_layers(declared, rows, ("mlp/", "moe/"))
+        rows = _with_dense_layers(declared, rows, ("mlp/", "moe/")) | modules
     if family in ("qwen2_moe", "qwen3_moe"):
         rows = _with_dense_layers(declared, rows, ("mlp/",))
     if family in _MIXERS:
@@ -695,6 +728,12 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
             tensor = found.setdefault(layout.name(name, at), HFTensor(layout.shape(p), []))
             tensor.sources.append((path, layout, at))
     return found
+
+
+def with_copies(family: str, model: ModelConfig, tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """Returns the tensors with those of `module_copies`, which other programs read."""
+    copied = {copy: WEIGHT_MAPS[family][path][0] for copy, path in module_copies(model).items()}
+    return tensors | {copy: tensors[name] for copy, name in copied.items()}
 
 
 def constants(family: str, layers: int) -> dict[str, float]:

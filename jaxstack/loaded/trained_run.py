@@ -58,14 +58,15 @@ class Evaluation(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A small model that drafts tokens for a larger one, which checks them: see `generate.speculative`.
+    """What drafts tokens for a model, which checks them: see `generate.speculative`.
 
     Attributes:
-      run: the small model, on the same mesh and with the same tokenizer.
-      tokens: number of tokens that it drafts in each round.
+      run: a small model, on the same mesh and with the same tokenizer. `None` means the model's own module
+        (`model.mtp.depth`).
+      tokens: number of tokens that are drafted in each round.
     """
 
-    run: "TrainedRun"
+    run: "TrainedRun | None" = None
     tokens: int = 4
 
 
@@ -233,7 +234,7 @@ class TrainedRun:
           prompts: a text, or several that are continued at the same time.
           seed: of sampling. `None` means `run.seed`.
           stop: ids of tokens that end a text; the end of a document always ends it.
-          draft: a small model that drafts tokens, see `Draft`. Texts are then written one after the other.
+          draft: what drafts tokens, see `Draft`. Texts are then written one after the other.
           **sample: keys of the group `sample` of the configuration, such as `tokens=100, temperature=0.7`. The others
             have the run's values.
 
@@ -295,12 +296,8 @@ class TrainedRun:
         seed = self._seed(seed)
         stop = self._stop(stop)
         if draft is not None:
-            if not data.same_vocabulary(self.tokenizer.to_json(), draft.run.tokenizer.to_json()):
-                raise ConfigError(
-                    f"the draft {draft.run.config.run.dir} has the tokenizer {draft.run.tokenizer.name}, whose ids are "
-                    f"not those of {self.tokenizer.name}. Draft with a run of the same tokenizer."
-                )
-            work = Speculation(self.engine(how.domain), draft.run.engine(how.domain), draft.tokens)
+            small = None if draft.run is None else self._small_model(draft.run, how.domain)
+            work = Speculation(self.engine(how.domain), small, draft.tokens)
             yield from work.stream_rows(prompts, how, stop=stop, seed=seed, at_once=at_once)
             return
         if how.beams == 1:
@@ -309,6 +306,15 @@ class TrainedRun:
         options = self._options(how.domain) | {"stop": stop}
         rows = decode.generate(self.model, self.params, prompts, how, seed=seed, **options)
         yield [row[len(prompt) :] for prompt, row in zip(prompts, rows, strict=True)]
+
+    def _small_model(self, run: "TrainedRun", domain: int) -> Engine:
+        """Returns a run ready to draft for this one."""
+        if not data.same_vocabulary(self.tokenizer.to_json(), run.tokenizer.to_json()):
+            raise ConfigError(
+                f"the draft {run.config.run.dir} has the tokenizer {run.tokenizer.name}, whose ids are not those of "
+                f"{self.tokenizer.name}. Draft with a run of the same tokenizer."
+            )
+        return run.engine(domain)
 
     def rollout(
         self,

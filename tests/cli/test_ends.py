@@ -44,7 +44,11 @@ def test_an_answer_ends_at_a_string(capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["a", ""], "prompt 2 of 2 is empty"), (["a", "--draft=nowhere"], "nowhere is not a run")],
+    [
+        (["a", ""], "prompt 2 of 2 is empty"),
+        (["a", "--draft=nowhere"], "nowhere is not a run"),
+        (["a", "--draft=mtp"], r"model\.mtp\.depth=0 leaves the model without a module .*\. Train with"),
+    ],
 )
 def test_mistakes_of_generate_are_found_before_the_model_is_read(monkeypatch, words, message):
     read_run = load_run.read_run

@@ -243,9 +243,10 @@ def test_a_conversation_reads_only_what_is_new(monkeypatch):
     assert read == [(64, 0), (6, 64), (3, 73), (1, 10)]
 
 
-def on_mesh(name: str, mesh: dict[str, int]) -> tuple[ModelConfig, Any, dict[str, Any]]:
-    """Returns a model, its parameters on a mesh, and the options of `generate`."""
+def on_mesh(name: str, mesh: dict[str, int], **changes: Any) -> tuple[ModelConfig, Any, dict[str, Any]]:
+    """Returns a model with changed keys, its parameters on a mesh, and the options of `generate`."""
     cfg = test_meshes.config({"deep": "gemma2", "tall": "llama3"}.get(name, name), mesh)
+    cfg = replace(cfg, model=replace(cfg.model, **changes))
     if name == "tall":  # stages with unequal numbers of layers, so that some slots are empty
         cfg = replace(cfg, model=replace(cfg.model, num_layers=6))
     if name == "deep":  # windows, and two chunks per stage, so that rows are not in the order of the layers

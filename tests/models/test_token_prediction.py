@@ -59,12 +59,13 @@ def values_of(cfg: ModelConfig, seed: int = 3) -> params.Params:
 
 
 def packed_batch(rng, rows: int = B, length: int = S) -> dict[str, np.ndarray]:
-    """Returns rows of three documents, the last one padding, and prompts that are not learned."""
+    """Returns rows of three documents with tokens that are not learned; the last one is padding in every second row."""
     ids = rng.integers(0, 61, (rows, length + 1)).astype(np.int32)
     ends = np.stack([np.sort(rng.choice(np.arange(2, length), 2, replace=False)) for _ in range(rows)])
     segments = (np.arange(length) >= ends[:, :1]).astype(np.int32) + (np.arange(length) >= ends[:, 1:])
     starts = np.where(segments == 0, 0, np.where(segments == 1, ends[:, :1], ends[:, 1:]))
-    weights = rng.choice([0.0, 0.5, 1.0], (rows, length)).astype(np.float32) * (segments < 2)
+    padding = (segments == 2) & (np.arange(rows) % 2 == 0)[:, None]
+    weights = np.where(padding, 0, rng.choice([0.0, 0.5, 1.0], (rows, length))).astype(np.float32)
     return {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],
@@ -109,7 +110,8 @@ def by_hand(cfg: ModelConfig, values, batch):
         e = rms(table[reads], module["join"]["token_norm"]["scale"], cfg.norm_eps)
         h = rms(h, module["join"]["hidden_norm"]["scale"], cfg.norm_eps)
         h = layer_of(plain, module, jnp.concatenate([e, h], -1) @ module["join"]["w"], batch)
-        log_p = jax.nn.log_softmax(rms(h, module["module_norm"]["scale"], cfg.norm_eps) @ head)
+        h = rms(h, module["module_norm"]["scale"], cfg.norm_eps)
+        log_p = jax.nn.log_softmax(h @ head)
         weights = batch["loss_weights"][row, of]
         total -= (weights * log_p[row, at, batch["targets"][row, of]]).sum() / max(weights.sum(), 1)
     return total / cfg.mtp.depth

@@ -153,8 +153,30 @@ mistakes(
     ("jax.random.uniform(for_uniform, (G,)) * of_draft < own", "jax.random.uniform(for_uniform, (G,)) < own"),
     ("p[n] - jnp.pad(q, ((0, 1), (0, 0)))[n]", "p[n]"),
     ("jnp.cumprod(accepted.astype(jnp.int32)).sum()", "accepted.astype(jnp.int32).sum()"),
-    ("jnp.arange(G + 1))\n            block", "jnp.arange(G))\n            block"),
     ("length = jnp.where(ends.any(), ends.argmax() + 1, n + 1)", "length = n + 1"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/drafters.py", "generate/test_speculative.py -k 'greedy or distribution or perfect or ends'",
+    ("(last, state), jnp.arange(G + 1))", "(last, state), jnp.arange(G))"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/drafters.py", "generate/test_own_draft.py -k drafts_are",
+    ("jnp.concatenate([tokens[:, 1:], last[:, None]], 1)", "tokens"),
+    ("carry[\"hidden\"], slot + i, carry", "carry[\"hidden\"], slot, carry"),
+    ("dynamic_slice_in_dim(h, accepted, 1, 1)", "dynamic_slice_in_dim(h, self.tokens, 1, 1)"),
+    ("self._read(tokens, hidden, slot, state[\"cache\"])", "self._read(tokens, hidden, slot - 1, state[\"cache\"])"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/drafters.py", "generate/test_own_draft.py -m '' -k distribution",
+    ("jnp.concatenate([q, chances])", "jnp.concatenate([q, jnp.ones_like(chances) / chances.size])"),
+)  # fmt: skip
+
+mistakes(
+    "generate", "generate/prompts.py", "generate/test_own_draft.py -k says_so",
+    ("stages > 1", "stages > 4"),
 )  # fmt: skip
 
 mistakes(

@@ -113,3 +113,9 @@ mistakes(
         "(complete[at[0]] if layout.stacked else complete)[places]",
     ),
 )
+
+mistakes(
+    "hf", "hf/weights.py", "hf/test_modules.py",
+    ("replace(layout, layers=(1, first))", "replace(layout, layers=(1, first - 1))"),
+    ('("enorm", SAME)', '("hnorm", SAME)'),
+)  # fmt: skip

@@ -269,3 +269,17 @@ mistakes(
     ("jnp.where(wide > 0, rising, falling) + BETA * wide", "jnp.where(wide > 0, rising, falling)"),
     ("(BETA + jax.nn.softplus(negative))", "jax.nn.softplus(negative)"),
 )  # fmt: skip
+
+mistakes(
+    "layers", "families/token_prediction.py", "models/test_token_prediction.py",
+    ("jnp.concatenate([token, hidden], -1)", "jnp.concatenate([hidden, token], -1)"),
+    ("for k in range(1, K + 1)]\n    index", "for k in range(K)]\n    index"),
+    ('there &= later(batch["segment_ids"], k, ctx) == batch["segment_ids"]', "pass"),
+    ("index + k < length", "index + k <= length"),
+    ('return layers.norm(cfg, own["module_norm"], h, ctx), values', "return h, values"),
+    ("row[:, jnp.argsort(order)[wanted]]", "row[:, wanted]",
+     "models/test_token_prediction.py -m '' -k 'every_mesh and mesh3'"),
+    ("cfg.mtp.weight * mean_loss", "mean_loss"),
+    ("sums / jnp.where(weights == 0, 1, weights)", "sums / weights"),
+    ("counts[0], stack) + cfg", "counts[0], stack) + 0 * cfg"),
+)  # fmt: skip

@@ -17,6 +17,7 @@ from jaxstack.data import Tokenizer, same_vocabulary
 from jaxstack.data.tokenizers import read_saved_tokenizer
 from jaxstack.families import encoder, surgery
 from jaxstack.families.context import make_context
+from jaxstack.families.token_prediction import without_prediction
 from jaxstack.features import adapters, reward_head
 from jaxstack.hf import coded_folder, configs, peft
 from jaxstack.hf.coded_folder import CodedFolder
@@ -113,6 +114,15 @@ def restore_params(run: Config, ctx: Context, number: int | None = None, merge_a
     )
 
 
+def _without_modules(source: Source) -> Source:
+    """Returns the source of a model without its modules of multi-token prediction, for a run that has none."""
+    if isinstance(source, Config):
+        return replace(source, model=without_prediction(source.model))
+    if isinstance(source, PretrainedFolder):
+        source.leave_modules()
+    return source
+
+
 def _folder_of(source: Source) -> Path:
     return Path(source.run.dir) if isinstance(source, Config) else source.folder
 
@@ -169,6 +179,8 @@ def init_state_from(cfg: Config, ctx: Context, abstract: TrainState, tokenizer: 
     name = cfg.run.init_from
     source = find_source(str(name), "run.init_from")
     require_same_tokenizer(source, f"run.init_from={name}", cfg.data, tokenizer)
+    if not cfg.model.mtp.depth:
+        source = _without_modules(source)
     there = source.model.base
     here = cfg.model.base
     scores = here.reward_head and not there.reward_head  # the model gets this head now
