@@ -24,6 +24,7 @@ CORE = (
     "models/ops.py",
     "models/params.py",
     "models/partitioned.py",
+    "models/recomputation.py",
     "models/values.py",
     "training/gradients.py",
     "training/losses.py",
@@ -44,11 +45,11 @@ WORDS = re.compile(
 """Words of features: of models with experts, of adapters, of quantisation-aware training, and so on."""
 
 NAMED = {
-    "blocks.py": 1,  # saves the tokens of experts, by the name of their array
     "context.py": 2,  # carries where experts are stored
     "layout.py": 2,  # never gathers experts, and names the rounds to them
     "ops.py": 3,  # lists the implementations of experts beside the others
     "params.py": 3,  # has the ratio of widths, and tells adapters from matrices
+    "recomputation.py": 1,  # saves the tokens of experts, by the name of their array
 }
 """Lines of each file that name a feature. The numbers may only fall; a file that is not listed names none."""
 

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
+from jaxstack.common.tree import PyTree
+
 INPUT = "layer_input"
 """The name of a layer's input: `jax.checkpoint` stores an input without a name on the device."""
 
@@ -13,7 +15,7 @@ STATISTICS = ("attention_lse", "norm_mean", "norm_inverse")
 """Names of residuals that are small, a number for each token or head, and stay on the device."""
 
 
-def checkpoint(f: Callable[..., Any], *, policy: Callable[..., Any], prevent_cse: bool) -> Callable[..., Any]:
+def checkpoint(f: Callable[..., PyTree], *, policy: Callable[..., object], prevent_cse: bool) -> Callable[..., PyTree]:
     """Returns `jax.checkpoint(f)` that stores f's first argument, and what `policy` saves, in the host's memory."""
 
     def named(x: jax.Array, *others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A transformer block, and what runs a stack of layers: the scan, recomputation, groups of layers, microbatches.
+"""A transformer block, and what runs a stack of layers: the scan, groups of layers, microbatches.
 
 Everything here is the work of one device on its parts of the arrays. Shapes: B rows of this device, S tokens of a row
 within attention, S/n tokens of a row in the residual stream (n > 1 with sequence parallelism), D width, L layers.
@@ -21,8 +21,8 @@ from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL, AttentionMask
 from jaxstack.models.params import Params, Spec
+from jaxstack.models.recomputation import LayerOfStep, recompute_layers
 from jaxstack.models.values import Aux, within
-from jaxstack.sharding import BATCH_AXES
 
 Tree = TypeVar("Tree")
 
@@ -349,95 +349,6 @@ def layer_scope(index: int, count: int) -> AbstractContextManager[Any]:
     return jax.named_scope(f"layer_{index}_of_{count}") if count > 1 else nullcontext()
 
 
-def _all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Never saves gathered weights as residuals: with FSDP a device holds the weights of one layer at a time.
-
-    Only weights are gathered over axes of the batch. A policy by name alone would save the result of the gather, of
-    which the value with the name is a copy. Where XLA inserts the gather, it is a sharding constraint.
-    """
-    return not (params.get("name") == "weight" or primitive.name == "sharding_constraint") and not (
-        primitive.name == "all_gather" and set(BATCH_AXES) & set(params["axis_name"])
-    )
-
-
-def _cudnn_attention(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Saves the output and the log-sum-exp of cuDNN's attention kernel, which have no names of their own."""
-    return primitive.name.startswith("dot_product_attention_fwd")
-
-
-REMAT_POLICIES = {
-    "none": _all_but_weights,
-    # Korthikanti et al. 2022 (arXiv:2205.05198), section 5: save what is expensive to compute, not what is large.
-    "selective": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(
-            *("query", "key", "value", "attention", "attention_lse", "mlp_up", "mlp_gate", "moe_tokens", "residual"),
-            *("norm_mean", "norm_inverse"),
-        ),
-        _cudnn_attention,
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""The policy of `jax.checkpoint` for each value of `train.remat`."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
-    """Returns `f` with the recomputation that `ctx.remat` asks for.
-
-    Args:
-      f: a layer, or several.
-      in_loop: whether the result is called in a loop. The loop keeps XLA from merging the recomputation with the first
-        pass; otherwise barriers must.
-    """
-    if ctx.remat == "none" and not ctx.layout.gathers_params:
-        return f
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # `jax.checkpoint` would trace what runs eagerly
-        return f
-    return ctx.checkpoint(f, policy=REMAT_POLICIES[ctx.remat], prevent_cse=not in_loop)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["stacked"], meta_fields=["index"])
-@dataclass(frozen=True)
-class LayerOfStep:
-    """The parameters of one layer of a step [period, ...], sliced where the layer runs.
-
-    What a recomputed layer reads is saved. A loop has the parameters of a step anyway, but would copy a slice of them.
-    """
-
-    stacked: Params
-    index: int
-
-    def __getitem__(self, name: str) -> "LayerOfStep":
-        return LayerOfStep(self.stacked[name], self.index)
-
-    def take(self) -> Params:
-        """Returns the parameters of the layer."""
-        taken: Params = jax.tree.map(lambda a: a[self.index], self.stacked)
-        return taken
-
-
-def recompute_layers(
-    ctx: Context, stack: Stack, step: Callable[..., Tree], in_loop: bool = True
-) -> Callable[..., Tree]:
-    """Returns a step of the loop over a stack, whose backward pass recomputes one layer at a time, see `remat`.
-
-    Args:
-      step: gets a context, and then the arguments of the result.
-    """
-    if not stack.runs_several:
-        return remat(ctx, partial(step, ctx), in_loop)
-
-    def around_layer(run: Callable[..., Tree]) -> Callable[..., Tree]:
-        def layer(params: Params | LayerOfStep, x: jax.Array) -> Tree:
-            return run(params.take() if isinstance(params, LayerOfStep) else params, x)
-
-        return remat(ctx, layer, in_loop)
-
-    return partial(step, replace(ctx, around_layer=around_layer))
-
-
 def group_layers(period: int, stacked: Tree) -> list[Tree]:
     """Splits arrays over layers [L, ...] into one tree for each block of a step: `period` trees of [L/period, ...]."""
     return [jax.tree.map(lambda a, i=i: a.reshape(-1, period, *a.shape[1:])[:, i], stacked) for i in range(period)]
@@ -503,11 +414,11 @@ def scan_stack(
     count = stack.depth // stack.period
     in_loop = ctx.ops.layers == "scan"
     scanned = steps.whole, cache, jnp.arange(count)
-    x, aux = jax.lax.scan(recompute_layers(ctx, stack, scan_body, in_loop), x, scanned, unroll=not in_loop)
+    x, aux = jax.lax.scan(recompute_layers(ctx, scan_body, stack.runs_several, in_loop), x, scanned, unroll=not in_loop)
     aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
     if steps.rest:
         with jax.named_scope(f"after_{count}_steps"):
-            x, more = recompute_layers(ctx, stack, last_step, in_loop=False)(x, steps.rest)
+            x, more = recompute_layers(ctx, last_step, stack.runs_several, in_loop=False)(x, steps.rest)
         aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), aux, more)
     return x, aux
 

@@ -17,11 +17,12 @@ from jaxstack import pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import DataConfig, ModelConfig
 from jaxstack.models.batches import BatchSpec
-from jaxstack.models.blocks import Stack, group_layers, recompute_layers, scan_stack, split_microbatches, split_steps
+from jaxstack.models.blocks import Stack, group_layers, scan_stack, split_microbatches, split_steps
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order, join
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Params, Spec, cast_matrices, unstack
+from jaxstack.models.recomputation import recompute_layers
 from jaxstack.models.values import Aux
 from jaxstack.pipeline import PipelineFns, StackFns
 
@@ -167,7 +168,7 @@ class Family:
                 x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs.of_stack(name, side), cache)
                 return (x, side), jnp.zeros(()), values
 
-            return recompute_layers(inner, stack, scan_body)
+            return recompute_layers(inner, scan_body, stack.runs_several)
 
         def stacked(name: str, stack: Stack) -> tuple[list[Params], PyTree]:
             weights = params[name]

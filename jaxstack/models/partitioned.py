@@ -117,7 +117,7 @@ class AutoLayout(Layout):
         whole, parts = self._activation("batch", "sequence"), self._activation("batch", "residual")
         # Without it XLA may gather before a cast, on the side that has more bytes.
         x = jax.lax.with_sharding_constraint(x, parts)
-        return checkpoint_name(reshard(whole, parts, x), "gathered")  # `blocks.remat` saves no constraint by itself
+        return checkpoint_name(reshard(whole, parts, x), "gathered")  # `remat` saves no constraint by itself
 
     def reduce_activations(self, y: jax.Array, over: str) -> jax.Array:
         """Shards a result [B, S, D] like the residual stream; XLA sums the parts of a contraction that was split."""

@@ -284,7 +284,7 @@ def _pipelines_collectives(ctx: Context) -> bool:
 
 
 def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
-    """Returns the bytes of the residuals of one layer under a policy of `blocks.REMAT_POLICIES`.
+    """Returns the bytes of the residuals of one layer under a policy of `recomputation.POLICIES`.
 
     With `none` and `dots` XLA decides which intermediate values of attention and norms become arrays, so these two are
     estimates.

@@ -19,9 +19,9 @@ from jaxstack.families.context import make_context
 from jaxstack.kernels import implementation
 from jaxstack.models import layers, params, rope
 from jaxstack.models.batches import random_batch
-from jaxstack.models.blocks import remat
 from jaxstack.models.context import Context
 from jaxstack.models.ops import Ops, implementations
+from jaxstack.models.recomputation import remat
 from jaxstack.planner import shards
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op

@@ -134,7 +134,16 @@ mistakes(
     "model", "models/blocks.py", BY_HAND,
     ("return a.reshape(-1, microbatches, *a.shape[1:]).swapaxes(0, 1)",
      "return a.reshape(microbatches, -1, *a.shape[1:])", "models/test_model.py -k dealt"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/recomputation.py", "models/test_model.py -k 'several or each_layer'",
     ('ctx.remat == "none" and not ctx.layout.gathers_params', 'ctx.remat == "none"', "sharding/test_collectives.py"),
+    ("if not runs_several:", "if True:"),
+    ("return run(params.take() if isinstance(params, LayerOfStep) else params, x)", "return run(params, x)"),
+    ("return LayerOfStep(self.stacked[name], self.index)", "return LayerOfStep(self.stacked[name], 0)",
+     "models/test_model.py -k 'several and units'"),
+    ("recomputed = remat(ctx, layer, in_loop)", "recomputed = layer"),
 )  # fmt: skip
 
 mistakes(

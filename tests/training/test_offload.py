@@ -43,6 +43,8 @@ CASES: list[Case] = [
 ]
 SLOW_CASES: list[Case] = [
     ("adamw", "llama3", {}, {"remat": "full"}, "both"),
+    ("lion", "gemma2", {"fsdp": 2}, {"remat": "full"}, "both"),
+    ("lion", "hybrid", {"fsdp": 2}, {}, "residuals"),
     ("adamw", "llama3", {"fsdp": 2, "tensor": 2}, {"remat": "dots"}, "residuals"),
     ("adamw", "llama3", {"fsdp": 2, "tensor": 2}, {"accum": 2, "remat": "full"}, "both"),
     ("adamw", "llama3", {"data": 2, "context": 2}, {"packing": True}, "both"),

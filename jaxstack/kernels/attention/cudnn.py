@@ -42,7 +42,7 @@ class Documents(NamedTuple):
 def attend(o: Options, q, k, v):
     """Returns the output [B, S, H, K] in q's dtype, for q [B, S, H, K], k and v [B, S, G, K].
 
-    The results have no checkpoint names. `models.blocks.REMAT_POLICIES` names JAX's primitive instead, so that the
+    The results have no checkpoint names. `models.recomputation.POLICIES` names JAX's primitive instead, so that the
     backward pass gets the log-sum-exp as well and does not run this kernel again.
     """
     # JAX's window does not count the token itself.

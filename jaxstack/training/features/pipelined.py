@@ -12,11 +12,12 @@ from jaxstack import families, pipeline
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig, PipelineConfig
 from jaxstack.models import params as parameters
-from jaxstack.models.blocks import Stack, group_layers, recompute_layers, split_microbatches
+from jaxstack.models.blocks import Stack, group_layers, split_microbatches
 from jaxstack.models.context import Context
 from jaxstack.models.forward import Stream, enter, in_layer_order
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.params import Params, Spec
+from jaxstack.models.recomputation import recompute_layers
 from jaxstack.models.values import Aux
 from jaxstack.pipeline import PipelineFns, StackFns
 from jaxstack.pipeline.functions import Layer
@@ -54,7 +55,7 @@ def pipeline_fns(
             x, values = stack.step(cfg, ctx, stack, weights, x, index, inputs[0].of_stack(name, side))
             return (x, side), jnp.asarray(objective.extras.loss(values, totals.counts, name)), values
 
-        return recompute_layers(ctx, stack, step)
+        return recompute_layers(ctx, step, stack.runs_several)
 
     def later(name: str, stack: Stack) -> StackFns:
         begin = enter(cfg, stack, ctx)
