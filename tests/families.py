@@ -170,6 +170,14 @@ ENCODERS = {
 }
 ENCODERS["roberta"] = dataclasses.replace(ENCODERS["bert"], token_types=1, first_position=2, max_positions=66)
 
+ENCODER_EXPERTS = {
+    "experts": dataclasses.replace(ENCODERS["modernbert"], moe=MoEConfig(num_experts=4)),
+    "experts_first": dataclasses.replace(
+        ENCODERS["modernbert"], num_layers=4, moe=MoEConfig(num_experts=4, layers=ExpertLayers(first=2))
+    ),
+}
+"""Encoders with experts."""
+
 PAIRS = {"bert_pairs": dataclasses.replace(ENCODERS["bert"], sentences=SentencesConfig(("next",), weight=0.6))}
 """Encoders that also learn pairs of sentences."""
 

@@ -95,6 +95,15 @@ MODELS["dense_first"] = dataclasses.replace(
 MODELS["listed"] = dataclasses.replace(
     MODELS["llama3"], num_layers=6, moe=dataclasses.replace(EXPERTS["sigmoid"], layers=SPARSE["listed"].moe.layers)
 )
+MODELS["encoder_experts"] = dataclasses.replace(
+    MODELS["modernbert"], num_layers=4, moe=dataclasses.replace(EXPERTS["softmax"], layers=ExpertLayers(first=2))
+)
+MODELS["encoder_units"] = dataclasses.replace(
+    MODELS["modernbert"],
+    num_layers=4,
+    windows=(0,),
+    moe=dataclasses.replace(EXPERTS["sigmoid"], layers=ExpertLayers(every=2)),
+)
 MODELS["t5_listed"] = dataclasses.replace(
     MODELS["t5"],
     encoder_layers=4,
@@ -276,6 +285,9 @@ ENCODER_CASES: list[Case] = [
     ("modernbert_labels", {"fsdp": 2, "tensor": 4}, {"remat": "selective"}),
     ("modernbert_labels", {"fsdp": 2, "context": 2, "tensor": 2, **GATHER}, {"accum": 2, "packing": True}),
     ("modernbert_labels", {"data": 2, "context": 2, **GATHER, **AUTO}, {}),
+    ("encoder_experts", {"fsdp": 2, "expert": 2, "tensor": 2}, {"accum": 2, "packing": True}),
+    ("encoder_experts", {"expert": 2, "context": 2, "tensor": 2, **GATHER}, {"remat": "selective"}),
+    ("encoder_units", {"data": 2, "expert": 4}, {"packing": True, "remat": "full"}),
 ]
 """Meshes of encoders, in docs/encoders.md. The first one is quick."""
 PAIR_CASES: list[Case] = [

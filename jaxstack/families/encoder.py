@@ -108,7 +108,7 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
 def stacks(cfg: ModelConfig) -> dict[str, Stack]:
     """Returns the stacks of layers by the name of their group of parameters: an encoder has one."""
     masks = tuple(kernels.AttentionMask(window, "full") for window in cfg.windows)
-    return {"layers": Stack(cfg.num_layers, masks, block=block)}
+    return {"layers": Stack(cfg.num_layers, masks, block=block, counts="segment_ids")}
 
 
 def block(

@@ -103,12 +103,15 @@ def with_experts(family: Family) -> Family:
         """Builds what the layers read; see `Family.make_layer_inputs`. The batch also has, each [B, S]:
 
         - `gate_ids`: domain or timestep of each token, for hard gates.
-        - `loss_weights`: the statistics of routing count the tokens whose weight is not zero. By default all.
+        - `loss_weights`: the statistics of routing count the tokens whose weight is not zero. By default all. Encoders
+          predict few tokens, and count all that `segment_ids` does not call padding.
         - the same of an encoder, by the names `encoder_gate_ids` and `encoder_segment_ids`.
         """
         inputs = family.make_layer_inputs(cfg, batch, ctx)
-        inputs = _counted(inputs, batch.get("loss_weights"), batch.get("gate_ids"), ctx)
-        if any(one.counts == "encoder_segment_ids" for one in family.stacks(cfg).values()):
+        counts = {one.counts for one in family.stacks(cfg).values()}
+        weights = batch.get("segment_ids" if "segment_ids" in counts else "loss_weights")
+        inputs = _counted(inputs, weights, batch.get("gate_ids"), ctx)
+        if "encoder_segment_ids" in counts:
             assert inputs.encoder is not None
             theirs = batch.get("encoder_segment_ids"), batch.get("encoder_gate_ids")
             inputs = replace(inputs, encoder=_counted(inputs.encoder, *theirs, ctx))
@@ -138,7 +141,7 @@ def has_experts(one: Stack) -> list[bool]:
 
 def _routed(dense: Stack, segment: Segment) -> Stack:
     """Returns the stack of a segment, with experts in the layers that have them."""
-    dense = replace(dense, depth=segment.depth)
+    dense = replace(dense, depth=segment.depth, first=segment.start)
     routed = replace(dense, feed_forward=moe, stored=dense.stored | {"moe"})
     kinds = [routed if has else dense for has in segment.kinds]
     return alternate(segment.depth, kinds) if kinds[1:] else kinds[0]
@@ -252,7 +255,10 @@ def moe(
       inputs: `layer` is read, and of its `arrays` `gate_ids` [B, S/n] and `counted` [B, S].
     """
     declared = stack.spec["moe"]
-    replicas = None if ctx.placement is None else jnp.asarray(ctx.placement.replicas)[inputs.layer]  # [E, R]
+    replicas = None
+    if ctx.placement is not None:
+        assert inputs.layer is not None
+        replicas = jnp.asarray(ctx.placement.replicas)[inputs.layer - stack.first]  # [E, R]
     arguments = params["moe"], x, inputs.arrays.get("gate_ids"), inputs.arrays.get("counted"), replicas
     where = declared, RESIDUAL, RESIDUAL, ("batch", "sequence"), (None, None)
     y: jax.Array = ctx.region(partial(_moe, cfg, stack), arguments, where, RESIDUAL)

@@ -51,7 +51,8 @@ def count(cfg: ModelConfig, stacks: Mapping[str, Stack], batch: Batch, ctx: Cont
     tokens: dict[str, jax.Array | float] = {}
     sequences: dict[str, jax.Array | float] = {}
     for name, stack in stacks.items():
-        weights = batch[stack.counts or cfg.objective.terms[0].weights]  # [B, S]
+        counted = stack.counts or cfg.objective.terms[0].weights
+        weights = batch[counted] if counted in batch else jnp.ones_like(batch["tokens"])  # [B, S]
         tokens_of_row = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
         tokens_of_sequence = collectives.all_reduce(tokens_of_row, ctx.layout.axes("sequence"))
         tokens[name] = collectives.all_reduce(tokens_of_row.sum(), ctx.layout.token_axes)

@@ -680,9 +680,8 @@ class Programs:
     ) -> tuple[PyTree, PyTree]:
         """Runs `work(at, *arguments)`, compiled; `at(first)` is the sampler of rows that begin in these slots [B]."""
 
-        engine = replace(
-            self.engine, params={}, token_weights=None, modules=None
-        )  # a program must not keep them in memory
+        # A program must not keep parameters in memory.
+        engine = replace(self.engine, params={}, token_weights=None, modules=None)
 
         def run(params: Params, copies: PyTree, *arguments: PyTree) -> tuple[PyTree, PyTree]:
             def at(first: jax.Array) -> RowSampler:

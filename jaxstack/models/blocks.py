@@ -217,7 +217,7 @@ class Stack:
       stream: name of the residual stream that the layers change, where a model has several by name.
       step: runs one step of the loop.
       counts: array of a batch; where it is not zero, there is a token that the statistics of the stack's layers count.
-        `None` means the weights of the objective's first term.
+        A batch without it has no padding. `None` means the weights of the objective's first term.
       name: of the stack in its model; `Family.layers` sets it, and `spec`.
       spec: declares the parameters of one layer.
       stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
@@ -226,6 +226,7 @@ class Stack:
       rotates: whether each layer of a step rotates queries and keys; the tuple repeats.
       keeps: the named values that a layer's attention keeps for a cache.
       kinds: the stacks of the layers of a unit, see `alternate`. Empty if all layers are of one kind.
+      first: how many layers of the model's stack precede, where features have cut it into several.
     """
 
     depth: int
@@ -246,6 +247,7 @@ class Stack:
     rotates: tuple[bool, ...] = (True,)
     keeps: tuple[str, ...] = ("keys", "values")
     kinds: "tuple[Stack, ...]" = ()
+    first: int = 0
 
     @property
     def cached(self) -> list[tuple[str, ...]]:
@@ -285,7 +287,7 @@ class Stack:
         `index` is the index of the layer. For `mask` and `cache` see `layers.attention`.
         """
         ctx, values = ctx.collecting()
-        inputs = replace(inputs, layer=index)
+        inputs = replace(inputs, layer=index + self.first if self.first else index)
         return self.block(cfg, self, self.gather(ctx, params), x, ctx, inputs, mask=mask, cache=cache), values
 
 

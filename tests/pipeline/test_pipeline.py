@@ -182,6 +182,7 @@ ENCODERS: list[Case] = [
     case("modernbert", ONE, 2, 4, fsdp=2, context=2, context_method="all_gather", gather=LAYER),
     case("bert_labels", ONE, 2, 4, layers=5, fsdp=2, tensor=2),
     case("modernbert_labels", ONE, 2, 4, layers=4, fsdp=2, tensor=2),
+    case("encoder_experts", ONE, 2, 4, layers=6, fsdp=2, expert=2, packing=True),
     # The last group of layers has one or two of three.
     case("modernbert_cut", ONE, 2, 4, layers=8, fsdp=2, dropout=0.3),
     case("modernbert_cut", TWO, 2, 4, 2, layers=10, tensor=2, remat="selective"),

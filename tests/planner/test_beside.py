@@ -175,7 +175,7 @@ def test_the_configurations_of_the_page_are_planned(name, capsys):
 
 def test_a_run_whose_rollout_does_not_fit_is_said(capsys):
     """With little saved for the backward pass, the cache of a rollout is what decides."""
-    flags = ["--config=configs/speedrun/grpo.yaml", "--target=h100:8", "--train.remat=full", "--data.batch_size=6144"]
+    flags = ["--config=configs/speedrun/grpo.yaml", "--target=h100:8", "--train.remat=full", "--data.batch_size=4608"]
     execute(["plan", "memory", *flags, "--train.grad_accum=1"])
     shown = capsys.readouterr().out
     assert "the run does NOT fit" in shown

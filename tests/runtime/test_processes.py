@@ -303,8 +303,9 @@ from jaxstack.config import CheckpointConfig, MeshConfig
 from jaxstack.sharding import make_mesh
 
 hashed, sha256 = {}, manifest._sha256
-def counted(path):
-    hashed[path.relative_to(directory).as_posix()] = path.stat().st_size
+def counted(path):  # a file that is complete early is hashed while its folder has a temporary name
+    step, _, name = path.relative_to(directory).as_posix().partition("/")
+    hashed[step.partition(".")[0] + "/" + name] = path.stat().st_size
     return sha256(path)
 manifest._sha256 = counted
 split = jax.sharding.NamedSharding(make_mesh(MeshConfig(data=1, fsdp=4), 4), jax.sharding.PartitionSpec("fsdp"))

@@ -16,7 +16,7 @@ from jaxstack.config.sentences import SentencesConfig
 
 _DEFAULTS = ModelConfig()
 _MASKED = ("encoder", "branches")
-_EXPERT_LAYERS = ("decoder", "encoder_decoder")
+_EXPERT_LAYERS = ("decoder", "encoder", "encoder_decoder")
 _NO_DECODER = (*_MASKED, "encoder_decoder", "diffusion", "contrastive")
 
 
@@ -59,9 +59,9 @@ ONLY = (
     Only("model.pre_norm", ("decoder",), "decoders", True),
     Only("model.parallel", ("decoder",), "decoders", "no"),
     Only("model.rope_layers", ("decoder",), "decoders", (True,)),
-    Only("model.moe.layers.first", _EXPERT_LAYERS, "decoders and encoder-decoders", 0),
-    Only("model.moe.layers.every", _EXPERT_LAYERS, "decoders and encoder-decoders", 1),
-    Only("model.moe.layers.numbers", _EXPERT_LAYERS, "decoders and encoder-decoders", ()),
+    Only("model.moe.layers.first", _EXPERT_LAYERS, "decoders, encoders and encoder-decoders", 0),
+    Only("model.moe.layers.every", _EXPERT_LAYERS, "decoders, encoders and encoder-decoders", 1),
+    Only("model.moe.layers.numbers", _EXPERT_LAYERS, "decoders, encoders and encoder-decoders", ()),
     Only("model.moe.layers.encoder_numbers", ("encoder_decoder",), "encoder-decoders", ()),
     Only("model.latent.kv_rank", ("decoder",), "decoders", 0),
     Only("model.mtp.depth", ("decoder",), "decoders", 0),
@@ -109,7 +109,7 @@ def _without_texts(key: str, use: object) -> Refused:
 REFUSED = (
     Refused(_MASKED, "model.tied_embeddings", True),
     Refused(("diffusion",), "model.tied_embeddings", False),
-    Refused((*_MASKED, "contrastive"), "model.moe.num_experts", 0),
+    Refused(("branches", "contrastive"), "model.moe.num_experts", 0),
     Refused(("branches", "encoder_decoder", "diffusion", "contrastive"), "model.windows", (0,)),
     Refused(("encoder_decoder", "diffusion"), "model.post_norm", False),
     Refused((*_MASKED, "diffusion"), "model.logit_softcap", None),
