@@ -249,7 +249,7 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (ENCODER | {"data.mask_id": 256}, ENCODER | {"data.mask_id": 255}),
     (ENCODER | {"model.vocab_size": 256}, ENCODER | {"model.vocab_size": 257}),
     (ENCODER | {"model.tied_embeddings": False}, {"model.tied_embeddings": False}),
-    (ENCODER | MOE, MOE),
+    (TWO | MOE, ENCODER | MOE),
     (ENCODER | {"model.lora.rank": 1, "run.init_from": "x"}, {"model.lora.rank": 1, "run.init_from": "x"}),
     (ENCODER | {"model.base_width": 64}, {"model.base_width": 64}),
     (ENCODER | {"model.logit_softcap": 1.0}, ENCODER | {"model.attention_softcap": 1.0}),

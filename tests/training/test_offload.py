@@ -43,7 +43,7 @@ CASES: list[Case] = [
 ]
 SLOW_CASES: list[Case] = [
     ("adamw", "llama3", {}, {"remat": "full"}, "both"),
-    ("lion", "gemma2", {"fsdp": 2}, {"remat": "full"}, "both"),
+    ("adamw", "gemma2", {"fsdp": 2}, {"remat": "full"}, "both"),
     ("lion", "hybrid", {"fsdp": 2}, {}, "residuals"),
     ("adamw", "llama3", {"fsdp": 2, "tensor": 2}, {"remat": "dots"}, "residuals"),
     ("adamw", "llama3", {"fsdp": 2, "tensor": 2}, {"accum": 2, "remat": "full"}, "both"),
