@@ -35,7 +35,7 @@ class Case:
 
     Attributes:
       model: name of a configuration in configs/models.
-      kind: what its layers have that those of other cases do not.
+      kind: what sets its layers apart from the layers of other cases.
       mesh: of H100, eight on a host.
     """
 

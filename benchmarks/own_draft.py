@@ -6,7 +6,7 @@ from the held-out text by 96 bytes, alone and with drafts of its module, and aga
 initial values. At temperature 0 the bytes are compared.
 
 `benchmarks/results/own_draft.json` has the share of drafted tokens that were accepted, and the tokens of a round, which
-is one forward pass of the model. It has no times: they are for a machine of its own.
+is one forward pass of the model. Times are left out, because other work ran beside it.
 """
 
 import argparse

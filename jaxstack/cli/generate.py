@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
         "--draft",
         metavar="RUN",
         type=user_path,
-        help="run of a small model that drafts tokens, or mtp for the own module",
+        help="run of a small model that drafts tokens; mtp means the module of RUN itself",
     )
     parser.add_argument("--draft_tokens", type=PositiveInt, default=4, help="number of tokens that it drafts at a time")
     parser.add_argument(

@@ -51,8 +51,10 @@ def count(cfg: ModelConfig, stacks: Mapping[str, Stack], batch: Batch, ctx: Cont
     tokens: dict[str, jax.Array | float] = {}
     sequences: dict[str, jax.Array | float] = {}
     for name, stack in stacks.items():
-        counted = stack.counts or cfg.objective.terms[0].weights
-        weights = batch[counted] if counted in batch else jnp.ones_like(batch["tokens"])  # [B, S]
+        if stack.counts is None:
+            weights = batch[cfg.objective.terms[0].weights]  # [B, S]
+        else:
+            weights = batch.get(stack.counts, jnp.ones_like(batch["tokens"]))
         tokens_of_row = jnp.sum(weights != 0, axis=1, dtype=jnp.float32)
         tokens_of_sequence = collectives.all_reduce(tokens_of_row, ctx.layout.axes("sequence"))
         tokens[name] = collectives.all_reduce(tokens_of_row.sum(), ctx.layout.token_axes)

@@ -61,10 +61,10 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model of its own, with the same tokens.
+    """A second, smaller model with the same tokens.
 
     Attributes:
-      model: it.
+      model: the smaller model.
       tokens: number G of tokens that it drafts.
     """
 
@@ -100,9 +100,9 @@ class SmallModel:
 class OwnModule:
     """The first module of a model that predicts later tokens, see `families.token_prediction`.
 
-    The module reads what the head reads of a token, and the token after it, and drafts the token after both. For more
-    drafted tokens, it reads its own result in place of what the head reads. After a round it reads the accepted tokens
-    again, with what the head of the model reads of them.
+    The module reads the model's hidden state of a token, and the next token, and drafts the token after both. To draft
+    more tokens, the module reads its last hidden state in place of the model's. After a round, it reads the accepted
+    tokens again, with the model's hidden states.
 
     Attributes:
       model: the model, without its modules.

@@ -43,7 +43,7 @@ def require_modules(mtp: PredictionConfig, stages: int) -> None:
       stages: of the pipeline that continues the text.
 
     Raises:
-      ConfigError: there is no module, or there is a pipeline.
+      ConfigError: the model has no module, or runs on a pipeline.
     """
     if not mtp.depth:
         raise ConfigError(

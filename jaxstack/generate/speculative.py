@@ -106,7 +106,7 @@ class Speculation:
 
         Raises:
           ConfigError: see `prompts.check_prompts`; a model has states; the text would exceed the draft's learned
-            positions; or the model has no modules, or is on a pipeline, and there is no small model.
+            positions; or the model cannot draft with its own module, see `prompts.require_modules`.
         """
         check(sample)
         if self.draft is None:

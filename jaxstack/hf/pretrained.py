@@ -165,11 +165,13 @@ class PretrainedFolder:
             own = in_file.pop(name, None)
             if own is None:
                 continue
-            found = self._tensors.read(own, ()) if self._tensors.infos[own].shape == () else np.zeros(2)
-            if not np.allclose(found, value, rtol=2**-7, atol=0):  # the rounding of bfloat16, twice
+            info = self._tensors.infos[own]
+            saved = self._tensors.read(own, (slice(None),) * len(info.shape))
+            # Both may be rounded to bfloat16. Numbers as small as 1e-6 are 2^-24 apart in float16.
+            if saved.shape != () or not np.allclose(np.float32(saved), value, rtol=2**-7, atol=2**-25):
                 raise ConfigError(
-                    f"{self._tensors.infos[own].file}: {own} is {found.tolist()}, and in every model of the family "
-                    f"{self.family} it is {value}. Use the tensors of such a model."
+                    f"{info.file}: {own} is {saved.tolist()}, and in every model of the family {self.family} it is "
+                    f"{value}. Use the tensors of such a model."
                 )
 
     def _require_equal(self, one: str, other: str) -> None:

@@ -731,7 +731,7 @@ def hf_tensors(family: str, spec: Spec) -> dict[str, HFTensor]:
 
 
 def with_copies(family: str, model: ModelConfig, tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
-    """Returns the tensors with those of `module_copies`, which other programs read."""
+    """Adds the tensors of `module_copies`, because other programs read them."""
     copied = {copy: WEIGHT_MAPS[family][path][0] for copy, path in module_copies(model).items()}
     return tensors | {copy: tensors[name] for copy, name in copied.items()}
 

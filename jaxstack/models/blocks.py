@@ -194,8 +194,6 @@ def run_layers(
             h, of_layer = ctx.around_layer(run)(layer, h)
         if ctx.layout.pipeline is not None and 0 < rest <= i:
             h = jnp.where(index < whole, h, before)
-        if i + 1 < len(params) and not (cfg.post_norm or cfg.norm_after):
-            h = checkpoint_name(h, "residual")  # as the loop saves its own; the MLP's last product is not repeated
         values.append(of_layer)
     x = h if stack.stream is None else x | {stack.stream: h}
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
@@ -320,8 +318,6 @@ def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
             with layer_scope(i, len(kinds)):
                 held = [cache[i]] if cache else cache
                 x, values = kind.step(cfg, ctx, layer, [unit[name]], x, index * len(kinds) + i, inputs, held)
-            if i + 1 < len(kinds):
-                x = jax.tree.map(lambda a: checkpoint_name(a, "residual"), x)  # as the loop saves its own
             parts.append(within(name, values))
         return x, join(parts)
 

@@ -161,8 +161,8 @@ mistakes(
 mistakes(
     "losses", "features/router_losses.py", BY_HAND,
     ("(balance / sequences + z / tokens) / sum(depths.values())", "balance / sequences + z / tokens"),
-    ("stack.counts or cfg.objective.terms[0].weights", "cfg.objective.terms[0].weights", "moe/test_experts.py -k each_stack"),
-    ("batch[counted] if counted in batch else", "batch[counted] if False else", "models/test_encoder_experts.py -k padding"),
+    ("if stack.counts is None:", "if True:", "moe/test_experts.py -k each_stack"),
+    ("batch.get(stack.counts, jnp", "batch.get(None, jnp", "models/test_encoder_experts.py -k padding"),
     ('values["balance_loss"].sum()', 'values["balance_loss"].mean()'),
     ("(balance / sequences + z / tokens)", "(balance + z) / tokens"),
     ("jnp.sum(weights != 0, axis=1", "jnp.sum(weights == weights, axis=1"),

@@ -121,7 +121,8 @@ def test_a_run_with_offload_is_the_run_without(case, seed):
         assert other_metrics == metrics
         assert [path for path, value in state.items() if not np.array_equal(value, other_state[path])] == []
         return
-    # In float16, the last bit of a parameter can move an activation to the next number, which is 1e-3 away.
+    # In float16, the last bit of a parameter can move an activation to the next number, which is 1e-3 away. Two steps
+    # changed a parameter by 1.1e-3 of its size otherwise; an update of another group would be of the order of one.
     is_float16 = how[3].get("dtype") == "float16"
     for one, other in zip(metrics, other_metrics, strict=True):
         assert other == pytest.approx(one, rel=1e-3 if is_float16 else 1e-6)
@@ -133,7 +134,7 @@ def test_a_run_with_offload_is_the_run_without(case, seed):
         # Adam divides a gradient by its own size: a last bit is a larger part of a sum that is nearly zero.
         error = np.linalg.norm((other_state[path] - value).astype(np.float64))
         size = max(np.linalg.norm((value - first[path]).astype(np.float64)), 1e-6)
-        assert error <= (1e-2 if is_float16 else 1e-3) * size, path
+        assert error <= (3e-3 if is_float16 else 1e-3) * size, path
 
 
 @pytest.mark.parametrize(("family", "scalars"), [("llama3", 0), ("coca", 2)])
