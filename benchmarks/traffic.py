@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}  # before JAX is imported
+
 from record import record
 
 from jaxstack.planner.job import Job
@@ -159,7 +162,6 @@ def rows(cases: dict[str, Any], names: list[str]) -> str:
 
 
 def main() -> None:
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}  # before JAX is imported
     found = {name: case(*words) for name, words in CASES.items()}
     sixteen = [row for length in (4096, 8192) for row in stages(length)]
     path = record("traffic", {"cases": found, "stages": {"config": DENSE, "flags": DEEP, "cases": sixteen}})

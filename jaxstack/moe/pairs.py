@@ -135,6 +135,56 @@ def sum_choices(x: jax.Array, order: jax.Array, back: jax.Array, choices: int) -
     return _sum_choices(choices, *collectives.match_varying(x, order, back))
 
 
+def rows_of(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns y with y[i] = x[source[i]], and zeros where source[i] is not a row of x; rows of x may repeat.
+
+    Args:
+      x: [N, D].
+      source: [M].
+      places: the inverse: the rows of y that each row of x went to, and M or more for none, [N, J].
+
+    Returns:
+      [M, D].
+    """
+    return _rows_of(*collectives.match_varying(x, source, places))
+
+
+def sum_of_rows(y: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns the sums of the rows of y that have one source, in float32: the transpose of `rows_of`.
+
+    Args:
+      y: [M, D].
+      source: [M].
+      places: the inverse, [N, J], see `rows_of`.
+
+    Returns:
+      [N, D], float32 or wider.
+    """
+    return _sum_of_rows(*collectives.match_varying(y, source, places))
+
+
+@jax.custom_vjp
+def _rows_of(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _sum_of_rows(y: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+    rows = jnp.take(y, places, axis=0, mode="fill", fill_value=0)  # [N, J, D]
+    return rows.astype(jnp.promote_types(y.dtype, jnp.float32)).sum(1)
+
+
+_rows_of.defvjp(
+    lambda x, source, places: (_rows_of(x, source, places), (source, places)),
+    lambda saved, dy: (_sum_of_rows(dy, *saved).astype(dy.dtype), None, None),
+)
+_sum_of_rows.defvjp(
+    # The gradient has y's dtype, which its empty array says.
+    lambda y, source, places: (_sum_of_rows(y, source, places), (y[:0], source, places)),
+    lambda saved, dx: (_rows_of(dx.astype(saved[0].dtype), *saved[1:]), None, None),
+)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(choices: int, x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
     return x.at[order // choices].get(mode="promise_in_bounds")

@@ -1,21 +1,25 @@
-"""The dropless layer over an axis of experts: pairs of token and choice are exchanged in rounds of a fixed size.
+"""The dropless layer over an axis of experts: tokens are exchanged in rounds of a fixed size.
 
-A round sends to each shard at most ceil(`ROOM` * T * k / n) pairs of each other shard, so that every buffer has about
-`ROOM` * T * k rows. Rounds follow until every shard has sent all its pairs. Even routing needs one round. In the worst
-case all pairs of a shard go to one other, which needs about n / `ROOM`. All devices take part in every exchange,
-because the number of rounds is the largest over all devices of a pipeline stage.
+What a round sends to a shard are *visits*: a token goes to a shard once, however many of its experts are there, and
+comes back as the sum over them. Its pairs of token and choice are only numbers that say which visit an expert reads.
+
+A round sends to each shard at most `ROOM` times the visits and the pairs of even routing. Rounds follow until every
+shard has sent all its visits. Even routing needs one round. In the worst case all tokens of a shard go to one other.
+All devices take part in every exchange, because the number of rounds is the largest over all devices of a pipeline
+stage.
 
 Autodiff has no backward pass through a loop whose length is data, so it is written here: a loop over the same rounds.
 It repeats the exchange and the first two projections, one round at a time; nothing of a round is saved. The gates
 multiply the hidden layer, so that their gradient needs neither the last projection nor the exchange back. Gradients are
 summed over rounds in float32.
 
-Suffixes: T tokens of this shard, k choices of a token, N = T * k pairs, D width, n shards of the expert axis.
+Suffixes: T tokens of this shard, k choices of a token, N = T * k pairs, D width, n shards of the expert axis; P pairs
+and V visits that a shard sends to another in a round.
 """
 
 from collections.abc import Callable
 from functools import partial
-from math import ceil, log
+from math import ceil, log, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -24,49 +28,87 @@ from jax import lax
 
 from jaxstack.common.tree import PyTree
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
-from jaxstack.moe.pairs import move_rows, repeat_tokens, sort_by, starts_of
+from jaxstack.moe.pairs import move_rows, rows_of, sort_by, starts_of, sum_of_rows
 from jaxstack.sharding import collectives
 
 ROOM = 1.25
-"""Rows that a device receives in one round, as a multiple of an even share."""
+"""Pairs and visits that a shard sends to another in one round, as multiples of those of even routing.
+
+Where they are few, there is room for three deviations of random routing more.
+"""
 
 SCOPE = "moe_rounds"
 """JAX's name of the scope of the loop over rounds. Even routing makes one round."""
 
 
-def room_of_shard(pairs: int, shards: int) -> int:
-    """Returns how many of the `pairs` of one shard are sent to another in one round."""
-    return min(pairs, ceil(ROOM * pairs / shards))
+class Room(NamedTuple):
+    """What one shard sends to another in one round.
+
+    Attributes:
+      at_once: pairs after which a new round begins, unless they are of one visit.
+      pairs: P, the most pairs.
+      visits: V, the most visits.
+    """
+
+    at_once: int
+    pairs: int
+    visits: int
 
 
-def expected_rounds(pairs: int, shards: int) -> int:
-    """Returns the rounds that random routing takes: the largest of n * n loads decides, and few pairs vary much.
+def share_of_visits(choices: int, num_experts: int, shards: int) -> float:
+    """Returns the share of the tokens that random routing sends to a shard: those with an expert there."""
+    elsewhere = num_experts - num_experts // shards
+    return 1 - prod((elsewhere - i) / (num_experts - i) for i in range(choices))
+
+
+def room_of_shard(tokens: int, choices: int, num_experts: int, shards: int) -> Room:
+    """Returns the room in one round for the tokens of a shard."""
+
+    def with_room(even: float) -> int:
+        return ceil(max(ROOM * even, even + 3 * even**0.5))
+
+    visits = min(tokens, with_room(tokens * share_of_visits(choices, num_experts, shards)))
+    if choices == 1:
+        return Room(tokens, visits, visits)
+    at_once = with_room(tokens * choices / shards)
+    return Room(at_once, min(tokens * choices, at_once + choices - 1), visits)
+
+
+def expected_rounds(tokens: int, choices: int, num_experts: int, shards: int) -> int:
+    """Returns the rounds that random routing takes: the largest of n * n loads decides, and few tokens vary much.
 
     Loads are taken as independent normal numbers, whose largest is about sqrt(2 log(n * n)) deviations above the mean.
-
-    Args:
-      pairs: of one shard.
-      shards: n.
     """
-    mean = pairs / shards
-    largest = mean + (2 * log(shards * shards) * mean * (1 - 1 / shards)) ** 0.5
-    return ceil(min(largest, pairs) / room_of_shard(pairs, shards))
+    room = room_of_shard(tokens, choices, num_experts, shards)
+
+    def full(tries: int, share: float, most: int, size: int) -> int:
+        mean = tries * share
+        largest = mean + (2 * log(shards * shards) * mean * (1 - share)) ** 0.5
+        return ceil(min(largest, most) / size) - 1
+
+    pairs = full(tokens * choices, 1 / shards, tokens * choices, room.at_once)
+    visits = full(tokens, share_of_visits(choices, num_experts, shards), tokens, room.visits)
+    return 1 + pairs + visits
 
 
 class Plan(NamedTuple):
-    """Where the pairs of this shard go.
+    """Where the pairs of this shard go. Pairs of one shard are in the order of their tokens.
 
     Attributes:
       experts: expert of each pair, [N].
       order: pairs sorted by shard, [N].
-      starts: first sorted pair of each shard, [n + 1].
-      rank: place of each pair among the pairs of its shard, [N].
+      back: its inverse, [N].
+      visit: visit of each sorted pair, counted over all shards, [N].
+      first: place among the sorted pairs of the first pair of each visit, and of others behind them, [N].
+      round: round and shard of each sorted pair, as shard * `rounds` + round, [N].
     """
 
     experts: jax.Array
     order: jax.Array
-    starts: jax.Array
-    rank: jax.Array
+    back: jax.Array
+    visit: jax.Array
+    first: jax.Array
+    round: jax.Array
 
 
 class Exchange(NamedTuple):
@@ -102,12 +144,8 @@ def moe_in_rounds(
       [T, D] in x's dtype.
     """
     local, shards = weights["w_up"].shape[0], lax.axis_size(exchange.axis)
-    room = room_of_shard(experts.size, shards)
-    shard = experts // local
-    order, back = sort_by(shard)
-    starts = starts_of(shard[order], shards)
-    plan = Plan(experts, order, starts, back - starts[shard])
-    rounds = (jnp.diff(starts).max() + room - 1) // room
+    room = room_of_shard(*gates.shape, local * shards, shards)
+    plan, rounds = _plan(experts, local, shards, gates.shape[1], room)
     # Without `pipe`: the stages of a pipeline need not run a layer at the same time, or equally often.
     if axes := tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe"):
         rounds = lax.pmax(rounds, axes)
@@ -128,6 +166,27 @@ def moe_in_rounds(
     return run(rounds, *collectives.match_varying(plan, x, gates, weights, adapters))
 
 
+def _most_rounds(tokens: int, choices: int, room: Room) -> int:
+    """Returns more rounds than any routing takes."""
+    return tokens * choices // room.at_once + tokens // room.visits + 1
+
+
+def _plan(experts: jax.Array, local: int, shards: int, choices: int, room: Room) -> tuple[Plan, jax.Array]:
+    """Returns where the pairs of this shard go, and how many rounds it needs."""
+    N = experts.size
+    order, back = sort_by(experts // local)
+    shard = (experts // local)[order]
+    token = order // choices
+    before = jnp.arange(N) - 1
+    opens = (before < 0) | (shard != shard[before]) | (token != token[before])
+    visit = jnp.cumsum(opens, dtype=jnp.int32) - 1
+    first, _ = sort_by(~opens)
+    starts = starts_of(shard, shards)[shard]
+    rounds = (first[visit] - starts) // room.at_once + (visit - visit[starts]) // room.visits
+    of_shard = shard * _most_rounds(N // choices, choices, room) + rounds
+    return Plan(experts, order, back, visit, first, of_shard), 1 + rounds.max()
+
+
 def _one_round(
     exchange: Exchange,
     i: jax.Array,
@@ -138,31 +197,116 @@ def _one_round(
     adapters: Adapters,
 ) -> jax.Array:
     """Returns round i's share of the result, [T, D] in float32."""
-    (T, D), (_, k), N = x.shape, gates.shape, plan.experts.size
+    (T, _), (_, k), N = x.shape, gates.shape, plan.experts.size
     local, shards = weights["w_up"].shape[0], lax.axis_size(exchange.axis)
-    room = room_of_shard(N, shards)
+    room = room_of_shard(T, k, local * shards, shards)
     send = partial(lax.all_to_all, axis_name=exchange.axis, split_axis=0, concat_axis=0, tiled=True)
-    first = i * room
-    place = plan.starts[:-1, None] + first + jnp.arange(room)
-    source = jnp.where(place < plan.starts[1:, None], plan.order[jnp.minimum(place, N - 1)], N).reshape(-1)
-    sent = (plan.rank >= first) & (plan.rank < first + room)
-    slot = jnp.where(sent, plan.experts // local * room + plan.rank - first, shards * room)
-    # Each row is sent with its expert's number; an empty slot has a number that no expert has.
-    numbers = send(jnp.take(plan.experts % local, source, mode="fill", fill_value=local))
-    received = send(move_rows(repeat_tokens(x, k), source, slot))  # [n * room, D]
-    scale = send(move_rows(gates.reshape(N, 1), source, slot))
-    order, back = sort_by(numbers)
+    sends = _sends(i, plan, local, shards, room, k)
+    arrives = _arrivals(send(sends.codes), local, shards, room, k)
+
+    received = send(rows_of(x, sends.token_of_visit, sends.visits_of_token))  # [n * V, D]
+    scale = send(move_rows(gates.reshape(N, 1), sends.pair_of_slot, sends.slot_of_pair))  # [n * P, 1]
     mlp = partial(
         expert_mlp,
         weights=weights,
         adapters=adapters,
         activation=exchange.activation,
         of_up=exchange.of_up,
-        scale=move_rows(scale, order, back),
+        scale=move_rows(scale, arrives.order, arrives.back),
     )
-    out = apply_by_expert(move_rows(received, order, back), numbers[order], local, mlp, exchange.implementation)
-    out = send(move_rows(out, back, order))
-    return jnp.sum(move_rows(out, slot, source).reshape(T, k, D).astype(jnp.float32), axis=1)
+    pairs = rows_of(received, arrives.visit_of_pair, arrives.pairs_of_visit)  # [n * P, D]
+    out = apply_by_expert(pairs, arrives.experts, local, mlp, exchange.implementation)
+    out = sum_of_rows(out, arrives.visit_of_pair, arrives.pairs_of_visit).astype(x.dtype)
+    return sum_of_rows(send(out), sends.token_of_visit, sends.visits_of_token)
+
+
+class Sends(NamedTuple):
+    """What this shard sends in a round, in slots: V for visits and P for pairs to each shard.
+
+    Attributes:
+      codes: of a pair its expert * (V + 1) + the slot of its visit at the receiver. Empty slots have an expert that
+        is not there, and a slot that no visit has. [n * P].
+      pair_of_slot: [n * P], or N if it is empty.
+      slot_of_pair: its inverse, [N].
+      token_of_visit: [n * V], or T.
+      visits_of_token: its inverse: the slots of a token's visits, [T, k].
+    """
+
+    codes: jax.Array
+    pair_of_slot: jax.Array
+    slot_of_pair: jax.Array
+    token_of_visit: jax.Array
+    visits_of_token: jax.Array
+
+
+def _sends(i: jax.Array, plan: Plan, local: int, shards: int, room: Room, choices: int) -> Sends:
+    """Returns what this shard sends in round i."""
+    N = plan.experts.size
+    T = N // choices
+    _, P, V = room
+    shard = jnp.arange(shards)
+    edges = shard[:, None] * _most_rounds(T, choices, room) + i + jnp.arange(2)
+    first, last = jnp.searchsorted(plan.round, edges.reshape(-1), method="scan_unrolled").reshape(-1, 2).T  # [n]
+    visit = plan.visit[jnp.minimum(first, N - 1)]  # [n]: the first visit to each shard
+
+    place = first[:, None] + jnp.arange(P)  # [n, P], places among the sorted pairs
+    filled = place < last[:, None]
+    place = jnp.minimum(place, N - 1)
+    pair = plan.order[place]
+    codes = plan.experts[pair] % local * (V + 1) + plan.visit[place] - visit[:, None]
+    codes = jnp.where(filled, codes, local * (V + 1) + V)
+
+    visits = jnp.where(first < last, plan.visit[last - 1] - visit + 1, 0)  # [n]
+    opens = plan.first[jnp.minimum(visit[:, None] + jnp.arange(V), N - 1)]  # [n, V]
+    token = jnp.where(jnp.arange(V) < visits[:, None], plan.order[opens] // choices, T)
+
+    mine = plan.experts // local  # [N], shard of each pair
+    at = plan.back  # place of each pair among the sorted ones
+    sent = (at >= first[mine]) & (at < last[mine])
+    slot = jnp.where(sent, mine * P + at - first[mine], shards * P)
+    leads = sent & (plan.first[plan.visit[at]] == at)
+    slot_of_visit = jnp.where(leads, mine * V + plan.visit[at] - visit[mine], shards * V)
+    return Sends(
+        codes.reshape(-1).astype(jnp.int32),
+        jnp.where(filled, pair, N).reshape(-1),
+        slot,
+        token.reshape(-1),
+        slot_of_visit.reshape(T, choices),
+    )
+
+
+class Arrivals(NamedTuple):
+    """What a shard received in a round, with the pairs sorted by expert.
+
+    Attributes:
+      experts: of the sorted pairs; empty slots come last, with an expert that is not there. [n * P].
+      order: slots of the sorted pairs, [n * P].
+      back: its inverse.
+      visit_of_pair: slot of the visit of each sorted pair, or n * V, [n * P].
+      pairs_of_visit: its inverse: the sorted pairs of each visit, or n * P for none, [n * V, J].
+    """
+
+    experts: jax.Array
+    order: jax.Array
+    back: jax.Array
+    visit_of_pair: jax.Array
+    pairs_of_visit: jax.Array
+
+
+def _arrivals(codes: jax.Array, local: int, shards: int, room: Room, choices: int) -> Arrivals:
+    """Returns what a shard received in a round."""
+    _, P, V = room
+    experts, visit = jnp.divmod(codes, V + 1)
+    order, back = sort_by(experts)
+    sender = jnp.arange(shards * P) // P
+    # The pairs of a sender are in the order of its visits, and empty slots, which have the number V, come last.
+    starts = starts_of(sender * (V + 1) + visit, shards * (V + 1))
+    first = starts[:-1].reshape(shards, V + 1)[:, :V].reshape(-1, 1)  # [n * V, 1]
+    last = starts[1:].reshape(shards, V + 1)[:, :V].reshape(-1, 1)
+    slots = first + jnp.arange(choices)
+    pairs = jnp.where(slots < last, back[jnp.minimum(slots, shards * P - 1)], shards * P)
+    visits = jnp.where(visit < V, sender * V + visit, shards * V)
+    return Arrivals(experts[order], order, back, visits[order], pairs)
 
 
 def _sum_rounds(rounds: jax.Array, like: PyTree, share: Callable[[jax.Array], PyTree]) -> PyTree:

@@ -108,13 +108,18 @@ def runs_in_rounds(moe: MoEConfig, shards: int) -> bool:
     return moe.num_experts > 0 and moe.capacity_factor is None and shards > 1
 
 
+def round_room(moe: MoEConfig, rows: int, length: int, shards: int) -> rounds.Room:
+    """Returns what a device sends to another one in a round of dropless routing."""
+    return rounds.room_of_shard(rows * length, moe.choices, moe.num_experts, shards)
+
+
 def pair_capacity(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     """Returns how many pairs of token and expert the buffers of a device hold.
 
     Dropless routing needs room for one round of its exchange. A capacity factor limits the pairs of each expert.
     """
     if moe.capacity_factor is None:
-        return shards * rounds.room_of_shard(rows * length * moe.choices, shards)
+        return shards * round_room(moe, rows, length, shards).pairs
     per_expert = min(math.ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
     return moe.num_experts * rows * per_expert
 

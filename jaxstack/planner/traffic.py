@@ -223,13 +223,17 @@ def _context_traffic(t: _Traffic) -> None:
 
 
 def _expert_traffic(t: _Traffic) -> None:
-    """Adds the tokens that are sent to experts and back in each pass, counted in pairs of token and expert."""
+    """Adds the tokens that are sent to experts and back in each pass.
+
+    With a capacity they are counted in pairs of token and expert. Without one, a token is sent to a device once.
+    """
     moe = t.job.model.moe
     runs = t.layer_runs
     repeats = t.repeats
     recomputes = int(t.job.train.remat != "none")
-    pairs = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
+    pairs = sent = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
     if moe.capacity_factor is None:  # one round there and back: routing is assumed to be even
+        sent = t.sizes["expert"] * shards.round_room(moe, t.rows, t.length, t.sizes["expert"]).visits
         forward = 1 + repeats["post_norm"]
         trips = 2 * forward + 3
         t.add("all-to-all", EXPERT, (pairs,), runs * (forward + 1), "expert ids", "s32")
@@ -237,7 +241,7 @@ def _expert_traffic(t: _Traffic) -> None:
     else:
         # The gradient of the routing weights needs the results that come back, so that exchange is repeated.
         trips = 4 + recomputes + repeats["dispatch"]
-    t.add("all-to-all", EXPERT, (pairs, t.job.model.d_model), runs * trips, "tokens to experts and back")
+    t.add("all-to-all", EXPERT, (sent, t.job.model.d_model), runs * trips, "tokens to experts and back")
     if t.job.ctx.layout.sequence_parallel_axes:
         choices = (t.rows, t.length, moe.choices)
         t.add("all-gather", TENSOR, choices, runs * (1 + recomputes), "routing weights", "f32")

@@ -71,13 +71,24 @@ mistakes(
 
 mistakes(
     "moe",
-    "moe/rounds.py",
+    "moe/pairs.py",
     "training/test_arithmetic.py -k 'step and sigmoid'",
     (
-        "jnp.sum(move_rows(out, slot, source).reshape(T, k, D).astype(jnp.float32), axis=1)",
-        "sum(move_rows(out, slot, source).reshape(T, k, D)[:, i] for i in range(k)).astype(jnp.float32)",
+        "rows.astype(jnp.promote_types(y.dtype, jnp.float32)).sum(1)",
+        "sum(rows[:, j] for j in range(rows.shape[1])).astype(jnp.promote_types(y.dtype, jnp.float32))",
     ),
-    ("repeat_tokens(x, k)", "jnp.repeat(x, k, axis=0)"),
+)
+
+mistakes(
+    "moe",
+    "moe/rounds.py",
+    MOE + " -k rounds_are_the_sum",
+    ("(first[visit] - starts) // room.at_once + (visit", "(visit"),
+    (" + (visit - visit[starts]) // room.visits", ""),
+    ("(shard != shard[before]) | (token", "(token"),
+    ("leads = sent & (plan.first[plan.visit[at]] == at)", "leads = sent"),
+    ("jnp.where(slots < last, back[", "jnp.where(slots <= last, back["),
+    ("plan.visit[last - 1] - visit + 1, 0)", "plan.visit[last - 1] - visit, 0)"),
 )
 
 mistakes(
