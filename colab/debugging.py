@@ -112,7 +112,7 @@ print("again:", statistics(again[0]))
 # grows without a limit as the sum of squares goes to zero, and at zero it is infinite.
 
 # %%
-squares = np.linspace(0.0, 0.02, 500)
+squares = np.linspace(0.0, 1.0, 2000)
 with np.errstate(divide="ignore"):
     slope = 0.5 / np.sqrt(squares)
 figure, (left, middle) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
@@ -120,7 +120,7 @@ left.plot(squares, np.sqrt(squares), color=BLUE)
 left.set(xlabel="sum of squares", title="length: the square root")
 middle.plot(squares[1:], slope[1:], color=RED)
 middle.axvline(0, color=RED, linestyle=":")
-middle.annotate("infinite at zero", (0, slope[1:].max()), (0.002, 0.9 * slope[1:].max()))
+middle.annotate("infinite at zero", (0, slope[1:].max()), (0.04, 0.9 * slope[1:].max()))
 middle.set(xlabel="sum of squares", title="its derivative, by which gradients are multiplied")
 plt.show()
 
@@ -146,8 +146,8 @@ print("found:", replay.explain(cfg, ctx, values, batch))
 layers.mlp = right
 
 # %% [markdown]
-# Every gradient is finite now. The layer with the number 2 has no NaN, and its output matrix gets a gradient of zero: its outputs have
-# the length zero, and the repaired MLP returns zero for them, whatever the matrix is.
+# Every gradient is finite now. The MLP of the layer with the number 2 gets gradients of zero: its outputs have the length zero, and
+# the repaired MLP returns zero for them, whatever its matrices are.
 
 # %%
 show_finite(gradients)
