@@ -21,11 +21,14 @@
 # %%
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.drawing import BLUE, GREEN, RED
 from jaxstack.config import Config, DataConfig, ModelConfig
 from jaxstack.debug import replay, search
+from jaxstack.debug.guide import RunGuide
 from jaxstack.debug.statistics import statistics
 from jaxstack.models import layers, params
 from jaxstack.models.context import Context
@@ -61,9 +64,25 @@ layers.mlp = mistaken
 # %%
 loss, gradients, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
 print(f"loss {float(loss):.4f}")
-for path in ("w_q", "w_o"):
-    bad = jnp.isnan(gradients["layers"]["attention"][path]).reshape(4, -1).any(axis=1)
-    print(f"NaN in the gradients of {path}, by layer: {bad.tolist()}")
+
+
+def show_finite(gradients) -> None:
+    """Draws which share of each gradient is NaN, for every parameter of every layer."""
+    paths = {f"{part}/{name}": g for part in ("attention", "mlp") for name, g in gradients["layers"][part].items()}
+    shares = np.array([np.isnan(g).reshape(4, -1).mean(axis=1) for g in paths.values()])
+    _, axis = plt.subplots(figsize=(5.2, 3.2), layout="constrained")
+    shown = axis.imshow(100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+    axis.set(xticks=range(4), xlabel="layer", title="elements of the gradient that are NaN")
+    axis.set_yticks(range(len(paths)), list(paths))
+    plt.colorbar(shown, ax=axis, label="%")
+    plt.show()
+
+
+show_finite(gradients)
+
+# %% [markdown]
+# Read the picture from the right, as the backward pass runs: the last layer is clean, and everything from the MLP of the layer with the
+# number 2 on is NaN. So the mistake is in this MLP or between the two layers. The picture does not show which operation it is.
 
 # %% [markdown]
 # ## What made it NaN
@@ -74,7 +93,7 @@ for path in ("w_q", "w_o"):
 # %%
 found = replay.explain(cfg, ctx, values, batch)
 assert found is not None
-print("\n".join(replay.describe(found)))
+print("\n".join(replay.describe(found, RunGuide(cfg.model))))
 
 # %% [markdown]
 # The operation is of the gradient of the square root. Its derivative at zero is infinite: `1 / (2 * sqrt(0))`. The author's
@@ -87,6 +106,23 @@ print("\n".join(replay.describe(found)))
 print(found.equation.primitive.name, [statistics(value) for value in found.inputs])
 again = search.run(found.equation, found.inputs)
 print("again:", statistics(again[0]))
+
+# %% [markdown]
+# A picture shows why a forward pass hides this. The left curve, the length, is finite everywhere. Its derivative on the right
+# grows without a limit as the sum of squares goes to zero, and at zero it is infinite.
+
+# %%
+squares = np.linspace(0.0, 1.0, 2000)
+with np.errstate(divide="ignore"):
+    slope = 0.5 / np.sqrt(squares)
+figure, (left, middle) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+left.plot(squares, np.sqrt(squares), color=BLUE)
+left.set(xlabel="sum of squares", title="length: the square root")
+middle.plot(squares[1:], slope[1:], color=RED)
+middle.axvline(0, color=RED, linestyle=":")
+middle.annotate("infinite at zero", (0, slope[1:].max()), (0.04, 0.9 * slope[1:].max()))
+middle.set(xlabel="sum of squares", title="its derivative, by which gradients are multiplied")
+plt.show()
 
 # %% [markdown]
 # ## The repair
@@ -108,6 +144,20 @@ _, gradients, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
 print("all finite:", all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients)))
 print("found:", replay.explain(cfg, ctx, values, batch))
 layers.mlp = right
+
+# %% [markdown]
+# Every gradient is finite now. The MLP of the layer with the number 2 gets gradients of zero: its outputs have the length zero, and
+# the repaired MLP returns zero for them, whatever its matrices are.
+
+# %%
+show_finite(gradients)
+norms = {name: np.sqrt((np.square(g).reshape(4, -1)).sum(axis=1)) for name, g in gradients["layers"]["mlp"].items()}
+_, axis = plt.subplots(figsize=(5.2, 3), layout="constrained")
+for k, (name, by_layer) in enumerate(norms.items()):
+    axis.bar(np.arange(4) + 0.25 * k, by_layer, 0.22, label=name, color=(BLUE, GREEN, RED)[k])
+axis.set(xticks=range(4), xlabel="layer", title="norm of the gradient, after the repair")
+axis.legend()
+plt.show()
 
 # %% [markdown]
 # ## Exercise

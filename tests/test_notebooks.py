@@ -1,7 +1,10 @@
 """Tests that the notebooks of `colab/` match their Python sources and run from start to end, as users run them."""
 
+import ast
+import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import runpy
@@ -163,6 +166,57 @@ def test_every_notebook_begins_with_the_same_cell(path):
     (cell,) = [cell for cell in cells if cell.startswith(before)]
     assert cell.endswith(after)
     assert sum('"pip"' in cell for cell in cells) == 1
+
+
+SOURCES = sorted(set(COLAB.glob("*.py")) - {COLAB / "build.py"})
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_it_imports_and_calls_what_exists(path):
+    """Each name of jaxstack exists, and each call of one fits its signature. Running a notebook takes minutes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = dict(pair for node in ast.walk(tree) for pair in imported(node))
+    assert names, "it imports nothing of jaxstack"
+    checked = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            find(node, names)
+        if not isinstance(node, ast.Call) or any(isinstance(argument, ast.Starred) for argument in node.args):
+            continue
+        function = find(node.func, names)
+        if callable(function) and all(keyword.arg for keyword in node.keywords):
+            checked += 1
+            try:
+                inspect.signature(function).bind(*node.args, **{str(one.arg): one.value for one in node.keywords})
+            except TypeError as error:
+                pytest.fail(f"{path.name}:{node.lineno}: {ast.unparse(node)}: {error}")
+    assert checked
+
+
+def imported(node):
+    """Yields the names that an import of jaxstack binds, with the modules, functions and classes."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxstack":
+        for alias in node.names:
+            yield alias.asname or alias.name, member(importlib.import_module(node.module), alias.name)
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] == "jaxstack":
+                module = importlib.import_module(alias.name)
+                yield (alias.asname, module) if alias.asname else ("jaxstack", sys.modules["jaxstack"])
+
+
+def member(module, name):
+    """Returns a name of a module, which may be a module below it."""
+    return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{module.__name__}.{name}")
+
+
+def find(expression, names):
+    """Returns what `a` or `a.b.c` is if each of its parents is a module, else `None`."""
+    if isinstance(expression, ast.Name):
+        return names.get(expression.id)
+    if isinstance(expression, ast.Attribute) and inspect.ismodule(parent := find(expression.value, names)):
+        return member(parent, expression.attr)
+    return None
 
 
 # Without the extra [notebook] the slow tests fail. `importorskip` would let CI skip them unnoticed.

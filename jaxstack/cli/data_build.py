@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from jsonargparse import Namespace
+from rich import get_console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxstack.config import ConfigError, DataConfig
@@ -55,8 +56,9 @@ def main(args: Namespace) -> None:
 
 
 def progress_of_documents() -> Progress:
-    """Returns the line that shows how many documents `counted` has yielded."""
-    return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    """Returns the line that shows on a terminal how many documents `counted` has yielded."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, disable=not get_console().is_interactive)
 
 
 def counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterator[Document]:

@@ -41,7 +41,8 @@ EPS = 1e-6
 
 
 class StateTokens(NamedTuple):
-    """What tokens do to the states of heads; key head i serves the value heads from i * R on.
+    """What tokens do to the states of heads. Each of N key heads serves R = H / N value heads: key head i serves i R to
+    (i + 1) R - 1.
 
     Attributes:
       q, k: queries and keys [B, S, N, K].
@@ -138,7 +139,10 @@ class Chunks(NamedTuple):
 
 
 def recurrent(tokens: StateTokens, *, state: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Returns what `chunked` does, by its definition: a token at a time."""
+    """Returns what the heads read [B, S, H, V] and the last states [B, H, K, V], token by token.
+
+    This is the definition, with which `chunked` is compared.
+    """
     t = tokens.by_key_head()
     x = _start(t, state)
 

@@ -36,6 +36,9 @@ def balance_loss(
 
     Returns:
       This shard's share of the sum over its sequences, float32.
+
+    Raises:
+      ValueError: `batch_rows` does not divide the tokens.
     """
     experts, scores = routing.experts, routing.scores
     if experts.shape[0] % batch_rows:
@@ -57,7 +60,11 @@ def balance_loss(
 def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
     """Returns ST-MoE's router z-loss (arXiv:2202.08906, equation 5): logsumexp(logits)^2, summed over tokens.
 
-    Divide by (tokens in the step x layers). 0 for a hard gate, which has no logits.
+    Divide by (tokens in the step x layers). It is 0 for a hard gate, which has no logits.
+
+    Args:
+      routing: of T tokens; its logits are [T, E].
+      mask: tokens that count, [T]. `None` means all.
     """
     if routing.logits is None:
         return jnp.sum(jnp.zeros_like(routing.weights))
@@ -72,7 +79,10 @@ def load(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
 
 
 def entropy_sum(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
-    """Returns the entropy of the scores in nats, summed over tokens; equal scores have log(E) a token."""
+    """Returns the entropy of the scores [T, E] in nats, summed over tokens. Equal scores have log(E) a token.
+
+    `mask` [T] has the tokens that count; `None` means all.
+    """
     entropy = jax.scipy.special.entr(lax.stop_gradient(routing.scores)).sum(-1)
     return jnp.sum(entropy if mask is None else entropy * mask)
 

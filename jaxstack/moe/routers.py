@@ -139,10 +139,13 @@ def by_timestep(timesteps: jax.Array, num_experts: int, max_timestep: float, sta
 
 
 def check_domains(ids: np.typing.ArrayLike, num_experts: int) -> None:
-    """Checks on the host the ids that are given to `by_domain`.
+    """Checks on the host that each id that you give to `by_domain` has an expert.
+
+    Args:
+      ids: numbers of domains, of any shape. They must be 0 to `num_experts` - 1.
 
     Raises:
-      ValueError: an id without an expert.
+      ValueError: an id has no expert.
     """
     ids = np.asarray(ids)
     bad = ids[(ids < 0) | (ids >= num_experts)]

@@ -32,6 +32,9 @@ class Stages:
       stacks: name, chunks on each stage and period of each stack, if there are several. No model chunk has layers of
         two.
       sparse: whether model chunks may have no layer, for a stack with fewer layers than model chunks.
+
+    Raises:
+      ScheduleError: the model chunks cannot be divided among the stages, or one has no layer or a part of a group.
     """
 
     stages: int

@@ -151,7 +151,7 @@ def loss_chart(chart: LossChart, size: tuple[int, int] = WIDE) -> str:
             }
             axes.plot(*thin_out(*curves.held_out), color=color, **dots)
             if curves.ngrams is not None:
-                axes.axhline(curves.ngrams, color=color, linewidth=1.2, linestyle="-.")
+                axes.axhline(curves.ngrams, color=color, linewidth=1.2, linestyle="--")
             _mark(axes, curves.run, color, _last_step(runs))
         axes.set_ylim(*loss_limits(chart))
 

@@ -134,15 +134,15 @@ def _text_notes(runs: Sequence[LoggedRun]) -> tuple[str, ...]:
 
 
 def summary_rows(runs: Sequence[LoggedRun]) -> dict[str, list[str]]:
-    """Returns the figures of all runs by their names in the summary, without those that cannot be compared.
+    """Returns the figures of all runs by their names in the summary, without figures that no run has.
 
-    If tokenizers differ, these are losses in nats per token, except where a run has no bits per byte.
+    If tokenizers differ, losses in nats per token cannot be compared. They are left out, except where a run has no bits
+    per byte.
     """
     figures = [summarize(run) for run in runs]
     keys = dict.fromkeys(key for each in figures for key in each)
     rows = {key: [each.get(key, MISSING) for each in figures] for key in keys}
-    if not tokenizers_differ(runs):
-        return rows
-    for key in [key for key in rows if NATS in key]:
-        rows[key] = [MISSING if run.bits_per_nat else value for run, value in zip(runs, rows[key], strict=True)]
-    return {key: row for key, row in rows.items() if NATS not in key or set(row) != {MISSING}}
+    if tokenizers_differ(runs):
+        for key in [key for key in rows if NATS in key]:
+            rows[key] = [MISSING if run.bits_per_nat else value for run, value in zip(runs, rows[key], strict=True)]
+    return {key: row for key, row in rows.items() if set(row) != {MISSING}}

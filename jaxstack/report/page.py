@@ -163,7 +163,8 @@ def _notes(runs: Sequence[LoggedRun], losses: Comparison, missing: Sequence[char
 
 def _legend(runs: Sequence[LoggedRun]) -> str:
     names = "".join(_named(i, run) for i, run in enumerate(runs))
-    signs = "".join(f"<span><b>{sign}</b> {kind}</span>" for kind, sign in _SIGNS.items())
+    there = {event.kind for run in runs for event in list_events(run)}
+    signs = "".join(f"<span><b>{sign}</b> {kind}</span>" for kind, sign in _SIGNS.items() if kind in there)
     drawn = any(run.ngrams and run.bits_per_nat for run in runs)
     ngrams = '<span><i class="stroke dashes"></i>byte n-grams, held out</span>' if drawn else ""
     return (

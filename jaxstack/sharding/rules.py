@@ -49,6 +49,9 @@ class Rules:
         of an array, such as `r"layers/.*/kernel"`. The first match applies, before any rule of `parameters`. The entry
         `()` replicates an array of any rank.
       activations: mesh axes by the logical name of an activation's dimension.
+
+    Raises:
+      ShardingError: a rule is not a name with mesh axes, or a pattern with an entry for each dimension.
     """
 
     parameters: Mapping[str, MeshAxes] = field(default_factory=dict)

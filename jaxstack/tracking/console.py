@@ -1,6 +1,7 @@
 """What a run prints: lines of text, and on a terminal a spinner while it compiles and then a progress bar."""
 
 import re
+import textwrap
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -23,6 +24,23 @@ A name of a file that is not UTF-8 has surrogates, which cannot be printed."""
 def printable(text: str) -> str:
     r"""Returns a text with escaped control characters, such as \x1b: a terminal would obey them."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def wrap(line: str, width: int) -> str:
+    """Returns a line that is broken at spaces, so that a terminal does not break it within words.
+
+    A first column, such as `kernels  `, stays free in the lines that follow. A word that is longer than the width, such
+    as the name of a file, is not broken.
+    """
+    if len(line) <= width:
+        return line
+    column = re.match(r"(\w+)? {2,}|", line)
+    first = column.end() if column else 0
+    joined = line[:first].replace(" ", "\0") + line[first:]  # a long name stays beside its column
+    options = textwrap.TextWrapper(
+        width, subsequent_indent=" " * first, replace_whitespace=False, break_long_words=False, break_on_hyphens=False
+    )
+    return options.fill(joined).replace("\0", " ")
 
 
 class Console:
@@ -62,16 +80,26 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def print(self, text: str = "", style: str | None = None, bold: str = "") -> None:
-        """Prints text with its control characters escaped.
+    def print(self, text: str = "", style: str | None = None) -> None:
+        """Prints a message with its control characters escaped. On a terminal, its lines are broken at spaces.
 
         Args:
           text: one or more lines.
           style: a style of the library rich, such as `yellow`.
+        """
+        text = printable(text)
+        if self._rich.is_terminal:
+            text = "\n".join(wrap(line, self._rich.width) for line in text.split("\n"))
+        self._rich.print(Text(text, style=style or ""))
+
+    def print_sample(self, text: str, bold: str = "") -> None:
+        """Prints a text of a model with its control characters escaped, and its lines as they are.
+
+        Args:
           bold: the beginning of the text that is shown in bold on a terminal.
         """
         first = len(printable(bold)) if text.startswith(bold) else 0
-        shown = Text(printable(text), style=style or "")
+        shown = Text(printable(text))
         shown.stylize("bold", 0, first)
         self._rich.print(shown)
 

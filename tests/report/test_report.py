@@ -282,6 +282,18 @@ def test_one_page_of_several_runs(tmp_path):
     assert "#0" not in drawn, "a colour that the page does not set reads in light or in dark, not in both"
 
 
+def test_the_page_leaves_out_what_no_run_has(tmp_path):
+    """Signs of events that did not occur, and figures without a value, such as MFU on a CPU."""
+    plain, spike = ([training(i) for i in (1, 2)], [training(1), {"step": 2, "event": "spike", "loss": 9.0}])
+    for name, lines, there in (("plain", plain, []), ("spike", spike, ["spike"])):
+        found = runs.read_runs([write(tmp_path / name, lines)])
+        legend = page.render(found).split("<p class=legend>")[1].split("</p>")[0]
+        assert [kind for kind in charts.MARKS if f"</b> {kind}</span>" in legend] == there
+        assert "MFU, median" not in comparison.summary_rows(found)
+    both = runs.read_runs([tmp_path / "plain", write(tmp_path / "chip", [training(1, mfu=0.5)])])
+    assert comparison.summary_rows(both)["MFU, median"] == ["-", "50.0%"]
+
+
 def test_the_losses_of_the_sources_of_a_mixture(tmp_path):
     """A chart and a figure for each source; another run of the page may lack them."""
     lines = [training(10), {"step": 10, "eval_loss": 0.7, "eval_loss/a <b>": 0.5, "eval_loss/c": 0.75}]

@@ -12,14 +12,14 @@ def test_a_terminal_gets_no_control_characters(capsys):
     text = "a\x1b[31mb\x07\r\x7f\x85\u202e\u2028[red]\té\U0001f642\n"
     escaped = "a\\x1b[31mb\\x07\\r\\x7f\\x85\\u202e\\u2028[red]\té\U0001f642\n"
     assert printable(text) == escaped
-    Console(10).print(text, bold="a\x1b")
+    Console(10).print_sample(text, bold="a\x1b")
     assert capsys.readouterr().out == f"{escaped}\n".expandtabs()
 
 
 def test_the_beginning_is_bold_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    Console(10).print("a\x00bc", bold="a\x00b")
+    Console(10).print_sample("a\x00bc", bold="a\x00b")
     assert capsys.readouterr().out == "\x1b[1ma\\x00b\x1b[0mc\n"
 
 
@@ -81,6 +81,23 @@ def test_an_error_removes_the_spinner(capsys, terminal):
     with pytest.raises(KeyError):
         fail()
     assert screen(capsys.readouterr().out) == [""]
+
+
+def test_a_terminal_breaks_messages_at_spaces(capsys, terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    Console(1).print("kernels  attention chunked, linear barrier\nrun      a/path/that/is/longer/than/the/terminal/")
+    Console(1).print_sample("one  line of a text of the model, as it is")
+    assert capsys.readouterr().out == (
+        "kernels  attention chunked,\n         linear barrier\n"
+        "run      a/path/that/is/longer/than/the/terminal/\n"
+        "one  line of a text of the model, as it is\n"
+    )
+
+
+def test_a_file_gets_messages_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    Console(1).print("kernels  attention chunked, linear barrier, norm xla")
+    assert capsys.readouterr().out == "kernels  attention chunked, linear barrier, norm xla\n"
 
 
 @pytest.mark.parametrize("term", [None, "dumb"], ids=["file", "dumb terminal"])

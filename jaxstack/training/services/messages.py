@@ -71,12 +71,12 @@ def print_samples(console: Console, path: Path, samples: Sequence[tuple[str, str
         files.write_atomic(path, "\n\n".join(text for _, text in samples) + "\n")
     for i, (prompt, text) in enumerate(samples, start=1):
         console.print(f"--- sample {i} of {len(samples)}")
-        console.print(text, bold=prompt)
+        console.print_sample(text, bold=prompt)
 
 
 def print_end(console: Console, directory: Path) -> None:
     """Prints what a finished run has left in its directory, and what to do next."""
-    names = ("loss.png", "metrics.jsonl", "samples.txt", "config.yaml")
+    names = ("loss.png", "metrics.jsonl", "samples.txt", "tokenizer.json", "config.yaml")
     there = ", ".join(name for name in names if (directory / name).exists())
     console.print(
         f"{directory}/ contains {there} and checkpoints/. To continue, "
