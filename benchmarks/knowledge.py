@@ -37,7 +37,7 @@ from jaxstack.data.masking import Masking
 from jaxstack.data.triples import read_triples
 
 ROOT = Path(__file__).parent.parent
-SIZES = ["--model.d_model=64", "--model.d_ff=172", "--model.num_layers=4", "--data.batch_size=8", "--mesh.data=1"]
+SIZES = ["--model.d_model=64", "--model.d_ff=172", "--model.num_layers=4", "--data.batch_size=4", "--mesh.data=1"]
 MASK = 256
 Rows = dict[str, np.ndarray]
 
@@ -168,7 +168,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--steps", type=int, default=300)
-    arguments.add_argument("--rows", type=int, default=256, help="held-out rows of 256 bytes")
+    arguments.add_argument("--rows", type=int, default=192, help="held-out rows of 256 bytes")
     arguments.add_argument("--name", default="knowledge")
     given = arguments.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -19,7 +19,7 @@ from jaxstack.config import ConfigError
 from jaxstack.data.tokenizers import HFTokenizer, Tokenizer, encode_each_with_offsets
 
 _BEFORE_PHRASE = ("", " ", "\n")
-"""What stands before a phrase: a tokenizer.json may write it in other tokens behind each."""
+"""What may be before a phrase: a tokenizer.json may write it in other tokens behind each."""
 
 
 class Phrase(NamedTuple):

@@ -111,7 +111,8 @@ def encode_triples(rows: Iterable[TextWithTriple], tokenizer: Tokenizer, seq_len
     for (row, number, _), part_ids in encode_each(parts, lambda part: part[2], tokenizer):
         ids = part_ids.astype(np.int64)
         if number == 1:
-            own, kinds = [before], [np.zeros(before.size, np.int8)]
+            own = [before]
+            kinds = [np.zeros(before.size, np.int8)]
         if number == TEXT:
             room = seq_len - sum(each.size for each in own) - behind.size
             cut += ids.size > room

@@ -41,7 +41,7 @@ def hidden_together(text, of, segments=None):
         ("see New York.", ("New York",), ["New York"], ["see", "New York"]),
         ("New York", ("New York",), ["New York"], ["New York"]),  # a row may begin and end with a phrase
         ("a New Yorker", ("New York",), [], ["New", "Yorker"]),  # whole words only, at both ends
-        ("aNew York", ("New York",), [], ["aNew", "York"]),
+        ("xNew York", ("New York",), [], ["xNew", "York"]),
         ("os.path.join", ("os.path", "path.join"), ["path.join"], ["os", "path.join"]),  # the longest one
         ("ab cd ab", ("ab cd", "cd ab"), ["ab cd"], ["ab cd", "ab"]),  # equally long: the first one
         ("aa bb cc dd", ("aa bb", "bb cc dd"), ["bb cc dd"], ["aa", "bb cc dd"]),
@@ -70,7 +70,7 @@ def test_a_trie_finds_what_regular_expressions_find(rng):
     """Random phrases of a small alphabet in random text: each text has many of them, nested and overlapping."""
     letters = np.frombuffer(b"ab ", np.uint8)
     phrases = {bytes(letters[rng.integers(0, 3, rng.integers(1, 7))]).decode().strip() for _ in range(30)} - {""}
-    of = units(*sorted(phrases))
+    of = units(*rng.permutation(sorted(phrases)).tolist())
     ids = letters[rng.integers(0, 3, (50, 40))].astype(np.int32)
     got = of.first_tokens(ids, None)
     for row, first in zip(ids, got, strict=True):
