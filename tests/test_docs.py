@@ -142,6 +142,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused
     (r"(diffusion|contrastive)_digits\.yaml", [*STEPS, "--sample.pictures=1"]),
+    (r"--data\.(mask_phrases|source=triples)", [*STEPS, *ALONE, "--data.batch_size=8"]),  # longer than 32 bytes
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),

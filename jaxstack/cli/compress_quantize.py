@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.export_model import write_tokenizer
-from jaxstack.config import Config, ConfigError, LoraConfig, MeshConfig
+from jaxstack.config import Config, ConfigError, LoraConfig, MeshConfig, ModelConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser, user_path
@@ -25,6 +25,8 @@ from jaxstack.config.scheme import Name, Scheme
 from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
+    import numpy as np
+
     from jaxstack.common.tree import Batch
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.quantize import Codes, QuantizedLayer, Settings
@@ -60,6 +62,24 @@ def add_arguments(parser: Parser) -> None:
         type=Literal["float32", "bfloat16"],
         default="float32",
         help="dtype of the scales and of what is not quantised",
+    )
+    parser.add_argument(
+        "--int4_experts",
+        type=PositiveInt | None,
+        default=None,
+        help="with --weights=int8: experts of each layer that have 4 bits, those that are used least",
+    )
+    parser.add_argument(
+        "--experts_by",
+        type=Literal["load", "order"],
+        default="load",
+        help="with --int4_experts: take the experts that get fewest tokens, or the first ones of the file of --order",
+    )
+    parser.add_argument(
+        "--order",
+        type=str | None,
+        default=None,
+        help="file of `jaxstack compress order`, for --experts_by=order",
     )
     add_calibration_arguments(parser)
 
@@ -131,11 +151,18 @@ def main(args: Namespace) -> None:
     walk = quantize.Walk.of(opened.model, rounding)
     if args.method == "awq":
         folding.shared_inputs(walk.cfg)
-    names = ("sequences", "method", "weights", "activations", "dtype")
+    check_int4_experts(args, opened.model)
+    names = ("sequences", "method", "weights", "activations", "dtype", "int4_experts", "experts_by", "order")
     scales = describe(walk, how.scheme)  # raises an error, where it does, before there is a folder
     store = unfinished.open_folder(out, settings_of(args, opened, names) | {"group": how.scheme.group})
     print(scales)
-    batches = calibration(opened, 0 if args.method == "rtn" else args.sequences)
+    by_load = args.int4_experts is not None and args.experts_by == "load"
+    batches = calibration(opened, 0 if args.method == "rtn" and not by_load else args.sequences)
+    if args.int4_experts is not None:
+        how = replace(how, int4_experts=lower_experts(args, walk, opened, batches))
+        own_layout = "transformers' layouts have one format for all experts of a layer"
+    if args.method == "rtn":
+        batches = []
     layers = write_layers(quantize.quantize(walk, opened.params, batches, how, store.read), store, opened)
     values = quantize.join(opened.model, opened.params, layers)
     computed = replace(opened.config, train=replace(opened.config.train, quant=quant))
@@ -145,6 +172,8 @@ def main(args: Namespace) -> None:
     else:
         print(f"{out / 'model'} has codes that jaxstack alone reads: {own_layout}")
         write_coded(made, quantize.stacked_codes(opened.model, layers), how, out)
+    stored = sum(path.stat().st_size for path in (out / "model").glob("*.safetensors"))
+    print(f"{out / 'model'} has {stored / 1e6:,.3f} MB of parameters")
     store.remove()
     print_losses(opened.evaluate(), made.evaluate(), opened.model.objective.unit)
     print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
@@ -155,6 +184,68 @@ def settings(args: Namespace) -> "Settings":
     from jaxstack.compress.quantize import Settings
 
     return Settings(Scheme.of(args.weights, args.group, args.activations), args.method, args.dtype)
+
+
+def check_int4_experts(args: Namespace, model: ModelConfig) -> None:
+    """Checks that some experts of a model can have 4 bits.
+
+    Raises:
+      ConfigError: they cannot, or a flag is not used.
+    """
+    count = args.int4_experts
+    by_order = args.experts_by == "order"
+    if count is None:
+        if by_order or args.order is not None:
+            flag = "--experts_by=order" if by_order else f"--order={args.order}"
+            raise ConfigError(f"{flag} chooses the experts that have 4 bits.", "Set --int4_experts, too.")
+        return
+    experts = model.moe.num_experts
+    if not experts:
+        raise ConfigError(f"--int4_experts={count}, but model.moe.num_experts=0.", "Leave it out.")
+    if args.weights != "int8":
+        raise ConfigError(
+            f"--int4_experts={count} gives 4 bits to some of the experts, and --weights={args.weights} is not int8.",
+            "Use --weights=int8.",
+        )
+    if count >= experts:
+        raise ConfigError(
+            f"--int4_experts={count} leaves none of the {experts} experts of a layer with 8 bits.",
+            f"Use at most {experts - 1}, or --weights=int4 for all matrices.",
+        )
+    if by_order != (args.order is not None):
+        raise ConfigError(
+            f"--experts_by={args.experts_by} with --order={args.order} is not complete.",
+            "Set --experts_by=order and --order to the file of `jaxstack compress order`, or none of them.",
+        )
+
+
+def lower_experts(args: Namespace, walk: "Walk", run: "TrainedRun", batches: "Sequence[Batch]") -> "np.ndarray":
+    """Returns which experts have 4 bits, bool [layers of all stacks, E], and prints them.
+
+    Raises:
+      ConfigError: `--order` is not the order of the experts of this run.
+    """
+    from jaxstack.common import files
+    from jaxstack.compress import order, quantize
+
+    if args.experts_by == "load":
+        scores = order.measure_loads(walk, run.params, batches)
+    else:
+        found = files.read_json(Path(args.order).expanduser(), "Make it with `jaxstack compress order`.")
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"--order={args.order} is not a JSON object.", "Make it with `jaxstack compress order --by=int4`."
+            )
+        scores = order.read_experts_of(found, walk.stacks, run.model.moe.num_experts)
+    chosen = quantize.least_used(scores, args.int4_experts)
+    start = 0
+    for name, table in scores.items():
+        for layer, row in enumerate(table):
+            its = chosen[start + layer].nonzero()[0]
+            says = ", ".join(f"{e} ({row[e]:.1%} of the tokens)" if args.experts_by == "load" else f"{e}" for e in its)
+            print(f"{name} {layer}: experts with 4 bits: {says}")
+        start += len(table)
+    return chosen
 
 
 def check_experts(scheme: Scheme, given: str) -> None:
@@ -273,6 +364,7 @@ def write_coded(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -
     """Writes the run directory with a folder of codes in it that jaxstack alone reads."""
     import jax
 
+    from jaxstack.compress.quantize import by_stack
     from jaxstack.hf import coded_folder, safetensors
 
     cfg = run.config
@@ -283,7 +375,8 @@ def write_coded(run: "TrainedRun", codes: "Codes", how: "Settings", out: Path) -
         folder.mkdir()
         scheme = how.scheme
         values = jax.device_get(run.params)
-        coded_folder.write(folder, final.model, values, codes, scheme.bits, scheme.kind, how.dtype)
+        lower = None if how.int4_experts is None else by_stack(final.model, how.int4_experts)
+        coded_folder.write(folder, final.model, values, codes, scheme.bits, scheme.kind, how.dtype, lower)
         for each, its in ((made, final), (folder, replace(final, run=replace(final.run, init_from=None)))):
             (each / "config.yaml").write_text(parse.to_yaml(its))
             (each / "tokenizer.json").write_bytes(tokenizer)

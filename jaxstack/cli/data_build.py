@@ -40,6 +40,7 @@ def main(args: Namespace) -> None:
         "pairs": "translations",
         "preferences": "pairs of completions",
         "prompts": "prompts whose completions are rewarded",
+        "triples": "triples",
     }.get(cfg.source):
         raise ConfigError(
             f"data.source={cfg.source} cannot become a token file, which does not mark {what}. Train from it directly."

@@ -250,7 +250,7 @@ def _write_branch(run: Path, folder: Path, branch: Literal["understanding", "gen
     model, values = branches.extract(replace(source.model, pad_vocab_to=None), _restore(source), branch)
     data = source.data
     if model.family == "decoder":
-        data = replace(data, mask_id=None, mask_words=False)
+        data = replace(data, mask_id=None, mask_words=False, mask_phrases=None)
     cfg = replace(
         source,
         run=replace(source.run, dir=str(folder), init_from=None),

@@ -19,6 +19,7 @@ from jaxstack.common.tree import Batch, PyTree, flatten, path_of
 from jaxstack.compress.calibrate import Measure, Walk
 from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
+from jaxstack.models.blocks import Stack
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.tracking.step_log import mean_losses
@@ -228,6 +229,18 @@ def read_experts(order: Mapping[str, object], layers: int, experts: int) -> np.n
       ConfigError: it has other layers or experts.
     """
     return _table(order, "experts", (layers, experts))
+
+
+def read_experts_of(order: Mapping[str, object], stacks: Mapping[str, Stack], experts: int) -> dict[str, np.ndarray]:
+    """Returns by how much the loss rises without each expert, or with it rounded [L, E], by the name of its stack.
+
+    Raises:
+      ConfigError: the JSON of `describe` has other layers or experts.
+    """
+    rows: Any = order.get("experts", ())
+    known = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    found = {name: [row for row in rows if row.get("stack") == name] if known else [] for name in stacks}
+    return {name: read_experts({"experts": found[name]}, one.depth, experts) for name, one in stacks.items()}
 
 
 def read_layers(order: Mapping[str, object], layers: int) -> np.ndarray:

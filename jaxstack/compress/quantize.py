@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ Codes: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
 """Codes [O, I] and scales [O, G] of each quantised Hugging Face tensor by its name, see `hf_codes`, or of all layers of
 a parameter by its path, see `stacked_codes`."""
 
+_Layers = TypeVar("_Layers", Sequence["QuantizedLayer"], np.ndarray)
+
 Matrices: TypeAlias = Mapping[str, Param]
 """The declarations of the matrices of a layer by path."""
 
@@ -42,11 +44,20 @@ class Settings:
       scheme: the format of the matrices.
       method: `rtn` rounds to the nearest; `gptq` and `awq` need calibration batches.
       dtype: dtype in which scales are stored.
+      int4_experts: which experts have 4 bits in place of the bits of `scheme`, bool [layers of all stacks, E]. `None`
+        means none.
     """
 
     scheme: Scheme
     method: Method
     dtype: Literal["float32", "bfloat16"] = "float32"
+    int4_experts: np.ndarray | None = None
+
+    def for_expert(self, layer: int, expert: int) -> "Settings":
+        """Returns how the matrices of one expert are quantised."""
+        if self.int4_experts is None or not self.int4_experts[layer, expert]:
+            return self
+        return replace(self, scheme=replace(self.scheme, bits=4))
 
 
 class QuantizedLayer(NamedTuple):
@@ -72,8 +83,8 @@ def quantize(
 ) -> Iterator[QuantizedLayer]:
     """Yields one layer after the other, quantised; see `each_layer`."""
 
-    def compress(matrices: Matrices, layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
-        return quantize_layer(walk.cfg, matrices, layer, statistics, how)
+    def compress(index: int, matrices: Matrices, layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+        return quantize_layer(walk.cfg, matrices, layer, statistics, how, index)
 
     return each_layer(walk, params, batches, compress, finished)
 
@@ -82,14 +93,14 @@ def each_layer(
     walk: Walk,
     params: Params,
     batches: Sequence[Batch],
-    compress: Callable[[Matrices, Params, dict[str, Statistics]], QuantizedLayer],
+    compress: Callable[[int, Matrices, Params, dict[str, Statistics]], QuantizedLayer],
     finished: Callable[[int], QuantizedLayer | None],
 ) -> Iterator[QuantizedLayer]:
     """Yields the layers after their compression, each with the inputs that the layers before it then give.
 
     Args:
       batches: calibration batches on the devices; without any, the statistics are empty.
-      compress: compresses the matrices of a layer on the host, given the statistics of their inputs.
+      compress: compresses the matrices of a layer on the host, given its number and the statistics of their inputs.
       finished: returns a layer that an earlier call has yielded, or `None`.
     """
     results: dict[int, QuantizedLayer] = {}  # `Walk.run` yields them in the same order
@@ -98,7 +109,7 @@ def each_layer(
         found = finished(index)
         if found is None:
             statistics = measure() if batches else {}
-            found = compress(measure.matrices, jax.device_get(layer), jax.device_get(statistics))
+            found = compress(index, measure.matrices, jax.device_get(layer), jax.device_get(statistics))
         results[index] = found
         return found.params
 
@@ -107,7 +118,12 @@ def each_layer(
 
 
 def quantize_layer(
-    cfg: ModelConfig, matrices: Matrices, layer: Params, statistics: dict[str, Statistics], how: Settings
+    cfg: ModelConfig,
+    matrices: Matrices,
+    layer: Params,
+    statistics: dict[str, Statistics],
+    how: Settings,
+    index: int = 0,
 ) -> QuantizedLayer:
     """Quantises the matrices of one layer.
 
@@ -115,6 +131,7 @@ def quantize_layer(
       matrices: the matrices by path.
       layer: parameters without the axis of layers, on the host.
       statistics: of the inputs of each matrix by path; may be empty for rounding to the nearest.
+      index: number of the layer, over all stacks.
 
     Raises:
       ConfigError: the statistics are not finite.
@@ -133,7 +150,8 @@ def quantize_layer(
         if found is not None and path in factors:
             found = found._replace(gram=found.gram / np.outer(factors[path], factors[path]))
         experts = rows if rows.ndim == 3 else rows[None]
-        done = [_quantize_one(path, one, _expert(found, e, rows.ndim), how) for e, one in enumerate(experts)]
+        hows = [how.for_expert(index, e) for e in range(len(rows))] if rows.ndim == 3 else [how]
+        done = [_quantize_one(path, one, _expert(found, e, rows.ndim), hows[e]) for e, one in enumerate(experts)]
         stacked = [np.stack(each) for each in zip(*(one[:3] for one in done), strict=True)]
         code, scale, value = stacked if rows.ndim == 3 else [each[0] for each in stacked]
         codes[path] = code.astype(kind), scale
@@ -205,9 +223,9 @@ def join(cfg: ModelConfig, params: Params, layers: Sequence[QuantizedLayer]) -> 
     return joined
 
 
-def by_stack(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> dict[str, Sequence[QuantizedLayer]]:
-    """Returns the layers of each stack by its name."""
-    found = {}
+def by_stack(cfg: ModelConfig, layers: _Layers) -> dict[str, _Layers]:
+    """Returns the layers of each stack by its name, or the rows of an array for them."""
+    found: dict[str, _Layers] = {}
     start = 0
     for name, stack in families.of(cfg).stacks(cfg).items():
         found[name] = layers[start : start + stack.depth]
@@ -251,6 +269,21 @@ def why_own_layout(cfg: ModelConfig) -> str | None:
     except ConfigError as error:
         return str(error).partition(". ")[0]
     return None
+
+
+def least_used(scores: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+    """Returns which experts of each layer have the lowest scores, bool [layers of all stacks, E]; of equal ones the
+    first.
+
+    Args:
+      scores: such as the share of tokens of each expert [L, E], by the name of the stack, in the order of the stacks.
+      count: experts of each layer.
+    """
+    each = np.concatenate([*scores.values()])
+    lowest = np.argsort(each, axis=1, kind="stable")[:, :count]
+    chosen = np.zeros(each.shape, bool)
+    np.put_along_axis(chosen, lowest, True, axis=1)
+    return chosen
 
 
 def stacked_codes(cfg: ModelConfig, layers: Sequence[QuantizedLayer]) -> Codes:

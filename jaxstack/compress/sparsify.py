@@ -55,7 +55,8 @@ def sparsify(
 ) -> Iterator[QuantizedLayer]:
     """Yields one layer after the other, with zeros in its matrices and without codes; see `each_layer`."""
 
-    def compress(matrices: Matrices, layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+    def compress(index: int, matrices: Matrices, layer: Params, statistics: dict[str, Statistics]) -> QuantizedLayer:
+        del index
         return sparsify_layer(matrices, layer, statistics, how)
 
     return each_layer(walk, params, batches, compress, finished)

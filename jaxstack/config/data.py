@@ -13,8 +13,9 @@ from jaxstack.config.pictures import PICTURES
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
 SourceName: TypeAlias = Literal[
-    "stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "preferences", "prompts", "digits", "images"
+    "stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "preferences", "prompts", "triples", "digits", "images"
 ]
+TriplePart: TypeAlias = Literal["head", "relation", "tail", "text"]
 
 TEMPLATED = ("chat", "preferences", "prompts")
 """Sources of conversations, which a chat template renders."""
@@ -75,13 +76,14 @@ class DataConfig:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
     classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `preferences`: prompts with a
     better and a worse completion; see docs/preferences.md. `prompts`: prompts whose completions are rewarded; see
-    docs/reinforcement.md. `digits`: scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one
-    size; see docs/diffusion.md and contrastive.md."""
+    docs/reinforcement.md. `triples`: texts with what they say, as triples; see docs/encoders.md. `digits`:
+    scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md and
+    contrastive.md."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`), of
-    texts with labels (`labels`), of pairs of completions (`preferences`) or of prompts (`prompts`), translations
-    (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz file of pictures (`images`). `task:NAME` draws
-    conversations or prompts of a task, see docs/reinforcement.md."""
+    texts with labels (`labels`) or triples (`triples`), of pairs of completions (`preferences`) or of prompts
+    (`prompts`), translations (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz file of pictures
+    (`images`). `task:NAME` draws conversations or prompts of a task, see docs/reinforcement.md."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
@@ -132,6 +134,12 @@ class DataConfig:
     `mask_id`, 10% a random token, and 10% stay as they are (BERT). ModernBERT uses 0.3."""
     mask_words: bool = False
     """With `model.family=encoder` or `branches`: hide whole words, and not one token at a time."""
+    mask_phrases: str | None = None
+    """With `model.family=encoder` or `branches`: a text file with a phrase or name on each line. Where one of them
+    occurs in a text, all of it is hidden, or nothing."""
+    triple_parts: tuple[TriplePart, ...] = ("relation", "text")
+    """With source `triples`: what is hidden in a text with its triple, of which each text draws one. `text` hides
+    tokens as in other texts, `head`, `relation` and `tail` hide this part of the triple."""
     mask_id: Annotated[int, Interval(0)] | None = None
     """With `model.family=encoder` or `branches`: id that hides a token. Null means one after the tokenizer's ids."""
     denoisers: tuple[DenoiserConfig, ...] = ()
@@ -154,12 +162,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_bounds("data", self)
-        expand_home(self, "path", "tokenizer")
+        expand_home(self, "path", "tokenizer", "mask_phrases")
         require(bool(self.tokenizer), "data.tokenizer is empty. Use bytes, chars, or the path of a tokenizer.json.")
         _check_mixture(self)
         _check_format(self)
         _check_folders(self)
         _check_denoisers(self)
+        _check_triples(self)
         require(
             self.source in _WITHOUT_PATH or bool(self.path),
             f"data.path is missing, but data.source={self.source} reads from it. Set --data.path=...",
@@ -194,6 +203,11 @@ class DataConfig:
     def keeps_documents(self) -> bool:
         """Whether rows have complete documents of a text, of which only those that are longer than a row are cut."""
         return bool(self.buckets) or self.packing == "best_fit"
+
+    @property
+    def has_triples(self) -> bool:
+        """Whether a source has texts with triples, whose rows have padding that no token sees."""
+        return any(one.source == "triples" for one in self.mixture or (self,))
 
     @property
     def known_documents(self) -> int | None:
@@ -311,6 +325,24 @@ def _check_folders(cfg: DataConfig) -> None:
     require(
         not cfg.skip or any(one.source == "path" for one in sources),
         "data.skip=true is for the files of folders, but no source is a folder. Use data.source=path, or remove it.",
+    )
+
+
+def _check_triples(cfg: DataConfig) -> None:
+    shown = list(cfg.triple_parts)
+    require(
+        cfg.has_triples or cfg.triple_parts == DataConfig.triple_parts,
+        f"data.triple_parts={shown} is for texts with triples, but no source has any. Use data.source=triples, or "
+        f"leave data.triple_parts out.",
+    )
+    require(
+        bool(shown) and len({*shown}) == len(shown),
+        f"data.triple_parts={shown} is empty, or names a part twice. Name each part to hide once.",
+    )
+    require(
+        not cfg.has_triples or not cfg.domains,
+        f"data.domains={list(cfg.domains)} are found by the names of documents, which data.source=triples does not "
+        f"have. Remove data.domains.",
     )
 
 

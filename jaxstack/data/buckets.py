@@ -72,7 +72,7 @@ def row_lengths(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         targets = tokens.ends[:] - tokens.middles
         longest, most = tokens.lengths
         return np.maximum(inputs, -(-targets * longest // most)), (inputs + targets) * longest / (longest + most)
-    size_D = tokens.sizes() - (tokens.labels is None)  # the last token is only a target
+    size_D = tokens.sizes() - tokens.predicts_next  # the last token is only a target
     return size_D, size_D
 
 

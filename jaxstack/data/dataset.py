@@ -12,7 +12,7 @@ from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolv
 from jaxstack.config.data import TEMPLATED
 from jaxstack.config.pictures import PICTURES
 from jaxstack.config.training import Completions, PreferenceConfig, RLConfig
-from jaxstack.data import chat, labelled, pairs, sources
+from jaxstack.data import chat, labelled, pairs, sources, triples
 from jaxstack.data.binary import BinaryFile, open_binary, recognize
 from jaxstack.data.buckets import choose_lengths
 from jaxstack.data.captions import class_texts, encode_captions
@@ -156,7 +156,7 @@ def load(
         except ConfigError as error:
             if not cfg.mixture:
                 raise
-            raise ConfigError(f"data.mixture, {name}: {error}") from None
+            raise ConfigError(f"data.mixture, {name}: {error}", error.advice) from None
     buckets: tuple[int, ...] = ()
     if cfg.buckets == "auto":
         buckets = choose_lengths(cfg, [one.train for one in found if isinstance(one.train, Tokens)])
@@ -266,6 +266,10 @@ def _make_tokenizer(texts: Sequence[DataConfig], cfg: DataConfig, labels: Labels
             if one.source in TEMPLATED:
                 yield from _rendered_texts(one)
                 continue
+            if one.source == "triples":
+                for row in triples.read_triples(str(one.path)):
+                    yield "\n".join([*row.parts, ""])
+                continue
             yield from (part.text for part in _examples(one, labels) or documents(one))
 
     return make_tokenizer(cfg.tokenizer, read(), saved, cfg.special_tokens)
@@ -279,6 +283,8 @@ def _encode(name: str, cfg: DataConfig, tokenizer: Tokenizer, labels: Labels | N
         return _encode_preferences(name, cfg, tokenizer, reads)
     if cfg.source == "prompts":
         return _encode_prompts(name, cfg, tokenizer)
+    if cfg.source == "triples":
+        return _encode_triples(name, cfg, tokenizer)
     if examples := _examples(cfg, labels):
         return _encode_labels(name, cfg, tokenizer, examples)
     skipped: list[str] = []
@@ -419,6 +425,22 @@ def _encode_labels(name: str, cfg: DataConfig, tokenizer: Tokenizer, examples: I
     labels = _format_count(int((tokens.labels >= 0).sum()), "label")
     texts = f"{_format_count(tokens.starts.size, 'text')} with {labels}"
     parts = [texts, *([note] if note else []), _format_sizes(train, held_out, tokenizer)]
+    return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
+
+
+def _encode_triples(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
+    """Returns texts with triples. Texts about the same head and tail are all held out, or none."""
+    rows = [*triples.read_triples(str(cfg.path))]
+    tokens, note = triples.encode_triples(rows, tokenizer, cfg.seq_len)
+    assert tokens.parts is not None
+    fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.parts.tobytes()).hexdigest()
+    held_out_D = pairs.hold_out(["\n".join(row.triple[::2]) for row in rows], cfg.eval_fraction, "triple")
+    train = tokens.documents(~held_out_D)
+    held_out = tokens.documents(held_out_D)
+    parts = [
+        f"{train.starts.size:,} texts with triples train, {held_out.starts.size:,} held out",
+        *([note] if note else []),
+    ]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 

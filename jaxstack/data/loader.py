@@ -17,8 +17,9 @@ from jaxstack.data.buckets import BucketReader, held_out_batches, whole_document
 from jaxstack.data.captions import CaptionedImageReader, CaptionReader
 from jaxstack.data.dataset import source_names
 from jaxstack.data.images import ImageReader, Images, PictureReader
-from jaxstack.data.masking import BranchWindows, Masking, Words
+from jaxstack.data.masking import BranchWindows, Masking, Words, WordsAndPhrases
 from jaxstack.data.mixture import WindowSizes
+from jaxstack.data.phrases import Phrases, read_phrases
 from jaxstack.data.position import Position, SourceRecord, Start, continue_source
 from jaxstack.data.sentences import SentenceTasks
 from jaxstack.data.spans import SpanCorruption
@@ -115,16 +116,20 @@ def window_sizes(model: ModelConfig, keys: DataConfig, tokenizer: Tokenizer | No
     sentences = None
     if model.masks_tokens:
         assert keys.mask_id is not None, "mask_id is filled from the tokenizer"
-        words = None
-        if keys.mask_words:
-            assert tokenizer is not None
-            words = Words.of(tokenizer, model.vocab)
         branches = model.branches if model.family == "branches" else None
         windows = branches.rates[0] if branches else 1
         tasks = model.sentences
         sentences = SentenceTasks.of(tasks, seq_len, windows, tokenizer, model.token_types)
         never = () if tokenizer is None else (*tokenizer.before, *tokenizer.after)
-        masking = hidden = Masking(keys.mask_share, keys.mask_id, model.vocab, words, never)
+        masking = hidden = Masking(
+            keys.mask_share,
+            keys.mask_id,
+            model.vocab,
+            _hidden_units(keys, tokenizer, model.vocab),
+            never,
+            keys.triple_parts,
+            keys.has_triples,
+        )
         if branches:
             masking = BranchWindows(hidden, branches.rates, tasks.tasks)
             seq_len *= branches.windows
@@ -139,6 +144,19 @@ def window_sizes(model: ModelConfig, keys: DataConfig, tokenizer: Tokenizer | No
         masking=masking,
         sentences=sentences,
     )
+
+
+def _hidden_units(keys: DataConfig, tokenizer: Tokenizer | None, size: int) -> Words | WordsAndPhrases | None:
+    """Returns what is hidden whole, words or phrases; `None` means that tokens are hidden one at a time."""
+    if not (keys.mask_words or keys.mask_phrases):
+        return None
+    assert tokenizer is not None
+    if not keys.mask_phrases:
+        return Words.of(tokenizer, size)
+    knows_text = keys.mask_words or tokenizer.name != "ids"
+    words = Words.of(tokenizer, size) if knows_text else None
+    phrases = Phrases.of(read_phrases(keys.mask_phrases), tokenizer, keys.seq_len, size)
+    return WordsAndPhrases(words, keys.mask_words, phrases)
 
 
 def picture_reader(model: ModelConfig, images: Images, batch_size: int, seed: int | None = None) -> PictureReader:

@@ -94,6 +94,7 @@ class MixtureReader:
                     sentences=sentences,
                     hides=masking is not None,
                     source=sum(one is not None for one in self._readers),
+                    of_branches=sum(masking.rates) if isinstance(masking, BranchWindows) else 1,
                 )
             self._readers.append(reader)
         self._names = names

@@ -40,11 +40,18 @@ class Stream(ABC):
       ids: the ids.
       loss_mask: whether each id of `ids` is a target of the loss. `None` means all.
       labels: index of the label of each id of `ids`, or -1. `None` means that tokens are the targets.
+      parts: which part of its text with a triple each id of `ids` is in. `None` without triples.
     """
 
     ids: Ids
     loss_mask: np.ndarray | None
     labels: np.ndarray | None
+    parts: np.ndarray | None
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the target of a token is the next one, so that the last token of a row is only a target."""
+        return self.labels is None and self.parts is None
 
     @property
     @abstractmethod
@@ -116,6 +123,7 @@ class TokenStream(Stream):
     """Domain of each piece, int32. `None` if documents have no domain."""
     loss_mask: np.ndarray | None = None
     labels: np.ndarray | None = None
+    parts: np.ndarray | None = None
 
     @classmethod
     def from_documents(cls, tokens: Tokens, order: np.ndarray | None = None) -> "TokenStream":
@@ -125,7 +133,8 @@ class TokenStream(Stream):
             tokens = tokens.documents(order)
         tokens = tokens.documents(tokens.sizes() > 0)
         bounds = np.append(np.int64(0), np.cumsum(tokens.sizes()))
-        return cls(tokens.ids, tokens.starts[:], bounds, tokens.domains, tokens.loss_mask, tokens.labels)
+        each = tokens.domains, tokens.loss_mask, tokens.labels, tokens.parts
+        return cls(tokens.ids, tokens.starts[:], bounds, *each)
 
     @classmethod
     def merged(cls, tokens: Tokens) -> "TokenStream":
@@ -200,7 +209,7 @@ class ShuffledStream(Stream):
         assert tokens.loss_mask is None
         assert tokens.labels is None
         self.ids = tokens.ids
-        self.loss_mask = self.labels = None
+        self.loss_mask = self.labels = self.parts = None
         self._tokens = replace(tokens, names=None)
         self._order_K = rng.permutation(tokens_K.size)
         documents_K = np.minimum(BLOCK, tokens.starts.size - self._order_K * BLOCK)

@@ -54,6 +54,13 @@ class Tokens:
     labels: np.ndarray | None = None
     """Index of the label of each id of `ids`, or -1 if it has none, int32; `loss_mask` then says which ids have one.
     `None` means that tokens are the targets."""
+    parts: np.ndarray | None = None
+    """Which part of its text with a triple each id of `ids` is in, int8, see `triples`. `None` without triples."""
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the target of a token is the next one, so that the last token of a row is only a target."""
+        return self.labels is None and self.parts is None
 
     def __len__(self) -> int:
         return self._size

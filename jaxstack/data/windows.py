@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from jaxstack.config import ConfigError
-from jaxstack.data.labelled import make_batch
+from jaxstack.data import labelled, triples
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens, PairWindows
 from jaxstack.data.preferences import PreferenceTokens, PreferenceWindows
@@ -71,12 +71,15 @@ class _Windows:
     def make_batch(self, window_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
         """Returns the batch of these windows."""
         first_B, length_B = self.places(window_B)
-        if self.stream.labels is None:
+        if self.stream.predicts_next:
             return _make_batch(self.stream, first_B, length_B, seq_len, packing, vocab_size)
         index_BS, piece_BS, position_BS = self.stream.locate(first_B, seq_len)
         ids_BS = _checked_ids(self.stream, index_BS, vocab_size)
-        labels_BS = self.stream.labels[index_BS]
-        return make_batch(ids_BS, labels_BS, length_B, piece_BS, position_BS if packing else None)
+        rest = length_B, piece_BS, position_BS if packing else None
+        if self.stream.parts is not None:
+            return triples.make_batch(ids_BS, self.stream.parts[index_BS], *rest)
+        assert self.stream.labels is not None
+        return labelled.make_batch(ids_BS, self.stream.labels[index_BS], *rest)
 
     def count_documents(self, window_B: np.ndarray, seq_len: int) -> np.ndarray:
         """Returns the number of documents in the rows of windows, numbered along the text; what fills a row counts.
@@ -99,15 +102,63 @@ class _Windows:
     def used_tokens(self, window_B: np.ndarray) -> np.ndarray:
         """Returns the number of positions of these rows that have a next token in the same document.
 
-        With labels, it is the number of positions that have a token.
+        With labels or triples, it is the number of positions that have a token.
         """
         first_B, length_B = self.places(window_B)
-        if self.stream.labels is not None:
+        if not self.stream.predicts_next:
             return length_B
         return length_B - 1 - self.stream.pieces(first_B + length_B - 1) + self.stream.pieces(first_B)
 
 
-_AnyWindows: TypeAlias = _Windows | PairWindows | PreferenceWindows | PromptWindows
+@dataclass(frozen=True)
+class _Groups:
+    """Rows of several windows, which hold complete documents, for a model whose branches read a window each."""
+
+    windows: _Windows
+    count: int
+    """Windows of a row, one after the other."""
+
+    @property
+    def size(self) -> int:
+        """Number of rows; windows that do not fill a row are left out."""
+        return self.windows.size // self.count
+
+    def numbers(self, row_B: np.ndarray) -> np.ndarray:
+        """Returns the windows of rows, int64 [B * count]."""
+        return (row_B[:, None] * self.count + np.arange(self.count)).ravel()
+
+    def make_batch(self, row_B: np.ndarray, seq_len: int, packing: bool, vocab_size: int) -> Batch:
+        """Returns the batch of these rows. Documents of different windows have different segment ids."""
+        size = seq_len // self.count
+        batch = self.windows.make_batch(self.numbers(row_B), size, packing, vocab_size)
+        rows = {name: array.reshape(row_B.size, seq_len) for name, array in batch.items()}
+        segment_BS = rows["segment_ids"]
+        window_S = np.arange(seq_len, dtype=np.int32) // size
+        return rows | {"segment_ids": np.where(segment_BS > 0, segment_BS + window_S * size, 0)}
+
+    def used_tokens(self, row_B: np.ndarray) -> np.ndarray:
+        """Returns the number of positions of these rows that have a token."""
+        return self.windows.used_tokens(self.numbers(row_B)).reshape(-1, self.count).sum(1)
+
+
+_AnyWindows: TypeAlias = _Windows | PairWindows | PreferenceWindows | PromptWindows | _Groups
+
+
+def _rows(windows: _AnyWindows, count: int) -> _AnyWindows:
+    """Returns rows of `count` windows of complete documents.
+
+    Raises:
+      ConfigError: there are fewer.
+    """
+    if count == 1:
+        return windows
+    assert isinstance(windows, _Windows)
+    if windows.size < count:
+        raise ConfigError(
+            f"there are {windows.size:,} texts with triples for a row of {count} windows (model.branches.rates).",
+            "Add texts, or change data.eval_fraction.",
+        )
+    return _Groups(windows, count)
 
 
 def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows:
@@ -123,7 +174,7 @@ def document_windows(tokens: Tokens, seq_len: int, packing: bool) -> _AnyWindows
         return PreferenceWindows.of(tokens, seq_len, packing)
     if isinstance(tokens, PromptTokens):
         return PromptWindows.of(tokens)
-    room = seq_len + (tokens.labels is None)
+    room = seq_len + tokens.predicts_next
     length_D = tokens.sizes()
     assert tokens.starts.size
     assert length_D.max() <= room, "documents that do not fit must be left out before"
@@ -161,6 +212,7 @@ def _epochs(
     sentences: SentenceTasks | None = None,
     hides: bool = False,
     source: int = 0,
+    of_branches: int = 1,
 ) -> tuple[int, Callable[[int], _AnyWindows]]:
     """Returns the number of windows in an epoch, and a function that returns the windows of epoch `e`.
 
@@ -179,12 +231,14 @@ def _epochs(
         plain = None if packing else _whole_stream(tokens, sentences, "to train on")
         windows, cut = _cut(tokens, plain, seq_len, hides)
         return windows, lru_cache(maxsize=2)(lambda index: cut(seeds(index)))
-    documents = document_windows(tokens, seq_len, packing)
+    count = of_branches if tokens.parts is not None else 1
+    documents = document_windows(tokens, seq_len // count, packing)
+    assert not isinstance(documents, _Groups)
 
     def shuffled(index: int) -> _AnyWindows:
-        return documents.reorder(np.random.default_rng(seeds(index)).permutation(documents.size))
+        return _rows(documents.reorder(np.random.default_rng(seeds(index)).permutation(documents.size)), count)
 
-    return documents.size, lru_cache(maxsize=2)(shuffled)
+    return _rows(documents, count).size, lru_cache(maxsize=2)(shuffled)
 
 
 def _cut(
@@ -346,6 +400,7 @@ class SequenceReader:
       sentences: rearranges windows for tasks on sentences. `None`: they stay as they are.
       hides: whether the targets are hidden tokens of the rows. Then the last token is learned, too.
       source: index of the text in a mixture. Texts of equal length must not have one order.
+      of_branches: windows of a row that branches read, each of which has texts with triples of its own.
 
     Raises:
       ConfigError: the text is shorter than one window.
@@ -369,8 +424,9 @@ class SequenceReader:
         sentences: SentenceTasks | None = None,
         hides: bool = False,
         source: int = 0,
+        of_branches: int = 1,
     ) -> None:
-        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences, hides, source)
+        self.windows, self._epoch = _epochs(tokens, seq_len, seed, packing, sentences, hides, source, of_branches)
         self._tokens = tokens
         self._seq_len = seq_len
         self._packing = packing
@@ -464,10 +520,16 @@ class SequenceReader:
         """Returns the documents, or the ranges of the token file, from which a sequence is read."""
         index, window = divmod(sequence, self.windows)
         windows = self._epoch(index)
-        if not isinstance(windows, _Windows):
+        if not isinstance(windows, _Windows | _Groups):
             return windows.describe(window)
-        first, length = (int(each) for each in windows.places(np.array(window)))
-        return " + ".join(_source_ranges(self._tokens, windows.stream, first, length))
+        count = 1
+        if isinstance(windows, _Groups):
+            count = windows.count
+            windows = windows.windows
+        places = np.stack(windows.places(window * count + np.arange(count)), 1).tolist()
+        return " + ".join(
+            text for first, length in places for text in _source_ranges(self._tokens, windows.stream, first, length)
+        )
 
 
 def batches(
@@ -541,19 +603,20 @@ def eval_batches(
     import grain
 
     if tokens.loss_mask is not None:
-        all_windows = document_windows(tokens, seq_len, packing)
+        count = sum(masking.rates) if isinstance(masking, BranchWindows) and tokens.parts is not None else 1
+        all_windows = _rows(document_windows(tokens, seq_len // count, packing), count)
     else:
         stream = TokenStream.from_documents(tokens) if packing else _whole_stream(tokens, sentences, "held out")
         if isinstance(masking, SpanCorruption):
             masking.require_text(len(stream), "held out")
         all_windows = _held_out_windows(stream, seq_len)
     windows = all_windows.size
-    count = min(windows, steps * batch_size)
-    spread_W = np.arange(count) * windows // count
+    evaluated = min(windows, steps * batch_size)
+    spread_W = np.arange(evaluated) * windows // evaluated
 
     def read(samples: Sequence[int]) -> Batch:
         row_B = np.arange(batch_size) if rows is None else rows
-        window_B = np.minimum(samples[0] + row_B, count - 1)
+        window_B = np.minimum(samples[0] + row_B, evaluated - 1)
         batch = all_windows.make_batch(spread_W[window_B], seq_len, packing, tokens.vocab_size)
         if sentences and isinstance(all_windows, _Windows):
             first_B, _ = all_windows.places(spread_W[window_B])
@@ -565,7 +628,7 @@ def eval_batches(
                 batch[name][row_B >= len(samples)] = 0
         return batch
 
-    return grain.MapDataset.range(count).batch(batch_size, batch_fn=read)
+    return grain.MapDataset.range(evaluated).batch(batch_size, batch_fn=read)
 
 
 def document_bound(tokens: Tokens, seq_len: int) -> int:

@@ -4,15 +4,17 @@
 matrices, and for families that are not decoders. Its files:
 
 - `config.yaml` and `tokenizer.json`, as a run has them.
-- `codes.json`: the format of the matrices.
+- `codes.json`: the format of the matrices, and which experts of which layers have 4 bits in place of 8.
 - `model.safetensors`: `codes:PATH` int8 [L, (E,) O, I], of 4 bits two in a byte, lower bits first; `scales:PATH`
-  [L, (E,) O, G]; and `values:PATH`, a parameter as it is stored in checkpoints.
+  [L, (E,) O, G]; and `values:PATH`, a parameter as it is stored in checkpoints. Where some experts have 4 bits, these
+  are `int4:PATH` [N, O, (I + 1) / 2], and the others `codes:PATH` [N, O, I], in the order of layers and experts.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -60,6 +62,7 @@ def write(
     bits: int,
     kind: str,
     dtype: str,
+    int4_experts: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes the two files of codes.
 
@@ -71,18 +74,31 @@ def write(
       bits: of a code.
       kind: `int` or `float`, see `Scheme`.
       dtype: dtype of the parameters that are not quantised.
+      int4_experts: which experts have codes of 4 bits beside others of 8, bool [L, E] by the name of the stack.
     """
     tensors: dict[str, np.ndarray] = {}
-    for path in flat_spec(families.spec(model)):
+    lower = int4_experts or {}
+    for path, p in flat_spec(families.spec(model)).items():
         if path not in codes:
             tensors[f"values:{path}"] = np.asarray(flatten(values)[path]).astype(jnp.dtype(dtype))
             continue
         numbers, scales = codes[path]
+        if (its := _of_path(lower, path, p)) is not None:
+            tensors[f"int4:{path}"] = pack(numbers[its])
+            numbers = numbers[~its]
         stored = pack(numbers) if bits == 4 else np.ascontiguousarray(numbers).view(np.uint8)
         tensors[f"codes:{path}"] = stored
         tensors[f"scales:{path}"] = scales.astype(np.float32)
     safetensors.save_file(tensors, folder / FILE)
-    (folder / _FORMAT).write_text(json.dumps({"version": 1, "bits": bits, "kind": kind}) + "\n")
+    told: dict[str, object] = {"version": 1, "bits": bits, "kind": kind}
+    if lower:
+        told["int4_experts"] = {name: [np.flatnonzero(row).tolist() for row in its] for name, its in lower.items()}
+    (folder / _FORMAT).write_text(json.dumps(told) + "\n")
+
+
+def _of_path(int4_experts: Mapping[str, np.ndarray], path: str, p: Param) -> np.ndarray | None:
+    """Returns which experts of a parameter have 4 bits [L, E]; `None` if it has one format for all."""
+    return int4_experts.get(path.partition("/")[0]) if p.batch_axes > 1 else None
 
 
 class CodedFolder:
@@ -96,6 +112,8 @@ class CodedFolder:
       ConfigError: a damaged file, or one that does not match the model.
     """
 
+    _int4_experts: Mapping[str, np.ndarray] = MappingProxyType({})
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         run = parse.parse_config([f"--config={folder / 'config.yaml'}"])
@@ -106,6 +124,29 @@ class CodedFolder:
             raise ConfigError(f"{folder / _FORMAT} has another format. Make the folder again with this version.")
         self._bits: int = told["bits"]
         self._dtype = np.dtype(_DTYPES[told["kind"]])
+        if "int4_experts" in told:
+            self._int4_experts = self._read_experts(told["int4_experts"])
+
+    def _read_experts(self, told: Any) -> dict[str, np.ndarray]:
+        """Returns which experts have 4 bits [L, E], by the name of the stack.
+
+        Raises:
+          ConfigError: the model does not have them.
+        """
+        stacks = families.of(self.model).stacks(self.model)
+        chosen = {name: np.zeros((one.depth, self.model.moe.num_experts), bool) for name, one in stacks.items()}
+        try:
+            if {*told} != {*chosen}:
+                raise KeyError(", ".join(map(str, told)))
+            for name, rows in told.items():
+                for row, experts in zip(chosen[name], rows, strict=True):
+                    row[experts] = True
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.folder / _FORMAT} has experts that its config.yaml does not have ({error}). Make the folder "
+                f"again with `jaxstack compress quantize`."
+            ) from None
+        return chosen
 
     def __enter__(self) -> "CodedFolder":
         return self
@@ -166,6 +207,17 @@ class CodedFolder:
             raw = read("codes")
             numbers = unpack(raw, inputs) if self._bits == 4 else raw.view(self._dtype)
             scales = read("scales")
+            if (its := _of_path(self._int4_experts, path, p)) is not None:
+                lower = unpack(read("int4"), inputs) if f"int4:{path}" in tensors.infos else numbers[:0]
+                if (len(lower), len(numbers)) != (its.sum(), (~its).sum()):
+                    raise ConfigError(
+                        f"{self.folder / FILE} and its {_FORMAT} have different experts of {path}. Use the files of "
+                        f"one command."
+                    )
+                both = np.zeros((*its.shape, *numbers.shape[1:]), np.int8)
+                both[its] = lower
+                both[~its] = numbers
+                numbers = both
             steps = np.repeat(scales, inputs // scales.shape[-1], axis=-1)
             rows = numbers.astype(np.float32) * steps
             if rows.size != int(np.prod(p.shape)):

@@ -70,7 +70,7 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
         "targets": BatchArray(shape, "ids", model.classes),
         "loss_weights": BatchArray(shape, "ones"),
     }
-    if data.packing or model.labels:
+    if data.packing or data.has_triples or model.labels:
         arrays["segment_ids"] = BatchArray(shape, "one_document")
     if data.packing:
         arrays["positions"] = BatchArray(shape, "positions")

@@ -92,7 +92,10 @@ def test_activations_of_8_bits_are_rounded_wherever_the_result_is_used(run, caps
      (["--weights=nf4", "--group=32"], "nf4 with group=32 cannot be stored. Use one of 64, 128"),
      (["--weights=nf4"], "nf4 with group=64 cannot be used for a matrix with"),
      (["--activations=int8"], "not with int4 with a scale for 64 inputs. Use weights=int8 and group null"),
-     (["--activations=int8", "--weights=int8"], "not with int8 with a scale for 64 inputs")],
+     (["--activations=int8", "--weights=int8"], "not with int8 with a scale for 64 inputs"),
+     (["--int4_experts=2"], "--int4_experts=2, but model.moe.num_experts=0"),
+     (["--experts_by=order"], "--experts_by=order chooses the experts that have 4 bits"),
+     (["--order=x.json"], "--order=x.json chooses the experts that have 4 bits")],
 )  # fmt: skip
 def test_mistakes(run, flags, text):
     with pytest.raises(ConfigError, match=text):

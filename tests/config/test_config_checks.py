@@ -80,6 +80,7 @@ CUT = {"model.family": "encoder", "model.tied_embeddings": True, "model.windows"
 NEXT = {"model.family": "encoder", "model.tied_embeddings": True, "model.sentences.tasks": ("next",)}
 TWO = {"model.family": "branches", "model.tied_embeddings": True}
 
+TRIPLES = {"data.source": "triples", "data.path": "x"}
 LABELS = {"data.source": "labels", "data.path": "x", "model.labels": ("a", "b")}
 
 SPANS = {"model.family": "encoder_decoder", "data.denoisers": (DenoiserConfig(),)}
@@ -246,6 +247,13 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     ({"model.first_attention_norm": False, "model.norm_after": True}, {"model.first_attention_norm": False}),
     ({"data.mask_id": 4}, ENCODER | {"data.mask_id": 4}),
     ({"data.mask_words": True}, ENCODER | {"data.mask_words": True}),
+    ({"data.mask_phrases": "x"}, ENCODER | {"data.mask_phrases": "x"}),
+    (TRIPLES, ENCODER | TRIPLES),
+    (NEXT | TRIPLES, ENCODER | TRIPLES),
+    (ENCODER | {"data.triple_parts": ("tail",)}, ENCODER | TRIPLES | {"data.triple_parts": ("tail",)}),
+    (ENCODER | TRIPLES | {"data.triple_parts": ()}, ENCODER | TRIPLES | {"data.triple_parts": ("tail", "head")}),
+    (ENCODER | TRIPLES | {"data.triple_parts": ("tail", "tail")}, ENCODER | TRIPLES | {"data.triple_parts": ("head",)}),
+    (ENCODER | TRIPLES | {"data.domains": (".*",)}, ENCODER | TRIPLES),
     (ENCODER | {"data.mask_id": 256}, ENCODER | {"data.mask_id": 255}),
     (ENCODER | {"model.vocab_size": 256}, ENCODER | {"model.vocab_size": 257}),
     (ENCODER | {"model.tied_embeddings": False}, {"model.tied_embeddings": False}),
@@ -641,7 +649,7 @@ OTHER_VALUES = {
     "model.ssm.layers": (True, False), "model.clip_qkv": 8.0,
     "model.windows": (1,), "model.logit_softcap": 1.0, "model.pad_vocab_to": 512, "model.lora.rank": 1,
     "model.base_width": 64, "data.domains": ("a",), "data.languages": ("en",), "data.target_len": 16,
-    "data.tokenizer": "chars", "data.mask_id": 4, "sample.prompts": ("a",), "sample.beams": 4,
+    "data.tokenizer": "chars", "data.mask_id": 4, "data.mask_phrases": "x", "sample.prompts": ("a",), "sample.beams": 4,
     "model.labels": ("a", "b"), "model.encoder_layers": 2, "model.diffusion.image": (8, 8, 1),
     "model.diffusion.path": "cosine", "model.contrastive.image": (8, 8, 1), "model.contrastive.loss": "softmax",
     "model.contrastive.features": 8, "model.branches.layers": 1, "model.branches.rates": (2, 1),

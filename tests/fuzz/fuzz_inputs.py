@@ -208,6 +208,10 @@ _PROMPTS = [
     {"prompt": "a", "answer": 3, "system": "s"},
     {"prompt": _CHATS[0]["messages"][:1], "completion": "b", "numbers": [1, 2]},
 ]
+_TRIPLES = [
+    {"text": "Bern is in Europe.", "triple": ["Bern", "is in", "Europe"]},
+    {"text": "a", "triple": ["b", "c", "d"], "id": 7},
+]
 _PAIR = {"source": "Yes", "target": "Ja", "language": "de"}
 _PO = """msgid ""
 msgstr "Content-Type: text/plain; charset=UTF-8\\n"
@@ -468,6 +472,8 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "conversations": _lines(*_CHATS) | _json([*_CHATS]),
     "preferences": _lines(*_PREFERENCES) | _json([*_PREFERENCES]),
     "prompts": _lines(*_PROMPTS) | _json([*_PROMPTS]),
+    "triples": _lines(*_TRIPLES) | _json([*_TRIPLES]),
+    "phrases": damaged(st.sampled_from([b"New York\njson.dumps\n", b"\xef\xbb\xbfa\r\n\r\n b", b"x" * 99, b""])),
     "translations": _TRANSLATIONS,
     "token_header": _json(_HEADER, *(_HEADER | {"tokenizer": saved} for saved in _SAVED)),
     "token_starts": damaged(st.sampled_from([_npy(np.array(x)) for x in ([0, 10], [0, 99], [5, 1], [0.5, 1.5], [])])),

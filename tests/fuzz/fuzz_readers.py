@@ -19,10 +19,12 @@ from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import binary, chat, images, tokenizers, tokens
 from jaxstack.data.chat import JinjaTemplate, PlainTemplate
 from jaxstack.data.conversations import read_conversations
+from jaxstack.data.phrases import Phrases, read_phrases
 from jaxstack.data.preferences import read_preferences
 from jaxstack.data.rewarded import read_prompts
 from jaxstack.data.tokenizers import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxstack.data.translations import read_translations
+from jaxstack.data.triples import encode_triples, read_triples
 from jaxstack.hf import configs, peft
 from jaxstack.hf.safetensors import INDEX, SINGLE, TensorFiles
 from jaxstack.moe import placement
@@ -84,6 +86,16 @@ def preferences(content: bytes, folder: Path) -> object:
 @reader()
 def prompts(content: bytes, folder: Path) -> object:
     return [*read_prompts(str(write(folder / "prompts.jsonl", content)))]
+
+
+@reader()
+def triples(content: bytes, folder: Path) -> object:
+    return encode_triples(read_triples(str(write(folder / "facts.jsonl", content))), ByteTokenizer(), 64)
+
+
+@reader()
+def phrases(content: bytes, folder: Path) -> object:
+    return Phrases.of(read_phrases(str(write(folder / "phrases.txt", content))), ByteTokenizer(), 64, 257)
 
 
 @reader()

@@ -6,6 +6,25 @@ SPARSITY, PRUNE = "compress/test_sparsity.py", "compress/test_prune.py"
 STATISTICS = "compress/test_calibrate.py -k 'of_the_inputs and llama3'"
 
 mistakes(
+    "compress", "compress/quantize.py", "compress/test_expert_bits.py",
+    ("lowest = np.argsort(each, axis=1, kind=\"stable\")[:, :count]", "lowest = np.argsort(-each, axis=1, kind=\"stable\")[:, :count]"),
+    ("if self.int4_experts is None or not self.int4_experts[layer, expert]:", "if self.int4_experts is None or not self.int4_experts[0, expert]:"),
+    ("[how.for_expert(index, e) for e in range(len(rows))] if rows.ndim == 3 else [how]", "[how] * len(rows)"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "hf/coded_folder.py", "compress/test_expert_bits.py",
+    ("both[its] = lower", "both[~its][: len(lower)] = lower"),
+    ("tensors[f\"int4:{path}\"] = pack(numbers[its])", "tensors[f\"int4:{path}\"] = pack(numbers[its] // 2)"),
+    ("if {*told} != {*chosen}:", "if not {*told} <= {*chosen}:"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "compress/order.py", "compress/test_expert_bits.py",
+    ('row.get("stack") == name] if known', 'row.get("stack")] if known'),
+)  # fmt: skip
+
+mistakes(
     "compress", "compress/sparsity.py", SPARSITY,
     ("left = left - errors @ rows", "left = left + errors @ rows"),
     ("scores = jax.lax.dynamic_slice_in_dim((left / diagonal) ** 2", "scores = jax.lax.dynamic_slice_in_dim(left**2"),

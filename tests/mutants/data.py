@@ -68,6 +68,40 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "data", "data/phrases.py", "data/test_phrases.py",
+    ("order = np.lexsort([start, row, -size])", "order = np.lexsort([-size, start, row])"),
+    ("whole = self.ends_N[node] & begins_BS[row, start + depth + 1]", "whole = self.ends_N[node]"),
+    ("row, start = np.nonzero(begins_BS[:, :-1])", "row, start = np.nonzero(begins_BS[:, :-1] | True)"),
+    ("(documents_BS[row, place] == documents_BS[row, start])", "True"),
+    ("for before in _BEFORE_PHRASE)", "for before in _BEFORE_PHRASE[:1])"),
+    ("ends[node] = True", "ends[-1] = True"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/triples.py", "data/test_triples.py",
+    ("room = seq_len - sum(each.size for each in own) - behind.size", "room = seq_len - sum(each.size for each in own)"),
+    ("same_BS[:, :-1] = inside_BS[:, 1:] &", "same_BS[:, :-1] = True &"),
+    ("np.take_along_axis(draw_BS, first_BS, 1) * numbers.size", "draw_BS * numbers.size"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/masking.py", "data/test_triples.py",
+    ("np.where(parts_BS == triples.TEXT, draw_BS, 0.0)", "draw_BS"),
+    ('if not self.has_triples or "segment_ids" in batch:', 'if True or "segment_ids" in batch:'),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/windows.py", "data/test_triples.py",
+    ("segment_BS + window_S * size, 0)", "segment_BS, 0)"),
+    ("(row_B[:, None] * self.count + np.arange(self.count)).ravel()", "(row_B[:, None] + np.arange(self.count)).ravel()"),
+)  # fmt: skip
+
+mistakes(
+    "data", "data/dataset.py", "data/test_triples.py",
+    ('"\\n".join(row.triple[::2])', '"\\n".join(row.triple)'),
+)  # fmt: skip
+
+mistakes(
     "data", "data/spans.py", "data/test_spans.py",
     ("_parts(rng, length - hidden + 2, spans + 1)", "_parts(rng, length - hidden + 1, spans + 1)"),
     ("np.random.default_rng([seed, number, _STREAM])", "np.random.default_rng([seed, _STREAM])"),

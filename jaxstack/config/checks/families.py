@@ -52,6 +52,7 @@ ONLY = (
     Only("model.reward_head", ("decoder",), "decoders", False),
     Only("data.mask_id", _MASKED, "encoders and branches", None),
     Only("data.mask_words", _MASKED, "encoders and branches", False),
+    Only("data.mask_phrases", _MASKED, "encoders and branches", None),
     Only("model.encoder_layers", ("encoder_decoder", "contrastive"), "encoder-decoders", None),
     Only("model.head_scale", ("encoder_decoder", "decoder"), "encoder-decoders and decoders", 1.0),
     Only("model.embedding_multiplier", ("decoder",), "decoders", 1.0),
@@ -205,6 +206,16 @@ def _check_sources(cfg: Groups) -> None:
         not model.labels or {*names} == {"labels"},
         f"model.labels={list(model.labels)} are learned from texts with labels, which data.source={names[0]} does not "
         f"have. Use --data.source=labels with a JSON file, or no labels.",
+    )
+    require(
+        family in _MASKED or not data.has_triples,
+        f"data.source=triples is for encoders and branches, but model.family={family}. Use --model.family=encoder, or "
+        f"another source.",
+    )
+    require(
+        not data.has_triples or not model.sentences.tasks,
+        f"data.source=triples has rows of one text, which model.sentences.tasks={list(model.sentences.tasks)} would "
+        f"rearrange. Remove the tasks, or use another source.",
     )
     key = f"data.denoisers={list(data.denoisers)}" if data.denoisers else "data.source=pairs"
     require(
