@@ -17,6 +17,7 @@ import pytest
 import record
 import train_gpu
 import tune
+import weight_stashing
 
 import jaxstack.kernels
 from jaxstack import families
@@ -296,3 +297,18 @@ def test_the_tuner_counts_what_every_kernel_loads():
     for search in tune.searches("gpu", False, [*tiles.TABLE["h100"].sizes]):
         tile = tiles.TABLE["gpu"].sizes[search.kernel][search.shape_class]
         assert min(tune.loaded_bytes(search.kernel, tile, search.case).values()) > 0
+
+
+def test_each_layer_gets_the_weights_that_its_stage_has_kept():
+    """Entry t % 8 has the weights after t updates: on four stages, two layers each, the last stage has the newest."""
+    stash = jax.tree.map(
+        lambda a: jnp.broadcast_to(jnp.arange(8.0).reshape(8, *(1,) * a.ndim), (8, *a.shape)),
+        weight_stashing.init(jax.random.key(0)),
+    )
+    M, late = weight_stashing.settings()["M=1, stale, P=4"]
+    assert (M, late) == (1, [3, 3, 2, 2, 1, 1, 0, 0])
+    for t, versions in (10, [7, 7, 0, 0, 1, 1, 2, 2]), (1, [0, 0, 0, 0, 0, 0, 1, 1]):
+        used = weight_stashing.old_weights(stash, t, jnp.array(late))
+        found = [used["first"]["b"][0], used["second"]["b"][0], *used["blocks"]["b"][:, 0], used["head"]["b"][0]]
+        assert found == versions
+        assert used["blocks"]["w"].shape == (5, 108, 12)

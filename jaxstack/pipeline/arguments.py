@@ -20,11 +20,11 @@ _ORDER = f"value_and_grad takes {', '.join(CALLS.values())}, in this order"
 _CALL = "call it as (shared, stacked, batch)"
 
 
-def check_settings(functions: Mapping[str, object], schedule: object, mesh: object) -> None:
-    """Raises ScheduleError if an argument of `value_and_grad` has another type."""
+def check_settings(functions: Mapping[str, object], schedule: object, mesh: object, order: str = _ORDER) -> None:
+    """Raises ScheduleError if an argument of `value_and_grad` has another type. `order` says what the arguments are."""
     for name, function in functions.items():
         if not callable(function):
-            raise ScheduleError(f"`{name}` is not a function, but a {type(function).__name__}; {_ORDER}")
+            raise ScheduleError(f"`{name}` is not a function, but a {type(function).__name__}; {order}")
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"schedule={schedule!r} is not a Schedule; make one, such as one_f_one_b(stages=4, microbatches=8)"
@@ -41,16 +41,21 @@ def check_axes(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[s
     Raises:
       ScheduleError: the mesh does not have an axis, one is named twice, or it has not one device for each stage.
     """
-    names = (axis, *batch_axes)
-    if missing := [name for name in names if name not in mesh.shape]:
-        raise ScheduleError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
-    if len(set(names)) < len(names):
-        raise ScheduleError(f"axis={axis!r} and batch_axes={tuple(batch_axes)} name an axis twice; name each once")
+    check_axis_names(mesh, axis, batch_axes)
     if mesh.shape[axis] != schedule.stages:
         raise ScheduleError(
             f"the schedule has {schedule.stages} stages, but the mesh's axis {axis!r} has {mesh.shape[axis]} devices; "
             f"make them equal"
         )
+
+
+def check_axis_names(mesh: Mesh, axis: str, batch_axes: Sequence[str]) -> None:
+    """Raises ScheduleError if the mesh does not have one of the axes, or one is named twice."""
+    names = (axis, *batch_axes)
+    if missing := [name for name in names if name not in mesh.shape]:
+        raise ScheduleError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
+    if len(set(names)) < len(names):
+        raise ScheduleError(f"axis={axis!r} and batch_axes={tuple(batch_axes)} name an axis twice; name each once")
 
 
 def check_scope(mesh: Mesh) -> None:
@@ -75,38 +80,59 @@ def check_trees(shared: PyTree, stacked: PyTree, batch: PyTree) -> None:
       ScheduleError: a leaf is not an array, a parameter is not of a floating-point type, or leaves of `stacked` or of
         `batch` have different leading dimensions.
     """
-    for name, tree in {"shared": shared, "stacked": stacked, "batch": batch}.items():
-        leaves = {f"{name}/{path}".removesuffix("/"): leaf for path, leaf in flatten(tree).items()}
-        for path, leaf in leaves.items():
-            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                raise ScheduleError(f"{path} is a {type(leaf).__name__}, not an array; {_CALL}, trees of arrays each")
-            if name != "batch" and not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ScheduleError(
-                    f"{path} has the dtype {leaf.dtype}, for which there is no gradient; pass parameters only, such as "
-                    f"those of nnx.split(model, nnx.Param, ...)"
-                )
-        if name != "shared":
-            _check_leading(name, leaves)
+    for name, tree in {"shared": shared, "stacked": stacked}.items():
+        check_params(name, tree)
+    _check_arrays("batch", batch)
+    for name, tree in {"stacked": stacked, "batch": batch}.items():
+        _check_leading(name, _named(name, tree))
 
 
-def _check_leading(name: str, leaves: dict[str, Any]) -> None:
+def check_params(name: str, tree: PyTree) -> None:
+    """Raises ScheduleError if a leaf of the parameters is not an array of a floating-point type."""
+    _check_arrays(name, tree)
+    for path, leaf in _named(name, tree).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ScheduleError(
+                f"{path} has the dtype {leaf.dtype}, for which there is no gradient; pass parameters only, such as "
+                f"those of nnx.split(model, nnx.Param, ...)"
+            )
+
+
+def check_batch(batch: PyTree) -> None:
+    """Raises ScheduleError if a leaf of the batch is not an array, or leaves differ in their number of rows."""
+    _check_arrays("batch", batch, "call it as (params, batch)")
+    _check_leading("batch", _named("batch", batch), "call it as (params, batch)")
+
+
+def _named(name: str, tree: PyTree) -> dict[str, Any]:
+    return {f"{name}/{path}".removesuffix("/"): leaf for path, leaf in flatten(tree).items()}
+
+
+def _check_arrays(name: str, tree: PyTree, call: str = _CALL) -> None:
+    for path, leaf in _named(name, tree).items():
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ScheduleError(f"{path} is a {type(leaf).__name__}, not an array; {call}, trees of arrays each")
+
+
+def _check_leading(name: str, leaves: dict[str, Any], call: str = _CALL) -> None:
     what = {"stacked": "layers", "batch": "rows"}[name]
     shapes = {leaf.shape[:1]: f"{path} {leaf.shape}" for path, leaf in reversed(leaves.items())}
     if len(shapes) != 1 or () in shapes:
         dimensions = ", ".join(reversed(shapes.values())) or "no array"
         raise ScheduleError(
-            f"all arrays of `{name}` must have the same leading dimension, the {what}, but it has {dimensions}; {_CALL}"
+            f"all arrays of `{name}` must have the same leading dimension, the {what}, but it has {dimensions}; {call}"
         )
 
 
-def check_rows(batch: PyTree, microbatches: int, replicas: int) -> None:
-    """Raises ScheduleError if the rows of a batch do not divide into microbatches."""
+def check_rows(batch: PyTree, microbatches: int, replicas: int, parts: int = 1) -> None:
+    """Raises ScheduleError if the rows of a batch do not divide into microbatches, each of some parts."""
     rows = jax.tree.leaves(batch)[0].shape[0]
-    parts = replicas * microbatches
-    if rows % parts:
+    pieces = replicas * microbatches * parts
+    if rows % pieces:
+        of_parts = f" of {parts} parts" if parts > 1 else ""
         raise ScheduleError(
-            f"{rows} rows of the batch do not divide into {microbatches} microbatches on {replicas} replicas; use a "
-            f"multiple of {parts}"
+            f"{rows} rows of the batch do not divide into {microbatches} microbatches{of_parts} on {replicas} "
+            f"replicas; use a multiple of {pieces}"
         )
 
 
@@ -133,14 +159,18 @@ def check_functions(
     if not isinstance(y, jax.ShapeDtypeStruct) or (y.shape, y.dtype) != (x.shape, x.dtype):
         cast = "; cast its result with .astype(x.dtype)" if getattr(y, "shape", None) == x.shape else ""
         raise ScheduleError(
-            f"`layer` ({_name(functions['layer'])}) got x of {describe(x)} and returned {describe(y)}, but it must "
+            f"`layer` ({name_of(functions['layer'])}) got x of {describe(x)} and returned {describe(y)}, but it must "
             f"return the shape and dtype of x, which the next layer gets{cast}"
         )
-    value = _run("loss", functions, shared, y, microbatch)
+    check_loss(_run("loss", functions, shared, y, microbatch), _ORDER)
+
+
+def check_loss(value: PyTree, order: str) -> None:
+    """Raises ScheduleError if what `loss` returns is not a scalar. `order` says how it is called."""
     if not isinstance(value, jax.ShapeDtypeStruct) or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ScheduleError(
             f"`loss` must return one number of a floating-point type, the mean over the rows, not {describe(value)}; "
-            f"{_ORDER}"
+            f"{order}"
         )
 
 
@@ -161,7 +191,7 @@ def weights_to_split(
         raise ScheduleError(str(error)) from error
     if not any(jax.tree.leaves(split)):
         raise ScheduleError(
-            f"{schedule.name} has weight units, but `layer` ({_name(layer)}) has no gradients for them; compute its "
+            f"{schedule.name} has weight units, but `layer` ({name_of(layer)}) has no gradients for them; compute its "
             f"large matmuls by jaxstack.pipeline.product(jnp.matmul, x, weights['w']), each with an unchanged weight, "
             f"or use a schedule without weight units, such as one_f_one_b"
         )
@@ -176,12 +206,39 @@ def _run(name: str, functions: dict[str, Callable[..., Any]], *arguments: PyTree
         received = "; ".join(f"{one}: {describe(tree)}" for one, tree in zip(names, arguments, strict=True))
         first = (str(error).strip() or "no message").splitlines()[0]
         raise ScheduleError(
-            f"`{name}` ({_name(functions[name])}) failed as {CALLS[name]}: {type(error).__name__}: {first}. It got "
+            f"`{name}` ({name_of(functions[name])}) failed as {CALLS[name]}: {type(error).__name__}: {first}. It got "
             f"{received}. {_ORDER}, and returns a function of (shared, stacked, batch)"
         ) from error
 
 
-def _name(function: Callable[..., Any]) -> str:
+def run_abstractly(name: str, function: Callable[..., PyTree], given: Mapping[str, PyTree], source: str) -> PyTree:
+    """Returns the shapes of what a function returns. `source` says where its last arguments come from.
+
+    Raises:
+      ScheduleError: it fails, or returns something else than arrays.
+    """
+    called = f"{name} ({name_of(function)})"
+    received = "; ".join(f"{one}: {describe(tree)}" for one, tree in given.items())
+    try:
+        value = jax.eval_shape(function, *given.values())
+    except Exception as error:
+        first = (str(error).strip() or "no message").splitlines()[0]
+        if "unbound axis name" in first:
+            raise ScheduleError(
+                f"{called} has a collective over a mesh axis ({first}), for which devices of other stages would wait; "
+                f"compute on the rows of one device, and set batch_axes to sum gradients over devices"
+            ) from error
+        raise ScheduleError(
+            f"{called} fails on {source}: {type(error).__name__}: {first}. It got {received}; make the function before "
+            f"return what it takes"
+        ) from error
+    if not jax.tree.leaves(value):
+        raise ScheduleError(f"{called} returns no array, but {type(value).__name__}; return what the next one takes")
+    return value
+
+
+def name_of(function: object) -> str:
+    """Returns the name of a function, or the type of another callable."""
     return getattr(function, "__name__", type(function).__name__)
 
 

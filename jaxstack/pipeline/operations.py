@@ -100,14 +100,19 @@ def index_leading(tree: PyTree, at: jax.Array) -> PyTree:
 
 def read_at(a: jax.Array, *at: jax.Array) -> jax.Array:
     """Returns `a[at]`, for one index or several on the leading dimensions."""
-    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
+    start = _start(a, at)
     return lax.dynamic_slice(a, start, (*(1,) * len(at), *a.shape[len(at) :])).reshape(a.shape[len(at) :])
 
 
 def write_at(a: jax.Array, value: jax.Array, *at: jax.Array) -> jax.Array:
     """Returns `a` with `a[at]` replaced by `value`, for one index or several on the leading dimensions."""
-    start: list[jax.Array | int] = [*at, *[0] * (a.ndim - len(at))]
+    start = _start(a, at)
     return lax.dynamic_update_slice(a, value.reshape((1,) * len(at) + value.shape), start)
+
+
+def _start(a: jax.Array, at: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Returns the indices, and zeros for the other dimensions, in one dtype: with float64, loops count in int64."""
+    return [jnp.asarray(i, jnp.int32) for i in (*at, *[0] * (a.ndim - len(at)))]
 
 
 def add_at(a: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:

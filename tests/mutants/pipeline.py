@@ -104,3 +104,36 @@ mistakes(
     ("last.active & (last.chunk == self.chunks - 1)", "last.active & (last.chunk == 0)"),
     ("passes * self.chunks * self.stages + self.groups - 1", "passes * self.chunks * self.stages + self.stages"),
 )  # fmt: skip
+
+SHAPES = "pipeline/test_any_shape.py -k 'gradients_of_one_device'"
+THREE = "pipeline/test_any_shape.py -k 'gradients_of_one_device and 3'"
+
+mistakes(
+    "pipeline", "pipeline/any_shape.py", SHAPES,
+    ("self.pipeline.loss(y, rows) / self.pieces", "self.pipeline.loss(y, rows)"),
+    ("jnp.where(row.forward >= 0, x, read_at(stash, row.forward_slot))", "x"),
+    ("[(b, a) for a, b in path] if back else path", "path"),
+    ("runs_it = part % count == replica", "runs_it = replica == 0"),
+    ("source = (replica - by) % count", "source = (replica + by) % count", THREE),
+    ("sent = read_at(rows, (replica + by) % count)", "sent = read_at(rows, (replica - by) % count)", THREE),
+    ("self.reduce_replicas(collectives.all_reduce(a, self.pipeline.batch_axes), device)", "self.reduce_replicas(a, device)"),
+    ("part = k * self.replicas.counts[stage] + unit.replica", "part = k + unit.replica * self.replicas.runs(stage)"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/packing.py", "pipeline/test_any_shape.py -k 'stores_its_own_stage'",
+    ("max(widths.get(dtype, 0), -(-size // count))", "max(widths.get(dtype, 0), size)"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/replicas.py", "pipeline/test_replicas.py",
+    ("2 * (replicas_R - 1) / replicas_R", "2 * replicas_R / replicas_R"),
+    ("_sums(layer_seconds) + transfer + transfer[:, None]", "_sums(layer_seconds) + transfer"),
+    ("if times[p - 1] <= least * (1 + 1e-9))", "if times[p - 1] <= 2 * least)"),
+    ("self.device(stage, j + by))", "self.device(stage, j - by))"),
+)  # fmt: skip
+
+mistakes(
+    "pipeline", "pipeline/measure.py", "pipeline/test_any_shape.py -k 'choice'",
+    ("for x in [*received[1:], x])", "for x in received)"),
+)  # fmt: skip

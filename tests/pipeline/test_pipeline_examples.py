@@ -19,7 +19,7 @@ each = pytest.mark.parametrize("name", PIPELINES)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [*PIPELINES, "own_family", "own_layer"])
+@pytest.mark.parametrize("name", [*PIPELINES, "pipeline_unet", "own_family", "own_layer"])
 def test_the_examples_learn(name):
     ours = {"JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}  # as for a user who has set nothing
     env = {key: value for key, value in os.environ.items() if key not in ours}
@@ -58,11 +58,32 @@ def test_their_gradients_are_those_of_plain_autodiff(name, rng):
         assert np.linalg.norm(np.ravel(a - b)) <= 1e-5 * np.linalg.norm(np.ravel(b)), jax.tree_util.keystr(path)
 
 
+def test_the_gradients_of_the_unet_are_those_of_plain_autodiff(rng):
+    """Flax modules of different shapes, with skips, on five devices."""
+    example = importlib.import_module("pipeline_unet")
+    shape = (12, example.SIZE, example.SIZE, 1)
+    batch = {name: rng.normal(size=shape).astype(np.float32) for name in ("noisy", "clean")}
+
+    def plain(params):
+        x = batch
+        for stage, tree in zip(example.stages, params, strict=True):
+            x = stage(tree, x)
+        return example.loss_fn(x, batch)
+
+    packed = example.pack_stages(example.params, example.mesh, replicas=example.replicas)
+    loss, grads = jax.jit(example.gradients)(packed, batch)
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(example.params)
+    # float32 sums in another order, as above.
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for (path, a), b in zip(jax.tree.leaves_with_path(grads.unpack()), jax.tree.leaves(expected_grads), strict=True):
+        assert np.linalg.norm(np.ravel(a - b)) <= 1e-5 * np.linalg.norm(np.ravel(b)), jax.tree_util.keystr(path)
+
+
 def test_the_page_quotes_the_examples():
     """Every block of docs/pipelines.md that names a file is in that file."""
     page = (EXAMPLES.parent / "pipelines.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.S)
-    assert {name for name, _ in blocks} == {"pipeline_nnx.py", "pipeline_linen.py", "pipeline_zero_bubble.py"}
+    assert {name for name, _ in blocks} == {f"{name}.py" for name in [*PIPELINES, "pipeline_unet"]}
     for name, block in blocks:
         for part in block.split("...\n"):
             assert part.strip() in (EXAMPLES / name).read_text(encoding="utf-8"), name
