@@ -4,6 +4,9 @@ A case is a row of `published_steps.json` that names its mesh. The search gets t
 precision, and chooses every axis itself. For both meshes the result has the time that `planner.step_time` predicts and
 the memory of a device by formula. Nothing is compiled. `--cases` runs some of the cases.
 
+`--variants` predicts the peer's mesh with a divided optimizer and with recomputation, which need less memory, and the
+mesh of the last search again. It searches nothing.
+
 `--seconds` measures how long the search takes for 64, 512 and 2,048 devices. The search runs in one thread, so its CPU
 seconds are the wall seconds on a machine that does nothing else. Other work makes them longer, because programs share
 the caches: the result also has the wall seconds and the load of the machine.
@@ -105,6 +108,34 @@ def compare(case: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def variants(case: str, ours: dict[str, Any]) -> dict[str, Any]:
+    """Returns time and memory of the peer's mesh with each `mesh.zero` and `train.remat`, and of our mesh.
+
+    Args:
+      ours: searched values of our mesh that are not 1 or `None`.
+    """
+    devices = devices_of(row_of(case))
+    peer = job_of(row_of(case) | {"flops": None}).cfg
+
+    def evaluated(values: dict[str, Any]) -> dict[str, float]:
+        cfg = resolve(with_values(peer, values), None)
+        job = Job(cfg, memory.context(cfg, devices.count, devices.platform))
+        need = memory.need_of(job, abstract_state(Recipe.of(cfg), job.ctx), devices.platform).formula
+        return {"seconds": step_time(job, devices.clock.limits).total, "GiB": need / GIB}
+
+    plain = {key: None if key == "pipeline.microbatches" else 1 for key in SEARCHED_KEYS}
+    plain |= {"pipeline.schedule": "1f1b", "train.remat": "none"}
+    return {
+        "room_GiB": devices.room.bytes / GIB,
+        "theirs": {
+            f"{zero}, {remat}": evaluated({"mesh.zero": zero, "train.remat": remat})
+            for zero in ("none", "state")
+            for remat in ("none", "selective", "full")
+        },
+        "ours": evaluated(plain | ours),
+    }
+
+
 def timed(count: int) -> dict[str, Any]:
     """Returns the seconds of a search for Llama 3 8B on H100 without pinned axes; each device has two sequences."""
     row = next(r for r in TABLE["rows"] if r["model"] == "Llama 3 8B" and r["chip"] == "h100")
@@ -125,10 +156,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--cases", nargs="*", choices=CASES, default=[*CASES], help="default: all")
     arguments.add_argument("--seconds", nargs="*", type=int, choices=SIZES, help="time the search instead")
+    arguments.add_argument("--variants", action="store_true", help="predict meshes of the last search again")
     given = arguments.parse_args(argv)
     path = record.RESULTS / "peer_meshes.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    result: dict[str, Any] = {name: before.get(name, {}) for name in ("cases", "missed", "seconds")}
+    result: dict[str, Any] = {name: before.get(name, {}) for name in ("cases", "missed", "seconds", "variants")}
+    if given.variants:
+        found = {name: case for name, case in (result["cases"] | result["missed"]).items() if "ours" in case}
+        result["variants"] = {name: variants(name, case["ours"]["values"]) for name, case in found.items()}
+        print(json.dumps(result["variants"], indent=1))
+        record.record("peer_meshes", result)
+        return
     if given.seconds is not None:
         for count in given.seconds or SIZES:
             result["seconds"][str(count)] = timed(count)

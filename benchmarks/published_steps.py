@@ -46,12 +46,13 @@ from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.experts import MoEConfig
 from jaxstack.families.flops import Flops, flops_per_token
 from jaxstack.planner import megatron, memory, rates, shards
+from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
 from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.step_time import WEIGHTS, Work, collectives_of, step_time
+from jaxstack.planner.step_time import WEIGHTS, Placement, Work, collectives_of, step_time
 
 TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 QUANT = {"bf16": "none", "fp16": "none", "fp8": "fp8_tensorwise", "mxfp8": "fp8"}
@@ -147,6 +148,8 @@ def counted_flops(row: dict[str, Any], job: Job) -> float:
     match row["flops"]:
         case "model, full attention":
             return tokens * found.full
+        case "model, causal attention":
+            return tokens * found.causal
         case "hardware, full attention":
             return megatron.hardware_flops(job)
         case "model, full attention, all parameters":
@@ -184,7 +187,7 @@ def published_work(row: dict[str, Any], job: Job, limits: ChipLimits) -> Work:
     if kernel == "flash2" and limits.peak("bfloat16") < rates.FLASH2_PEAK:
         kernel = "flash2, before Hopper"
     written = kernel == "written"
-    ops = local_operations(job, scores="all" if written else "none")
+    ops = [op for op in local_operations(job, scores="all" if written else "none") if not is_of_rounds(row, op)]
     if source.get("eager") or row.get("eager"):
         ops = [op for op in ops if not is_pass(op)] + [op for op in local_operations(job, "unfused") if is_pass(op)]
     if QUANT[row["precision"]] != "none":
@@ -193,13 +196,74 @@ def published_work(row: dict[str, Any], job: Job, limits: ChipLimits) -> Work:
         ops += [
             to_8_bits(op) for op in ops if is_linear(op) and op.matrix[3] > 1 and not op.name.endswith(", gradient")
         ]
-    return Work(ops, "" if written else kernel, collectives_of(job, limits))
+    collectives = [of_sequence_shards(job, without_rounds(row, each)) for each in collectives_of(job, limits)]
+    if row.get("dispatch") in ONE_COPY:
+        collectives = [one_copy(job, limits, each) for each in collectives]
+    return Work(ops, "" if written else kernel, collectives)
+
+
+def is_of_rounds(row: dict[str, Any], op: Op) -> bool:
+    """Returns whether an operation repeats a product of experts, as our rounds do, and the program saves its result."""
+    return row["remat"] == "none" and op.for_remat and op.name.startswith("moe/")
+
+
+def without_rounds(row: dict[str, Any], found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
+    """Returns an exchange of tokens without the fifth that our rounds repeat, where a program saves the tokens."""
+    c, kind, seconds = found
+    repeats = row["remat"] == "none" and kind == "expert" and c.where == "tokens to experts and back"
+    return (c, kind, seconds * 4 / 5) if repeats else found
+
+
+def of_sequence_shards(job: Job, found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
+    """Returns a collective of experts under tensor parallelism as Megatron-LM has it.
+
+    Each device of a tensor group sends only its shard of the tokens to experts. What has arrived is then gathered for
+    the parts of an expert's matrices, and their results are scattered: all pairs in place of the tokens.
+    """
+    c, kind, seconds = found
+    if not (job.model.moe.num_experts and job.ctx.layout.sequence_parallel_axes):
+        return found
+    if kind == "expert":
+        return c, kind, seconds / shards.mesh_sizes(job.ctx)["tensor"]
+    if kind == "tensor" and c.where in OF_BLOCKS:
+        return c, kind, seconds * (1 + job.model.moe.choices) / 2  # half of them are of attention
+    return found
+
+
+OF_BLOCKS = ("inputs of attention and MLP", "gradients of their outputs", "outputs of attention and MLP")
+"""Collectives of `planner.traffic` that have as many runs for the MLP as for attention."""
+ONE_COPY = ("deepep", "hybridep")
+"""Values of `dispatch` that send a token once to each host that has experts of it, which sends it on to its devices.
+
+`alltoall` sends it once for each of its experts, as our exchange does."""
+
+
+def one_copy(job: Job, limits: ChipLimits, found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
+    """Returns an exchange of tokens as DeepEP does it, with even routing: github.com/deepseek-ai/DeepEP.
+
+    Of n devices, a token with k experts needs n (1 - (1 - 1/n)^k) in the mean; so it is with hosts.
+    """
+    c, kind, _ = found
+    if c.kind != "all-to-all" or kind != "expert":
+        return found
+    place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
+    link, network = place.bandwidth(c.axes, c.kind)
+    choices = job.model.moe.choices
+    hosts = c.devices // place.members(c.axes)
+
+    def others(count: int) -> float:
+        """Returns how many of `count` places other than its own a token is sent to."""
+        return (count - 1) * (1 - (1 - 1 / count) ** choices)
+
+    of_all = c.sent / choices * c.devices / (c.devices - 1)  # bytes of one copy of every token
+    beyond = of_all * others(hosts) / network
+    return c, kind, max(beyond, of_all * others(c.devices) / link)
 
 
 def to_8_bits(op: Op) -> Op:
-    """Returns the pass that reads the operands of a product of experts and writes them in 8 bits."""
+    """Returns the passes that read the operands of a product of experts and write them in 8 bits, one an expert."""
     rows, inner, columns, matrices = op.product
-    elements = matrices * inner * (rows + columns)
+    elements = inner * (rows + columns)
     return replace(
         op,
         name=f"{op.name}, to 8 bits",
@@ -207,6 +271,7 @@ def to_8_bits(op: Op) -> Op:
         kind="pointwise",
         flops=elements,
         bytes=3 * elements,
+        times=op.times * matrices,
         matrix=None,
     )
 
@@ -233,6 +298,7 @@ class Case:
       waits: seconds of collectives alone, by kind.
       starts: sum over collectives of activations of the logarithm of their devices, in millions.
       bubble: idle time as a part of the time of the layers.
+      launches: operations of the layers that the host starts one by one, in millions; 0 for compiled programs.
     """
 
     row: dict[str, Any]
@@ -245,14 +311,19 @@ class Case:
     waits: Mapping[str, float]
     starts: float
     bubble: float
+    launches: float
 
     @property
     def platform(self) -> str:
         return self.limits.chip.platform
 
     def ratio(self, fitted: Rates) -> float:
-        """Returns predicted over published seconds."""
-        return step_time(self.job, self.limits, fitted, self.work).total / self.seconds
+        """Returns predicted over published seconds. A device waits for a host that starts its operations too slowly."""
+        time = step_time(self.job, self.limits, fitted, self.work)
+        factors = fitted.factors[self.platform]
+        busy = time.layers + time.recomputation + math.fsum(factors[a] * self.waits.get(a, 0.0) for a in OF_LAYERS)
+        late = max(0.0, self.launches * factors["host"] - busy)
+        return (time.total + (1 + self.bubble) * late) / self.seconds
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -277,7 +348,20 @@ def case_of(row: dict[str, Any]) -> Case:
     starts = sum(1e-6 * c.times * math.log2(c.devices) for c, kind, _ in work.collectives if kind not in WEIGHTS)
     time = step_time(job, limits, prior_rates(), work)
     bubble = time.bubble / (time.layers + time.recomputation + time.exposed.get("tensor", 0.0))
-    return Case(row, job, limits, work, published_seconds(row, job), layers, ends, waits, starts, bubble)
+    seconds = published_seconds(row, job)
+    return Case(row, job, limits, work, seconds, layers, ends, waits, starts, bubble, launches_of(row, limits, work))
+
+
+OF_LAYERS = ("tensor", "expert")
+"""Axes whose collectives a layer waits for."""
+
+
+def launches_of(row: dict[str, Any], limits: ChipLimits, work: Work) -> float:
+    """Returns the operations of the layers that a host starts one by one, in millions: a product for each expert."""
+    source = TABLE["sources"][row["source"]]
+    if limits.chip.platform != "gpu" or not (source.get("host") or row.get("eager") or source.get("eager")):
+        return 0.0
+    return 1e-6 * math.fsum(op.times * (op.matrix[3] if op.matrix else 1) for op in work.ops if op.of_layer)
 
 
 def errors(ratios: Iterable[float]) -> dict[str, float]:
@@ -305,32 +389,35 @@ def by(cases: Iterable[dict[str, Any]], key: str, ratio: str = "ratio") -> dict[
 
 PRIOR = {
     "gpu": {
-        "matmul": (1.0, 0.1), "matmul, 8 bits": (1.1, 0.15), "experts": (1.3, 0.3), "matmul bytes": (0.3, 0.7),
-        "attention, flash2": (2.9, 0.25), "attention, flash2, before Hopper": (1.7, 0.25),
+        "matmul": (1.0, 0.1), "matmul, 8 bits": (1.1, 0.15), "experts": (1.5, 0.3), "matmul bytes": (0.3, 0.7),
+        "attention, flash2": (2.9, 0.25), "attention, flash2, before Hopper": (2.0, 0.25),
         "attention, flash3": (1.7, 0.25), "attention, cudnn": (1.9, 0.25),
-        "memory": (1.25, 0.5), "update": (1.2, 0.3), "launch": (4.0, 0.3),
+        "memory": (1.25, 0.5), "permutation": (1.5, 0.5), "update": (1.2, 0.3),
+        "launch": (4.0, 0.3), "host": (20.0, 0.5),
         "tensor": (1.0, 0.5), "pipe": (1.0, 0.3), "context": (1.0, 0.3), "expert": (1.0, 0.5),
         "weights": (0.3, 0.3), "weights, network": (0.5, 0.3), "hop": (3.0, 0.7),
     },
     "tpu": {
         "matmul": (1.0, 0.1), "matmul, 8 bits": (1.0, 0.2), "experts": (1.0, 0.3), "matmul bytes": (0.3, 0.7),
-        "attention, splash": (2.0, 0.25), "memory": (1.1, 0.5), "update": (1.2, 0.3),
+        "attention, splash": (2.0, 0.25), "memory": (1.1, 0.5), "permutation": (1.5, 0.5), "update": (1.2, 0.3),
         "tensor": (0.5, 0.7), "context": (1.0, 0.3), "expert": (1.0, 0.3), "pipe": (1.0, 0.3),
         "weights": (0.3, 0.3), "weights, network": (0.5, 0.3), "hop": (1.0, 0.7),
     },
 }  # fmt: skip
 """For each kind of work, the factor that is expected before the fit, and the standard deviation of its logarithm.
 
-Kernels of attention: FlashAttention-2 reaches about 35% of an H100's peak and 60% of an A100's, FlashAttention-3 and
+Kernels of attention: FlashAttention-2 reaches about 35% of an H100's peak and half of an A100's, FlashAttention-3 and
 cuDNN 50% to 60% (Dao 2023, arXiv:2307.08691, figure 4; Shah et al. 2024, arXiv:2407.08608, figure 5). A launch takes
-4 us.
+4 us of a GPU. A host that runs PyTorch without graphs needs about 20 us for an operation of two or three kernels.
+Products of experts reach 57% and 49% of an H100's peak (SonicMoE, arXiv:2512.14080), which is 1.4 and 1.6 times as long
+as at the peak that large matmuls reach.
 """
 CHIP_SPREAD = 0.1
 """Standard deviation of the logarithm of a TPU's own factor. GPUs have measured fractions, see `rates.MEASURED`."""
 TRUST = 0.1
 """Weight of the expected factors against the errors of a project."""
 TPUS = ("v3", "v4", "v5e", "v5p", "v6e", "v7x")
-ABSENT = {"tpu": {"launch": 0.0}, "gpu": {}}
+ABSENT = {"tpu": {"launch": 0.0, "host": 0.0}, "gpu": {}}
 """Work that costs nothing: the cores of a TPU run a whole program, without launches."""
 
 
@@ -379,6 +466,8 @@ class Table:
         self.is_matmul_K = np.asarray([kind in rates.MATMULS for _, kind in names])
         self.is_tensor_K = np.asarray([kind == "tensor" for _, kind in names])
         self.is_weights_K = np.asarray([kind in WEIGHTS for _, kind in names])
+        self.launches_CK = np.asarray([[c.launches * ((c.platform, "host") == name) for name in names] for c in cases])
+        self.of_layers_K = np.asarray([kind in OF_LAYERS for _, kind in names])
         self.bubble_C = np.asarray([c.bubble for c in cases])
         self.piped_C = np.asarray([c.job.ctx.layout.pipeline is not None for c in cases])
         self.chip_CT = np.asarray([[c.row["chip"] == name for name in TPUS] for c in cases], float)
@@ -397,8 +486,10 @@ class Table:
         beyond = self.waits_CK @ self.is_weights_K - layers
         exposed = exposed + np.where(self.piped_C, 0.0, np.maximum(0.0, beyond - weights))
         tensor = self.waits_CK @ (factors_K * self.is_tensor_K)
+        busy = layers + self.waits_CK @ (factors_K * self.of_layers_K)
+        late = np.maximum(0.0, self.launches_CK @ factors_K - busy)
         total = layers + (self.ends_CK * factors_CK).sum(1) + exposed + self.starts_CK @ factors_K
-        return (total + self.bubble_C * (layers + tensor)) / self.seconds_C
+        return (total + self.bubble_C * (layers + tensor) + (1 + self.bubble_C) * late) / self.seconds_C
 
 
 def fit(cases: Sequence[Case]) -> Rates:
@@ -439,7 +530,7 @@ def two_thirds(cases: Sequence[Case]) -> dict[str, Any]:
     return found | {"all": errors(whole)}
 
 
-INSIDE = 0.95
+INSIDE = 0.98
 """Part of the held-out steps that an interval holds. Of a project that neither the factors nor the interval have seen,
 it then holds 90%: see `coverage`."""
 
@@ -515,6 +606,26 @@ def floor(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return errors(ratios)
 
 
+def releases(cases: Sequence[Case], ratios: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Returns the errors of the steps with experts that a newer release of the same project has measured again.
+
+    A job is a model on chips of one kind and number, with a precision and a length. `newest` has the last measurement
+    of every job, `superseded` has the older ones.
+    """
+    newest: dict[tuple[Any, ...], str] = {}
+    jobs = []
+    for c in cases:
+        key = tuple(str(c.row[name]) for name in ("project", "model", "chip", "devices", "precision", "sequence"))
+        date = TABLE["sources"][c.row["source"]]["date"]
+        newest[key] = max(date, newest.get(key, date))
+        jobs.append((key, date))
+    found: dict[str, list[float]] = {"newest": [], "superseded": []}
+    for c, (key, date), ratio in zip(cases, jobs, ratios, strict=True):
+        if kind_of(c) == "experts":
+            found["newest" if date == newest[key] else "superseded"].append(ratio)
+    return {name: errors(each) for name, each in found.items()}
+
+
 def described(row: dict[str, Any]) -> dict[str, Any]:
     """Returns what identifies a row."""
     keys = ("project", "model", "chip", "devices", "precision", "sequence", "remat", "source", "where")
@@ -562,6 +673,8 @@ def main() -> None:
         "fitted_to_all": {"all": errors(f["ratio"] for f in found), "by_project": by(found, "project")},
         "korthikanti": errors(f["held_out"] for f in found if f["source"] == "korthikanti"),
         "floor_of_a_perfect_model": floor(found),
+        "floor_with_experts": floor([f for f, c in zip(found, cases, strict=True) if kind_of(c) == "experts"]),
+        "releases": releases(cases, held_out),
         "disagreements": disagreements(found),
         "rows": found + left,
     }

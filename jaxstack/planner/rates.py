@@ -42,6 +42,8 @@ PROLOGUE = 128
 
 FLASH = {"cudnn": "cudnn", "pallas_tpu": "splash", "pallas_gpu": "flash2"}
 """Fitted kernel for each implementation that keeps scores on the chip. All others write scores to memory."""
+TOKENS_MOVED = ("tokens to experts", "combined expert outputs")
+"""Beginnings of the names of passes that read or write rows in the order of experts, in place of whole arrays."""
 FLASH2_PEAK = 400e12
 """FLOP/s of bfloat16 above which chips need instructions that FlashAttention-2 and older kernels do not use."""
 
@@ -104,7 +106,7 @@ def work(op: Op, limits: ChipLimits, kernel: str = "") -> dict[str, float]:
         return {"update": limits.seconds(op)[0]}
     moving = op.bytes / chip.hbm_bandwidth
     if op.kind != "contraction":
-        return {"memory": moving, "launch": 1e-6}
+        return {"permutation" if op.name.startswith(TOKENS_MOVED) else "memory": moving, "launch": 1e-6}
     computing = op.flops / limits.peak(op.dtype)
     if op.part == "attention" and kernel:
         return {f"attention, {kernel}": computing / op.fill(chip.tile), "launch": 1e-6}

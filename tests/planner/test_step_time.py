@@ -30,7 +30,7 @@ from jaxstack.planner import memory, rates, traffic
 from jaxstack.planner.hlo import Collective
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
-from jaxstack.planner.roofline_ops import Matmul, Op, OpBuilder
+from jaxstack.planner.roofline_ops import Matmul, Op, OpBuilder, pointwise_op
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.step_time import Placement, StepTime, _bubble, _bubble_of_stacks, _stack_loop, step_time, work_of
 
@@ -223,6 +223,22 @@ def test_a_tpu_pads_a_matmul_to_its_matrix_unit():
     assert rates.shape_efficiency(op, ChipLimits(CHIPS["v5e"])) == pytest.approx(192 / 256)
     narrow = Op("attention", "attention", "contraction", 1.0, 1.0, head_width=128)
     assert [narrow.fill(CHIPS[name].tile) for name in ("h100", "v5e", "v6e")] == [1, 1, 0.5]
+
+
+def test_the_work_of_a_step_by_kind():
+    """Passes in the order of experts have a kind of their own; a pass of 3,350 MB takes 1 ms of an H100's memory."""
+
+    def kinds(name: str) -> dict[str, float]:
+        return rates.work(pointwise_op(name, 0, 3350e6), H100)
+
+    assert kinds("residual sum") == pytest.approx({"memory": 1e-3, "launch": 1e-6})
+    for name in ("tokens to experts", "combined expert outputs, gradient"):
+        assert kinds(name) == pytest.approx({"permutation": 1e-3, "launch": 1e-6})
+    many = replace(pointwise_op("moe/w_up", 0, 3350e6), kind="contraction", part="matmul", matrix=(4096, 512, 512, 16))
+    assert kinds("moe/w_up")["memory"] == pytest.approx(rates.work(many, H100)["matmul bytes"])
+    assert rates.work(many, H100)["launch"] == pytest.approx(16e-6)  # a product for each expert
+    assert "experts" in rates.work(many, H100)
+    assert "matmul" in rates.work(replace(many, matrix=(4096, 512, 512, 1)), H100)
 
 
 def test_the_three_products_of_a_weight_have_their_own_shapes():
