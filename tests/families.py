@@ -223,10 +223,10 @@ DIFFUSION = {
         positions="learned",
         max_positions=16,
         moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100),
-        diffusion=DiffusionConfig(image=(8, 16, 1), text_layers=3),
+        diffusion=DiffusionConfig(image=(8, 16, 1), text_layers=3, key_weight=0.25),
     ),
 }
-"""Diffusion transformers on pictures of 32 patches; the last one reads texts."""
+"""Diffusion transformers on pictures of 32 patches; the last one reads texts with key words."""
 
 CONTRASTIVE = {
     "coca": ModelConfig(

@@ -262,7 +262,7 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
-    Given.named(cfg.model, names, tokenizer, cfg.data.target_length)  # errors are shown before JAX starts
+    Given.named(cfg.model, names, tokenizer, cfg.data)  # errors are shown before JAX starts
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(names) * count)

@@ -66,7 +66,8 @@ def cross_attention(
     Args:
       params: the group `cross` of a layer, with the projections of `attention_spec`.
       x: this device's part of the decoder's residual stream.
-      inputs: `segment_ids` [B, T], `encoder.segment_ids` [B, S], and the side input `encoded` [B, S, D] are read.
+      inputs: `segment_ids` [B, T], `encoder.segment_ids` [B, S], and the side input `encoded` [B, S, D] are read. If
+        the encoder's arrays have `key_scale` [B, S], the scores of a key are multiplied by it.
       cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
         take the place of `encoded`, and each row is one segment.
     """
@@ -82,6 +83,8 @@ def cross_attention(
             cfg, params, kernels.cached_cross_attention(q, *keys, visible, **layers.score_options(cfg)), ctx
         )
     k, v = cross_keys(cfg, params, inputs.side["encoded"], ctx)
+    if "key_scale" in inputs.encoder.arrays:
+        k = kernels.multiply_in_float32(k, inputs.encoder.arrays["key_scale"][..., None, None])
     q = checkpoint_name(q, "query")
     k = checkpoint_name(k, "key")
     v = checkpoint_name(v, "value")

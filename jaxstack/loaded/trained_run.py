@@ -149,7 +149,7 @@ class TrainedRun:
         if self.model.family != "diffusion":
             raise ConfigError(f"model.family={self.model.family} does not make pictures. Use generate for text.")
         options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
-        given = pictures.Given.named(self.model, classes, self.tokenizer, self.config.data.target_length)
+        given = pictures.Given.named(self.model, classes, self.tokenizer, self.config.data)
         made = pictures.make_draw(self.model, options, self.context)
         return made(self.params, given, self._seed(seed))
 

@@ -230,6 +230,24 @@ def _check_sources(cfg: Groups) -> None:
         f"model.family={family} {learns.get(family)}, but data.source={names[0]} or a mixture is text. Use "
         f"--data.source=digits, or --data.source=images with a path.",
     )
+    own = "captions" in names
+    require(
+        not own or model.reads_captions,
+        f"data.source=captions has texts, which model.family={family} does not read. Use model.family=contrastive, or "
+        f"diffusion with model.diffusion.text_layers=2.",
+    )
+    for key in ("model.diffusion.key_weight", "model.diffusion.salient_weight"):
+        value = attrgetter(key)(cfg)
+        require(
+            own or not value,
+            f"{key}={value} weighs what lines of pictures say, but data.source={names[0]} does not say it. Use "
+            f"data.source=captions, or {key}=0.",
+        )
+    require(
+        own or not data.key_words,
+        f"data.key_words={list(data.key_words)} are of texts of pictures, but data.source={names[0]}. Use "
+        f"data.source=captions, or leave them out.",
+    )
 
 
 def _check_ring(cfg: Groups) -> None:
