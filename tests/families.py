@@ -248,8 +248,15 @@ CONTRASTIVE = {
         qk_norm=True,
         contrastive=ContrastiveConfig(image=(8, 16, 3), loss="softmax"),
     ),
+    "unix2": ModelConfig(
+        **SMALL,
+        family="contrastive",
+        encoder_layers=2,
+        d_ff=96,
+        contrastive=ContrastiveConfig(image=(8, 16, 1), loss="softmax", caption_layers=1, translations=True),
+    ),
 }
-"""Towers for pictures of 32 patches and texts; the first one has the sigmoid loss and captions."""
+"""Towers for pictures of 32 patches and texts: with the sigmoid loss and captions, without them, in two languages."""
 
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 

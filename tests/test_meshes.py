@@ -409,6 +409,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
             target_len=SEQ // 2 if two_lengths else None,
             packing=packing,
             source=source,
+            languages=("en", "de") if MODELS[family].contrastive.translations else (),
             path=f"{source}.jsonl" if source in ("labels", "pairs", "captions") else None,
             domains=tuple("abcdefgh") if MODELS[family].moe.router == "domain" else (),
         ),
@@ -514,6 +515,12 @@ def random_captions(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> di
     shape = (rows, SEQ // 2)
     last = rng.integers(1, shape[1], (rows, 1))
     place, real = np.arange(shape[1]), np.arange(rows)[:, None] != rows // 2
+    if cfg.contrastive.translations:
+        one = dataclasses.replace(cfg, contrastive=dataclasses.replace(cfg.contrastive, translations=False))
+        both = [random_captions(rng, one, rows) for _ in range(2)]
+        both[1]["pair_weights"] = both[1]["pair_weights"] / 2
+        texts = {n: np.stack([each[n] for each in both], 2) for n in both[0] if n not in ("patches", "pair_ids")}
+        return both[0] | texts
     return {
         "patches": rng.standard_normal((rows, cfg.contrastive.num_patches, cfg.contrastive.patch_values), np.float32),
         "pair_ids": np.repeat(rng.integers(0, rows // 2, (rows, 1)), shape[1], 1).astype(np.int32),

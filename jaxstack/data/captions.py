@@ -20,6 +20,8 @@ from jaxstack.data.tokenizers import Tokenizer
 
 _STREAM = 3  # keeps the draws of languages apart from others, which are seeded with other lists
 
+_OTHER_STREAM = 4  # of second languages
+
 
 def class_texts(cfg: DataConfig, names: Sequence[str]) -> list[list[str]]:
     """Returns the text of each class in each language [L][C]; without `data.languages` their names [1][C].
@@ -101,14 +103,21 @@ class CaptionedReader(PictureReader):
 
 @dataclass(frozen=True)
 class CaptionReader(CaptionedReader):
-    """Reads batches for a contrastive model: pictures with texts."""
+    """Reads batches for a contrastive model: pictures with texts.
+
+    Attributes:
+      translations: whether each picture has its text in two languages.
+    """
+
+    translations: bool = field(default=False, kw_only=True)
 
     def read(self, numbers_B: np.ndarray) -> Batch:
         """Returns the rows with these numbers, counted over all batches.
 
         - `patches` [B, S, P], float32: the pictures.
         - `pair_ids` [B, T], int32: the class of the row. Rows of one class match each other in all languages.
-        - `tokens`, `targets`, `loss_weights`, `pair_weights` [B, T], see `encode_texts`.
+        - `tokens`, `targets`, `loss_weights`, `pair_weights` [B, T], see `encode_texts`; with `translations` they are
+          [B, T, 2], of two languages.
         """
         captions = self.images.captions
         assert captions is not None
@@ -116,10 +125,20 @@ class CaptionReader(CaptionedReader):
         classes_B = self.images.classes[index_B]
         language_B = self.languages_of(numbers_B)
         batch = {name: array[language_B, classes_B] for name, array in captions.items()}
+        if self.translations:
+            other_B = self.others_of(numbers_B, language_B)
+            batch = {name: np.stack([a, captions[name][other_B, classes_B]], 2) for name, a in batch.items()}
         return batch | {
             "patches": to_patches(self.images.pixels[index_B], self.patch_size),
             "pair_ids": np.repeat(classes_B[:, None], batch["tokens"].shape[1], 1),
         }
+
+    def others_of(self, numbers_B: np.ndarray, language_B: np.ndarray) -> np.ndarray:
+        """Returns the index of another language of each row, int [B]."""
+        assert self.images.captions is not None
+        count = len(self.images.captions["tokens"])
+        draws = (np.random.default_rng([self.seed, number, _OTHER_STREAM]) for number in numbers_B.tolist())
+        return (language_B + np.array([rng.integers(1, count) for rng in draws])) % count
 
 
 @dataclass(frozen=True)

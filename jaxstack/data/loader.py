@@ -150,7 +150,7 @@ def picture_reader(model: ModelConfig, images: Images, batch_size: int, seed: in
     assert model.pictures is not None
     shared = images, seed or 0, batch_size, model.pictures.patch_size
     if model.family == "contrastive":
-        return CaptionReader(*shared, shuffle=shuffle)
+        return CaptionReader(*shared, shuffle=shuffle, translations=model.contrastive.translations)
     dropped = model.diffusion.class_dropout if shuffle else 0.0
     timed = *shared, model.moe.max_timestep, model.vocab, dropped
     if images.captions is None:

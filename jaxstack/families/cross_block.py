@@ -1,6 +1,7 @@
 """A layer that also attends to the tokens of an encoder, for encoder-decoders and captions."""
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
@@ -8,7 +9,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.kernels import AttentionMask
 from jaxstack.models import layers
-from jaxstack.models.blocks import Stack, dropout
+from jaxstack.models.blocks import Stack, dropout, kinds_of
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL
@@ -104,3 +105,26 @@ def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Contex
     if cfg.qk_norm:
         k = layers.norm(cfg, params["k_norm"], k, ctx, "rms")
     return k, v
+
+
+def cached_keys(cfg: ModelConfig, stack: Stack, params: Params, encoded: jax.Array, ctx: Context) -> Params:
+    """Returns what the layers of a stack read of an encoder's output [B, S, D] for each token that they write.
+
+    Args:
+      params: of the stack.
+
+    Returns:
+      `cross_keys` [L, B, G, K, S] and `cross_values` [L, B, G, S, K].
+    """
+    declared = kinds_of(stack.spec)[0]["cross"]
+
+    def one_layer(weights: Params) -> Params:
+        gathered = stack.prepare(ctx.layout.gather_params(declared, weights))
+        k, v = cross_keys(cfg, gathered, encoded, ctx)
+        return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
+
+    weights = [kind["cross"] for kind in kinds_of(params)]
+    if weights[1:]:
+        weights = [jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *weights)]
+    keys: Params = jax.lax.map(one_layer, weights[0])
+    return keys

@@ -108,7 +108,9 @@ def predict_by_hand(cfg, values, noisy, step, label, keys=0):
         made = jnp.einsum("d,dke->ke", side, layer["modulation"]["w"]) + layer["modulation"]["b"]
         x = x + made[2] * attention(cfg, layer["attention"], norm(cfg, x) * (1 + made[1]) + made[0])
         if text is not None:
-            x = x + attention(cfg, layer["cross"], scaled(cfg, layer["cross_norm"], x), text, 1 + cfg.diffusion.key_weight * keys)
+            x = x + attention(
+                cfg, layer["cross"], scaled(cfg, layer["cross_norm"], x), text, 1 + cfg.diffusion.key_weight * keys
+            )
         own = layer["mlp"] if not cfg.moe.num_experts else None
         if own is None:
             expert = step * cfg.moe.num_experts // cfg.moe.max_timestep

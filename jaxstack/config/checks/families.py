@@ -337,6 +337,11 @@ def _check_towers(cfg: Groups) -> None:
         cfg.model.family != "contrastive" or cfg.data.batch_size > 1,
         f"data.batch_size={cfg.data.batch_size} leaves a picture nothing to be compared with. Use at least two rows.",
     )
+    require(
+        not cfg.model.contrastive.translations or len(cfg.data.languages) > 1,
+        f"model.contrastive.translations=true gives each picture two of data.languages={list(cfg.data.languages)}. "
+        f"Name two or more, or use translations=false.",
+    )
 
 
 def _check_branches(cfg: Groups) -> None:
