@@ -176,7 +176,11 @@ def read_examples(path: str, languages: Sequence[str]) -> Iterator[Example]:
 def _pixels(value: Any, folder: Path) -> np.ndarray:
     if isinstance(value, str) and value:
         file = folder / value
-        if not file.is_file():
+        try:
+            there = file.is_file()
+        except OSError:  # the name is too long
+            there = False
+        if not there:
             raise ConfigError(f"the picture {quoted(value)} is not a file in {folder}. Correct its path.")
         return (read_picture(file) / 127.5 - 1).astype(np.float32)
     try:
@@ -267,8 +271,10 @@ def draw_digits(cfg: DataConfig) -> Iterator[Example]:
             region += shape[..., None] * (RGB[colour] - region)
             box = (left, top, left + len(shape), top + len(shape))
             said = [describe_digit(name, int(digits.classes[i]), colour, place) for name in languages]
-            name = f"digit {i}, turn {turn + 1}"
-            yield Example(name, (pixels * 2 - 1).astype(np.float32), *zip(*said, strict=True), box)  # type: ignore[arg-type]
+            texts = tuple(text for text, _ in said)
+            keys = tuple(words for _, words in said)
+            shown = (pixels * 2 - 1).astype(np.float32)
+            yield Example(f"digit {i}, turn {turn + 1}", shown, texts, keys, box)
 
 
 def describe_digit(language: str, digit: int, colour: int, place: int) -> tuple[str, tuple[str, ...]]:
