@@ -120,7 +120,7 @@ def main(args: Namespace) -> None:
     """
     cfg, tokenizer = load_run.read_run(Path(args.run))
     if args.picture or (cfg.model.family == "contrastive" and cfg.model.contrastive.caption_layers):
-        caption(cfg, tokenizer, args)
+        caption(args)
         return
     if not args.prompts:
         raise ConfigError("there are no prompts. Give one or more.")
@@ -262,12 +262,13 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
         write(text + "\n")
 
 
-def caption(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
+def caption(args: Namespace) -> None:
     """Prints the caption of each picture, or one for each beginning, one line each.
 
     Raises:
       ConfigError: the run writes no captions, there is no picture, or an argument is for other families.
     """
+    cfg, tokenizer = load_run.read_run(Path(args.run))
     require_captions(cfg.model)
     for flag, given in (*text_flags(args), ("--language", args.language is not None), ("--out", args.out is not None)):
         if given:

@@ -163,11 +163,10 @@ class CaptionedImageReader(ImageReader, CaptionedReader):
         captions = self.images.captions
         assert captions is not None
         language_B = self.languages_of(numbers_B)
-        classes_B = self.images.classes[index_B]
-        texts = {name: array[language_B, classes_B] for name, array in captions.items()}
+        texts = {name: array[language_B, self.images.classes[index_B]] for name, array in captions.items()}
         if self.marks_keys:
             assert self.images.key_tokens is not None
-            texts["key_tokens"] = self.images.key_tokens[language_B, classes_B]
+            texts["key_tokens"] = self.images.key_tokens[language_B, self.images.classes[index_B]]
         return text_condition(texts, dropped_B)
 
     def weigh(self, index_B: np.ndarray, patches: int) -> np.ndarray:

@@ -243,7 +243,7 @@ def _box(value: Any, shape: Sequence[int]) -> tuple[int, int, int, int]:
 def draw_digits(cfg: DataConfig) -> Iterator[Example]:
     """Yields each of scikit-learn's digits twice, always the same: in one of four colours, in one of four corners.
 
-    The background is a shade of grey that changes along the picture, of which no text speaks.
+    The background is a shade of grey that changes along the picture, which no text names.
 
     Raises:
       ConfigError: another set or another language is asked for, or scikit-learn is not installed.
@@ -266,7 +266,8 @@ def draw_digits(cfg: DataConfig) -> Iterator[Example]:
             ramp = np.linspace(0, 1, _CANVAS)
             grey = corner + ramp[:, None] * (along - corner) / 2 + ramp * (across - corner) / 2
             pixels = np.repeat(grey[..., None], 3, 2)
-            top, left = (_CANVAS - len(shape)) * (place // 2), (_CANVAS - len(shape)) * (place % 2)
+            top = (_CANVAS - len(shape)) * (place // 2)
+            left = (_CANVAS - len(shape)) * (place % 2)
             region = pixels[top : top + len(shape), left : left + len(shape)]
             region += shape[..., None] * (RGB[colour] - region)
             box = (left, top, left + len(shape), top + len(shape))

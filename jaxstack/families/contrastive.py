@@ -184,7 +184,8 @@ def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx
         x = jnp.einsum("bd,de->be", pooled[name], weights[name], precision=jax.lax.Precision.HIGHEST)
         return x * jax.lax.rsqrt(jnp.maximum(jnp.square(x).sum(-1, keepdims=True), 1e-12))
 
-    image, texts = project("image"), project("text")
+    image = project("image")
+    texts = project("text")
     each = texts.reshape(len(image), -1, texts.shape[-1])
     return image, *(each[:, i] for i in range(each.shape[1]))
 

@@ -49,8 +49,8 @@ mistakes(
 
 mistakes(
     "contrastive", "families/flops.py", "planner/test_aot.py -k matmuls",
-    ("6.0 * rows * (own.features or cfg.d_model)", "6.0 * (own.features or cfg.d_model)"),
-    ("deep = cfg.num_layers + own.caption_layers", "deep = cfg.num_layers"),
+    ("6.0 * rows * texts * (own.features or cfg.d_model)", "6.0 * texts * (own.features or cfg.d_model)"),
+    ("deep = (cfg.num_layers + own.caption_layers) * texts", "deep = cfg.num_layers * texts"),
     ("2.0 * own.patch_values * cfg.d_model * patches", "0.0 * own.patch_values * cfg.d_model * patches"),
     ("path.endswith((\"cross/w_k\", \"cross/w_v\"))\n            times", "path.endswith(\"cross/w_k\")\n            times"),
     ("\"cross/w_v\", \"projection/text\")) else 1", "\"cross/w_v\")) else 1"),
@@ -71,7 +71,7 @@ mistakes(
     "contrastive", "families/contrastive.py", "models/test_towers.py -k unix2",
     ("array.swapaxes(1, 2).reshape(-1, array.shape[1])", "array.reshape(-1, array.shape[1])"),
     ("one, text, batch[\"pair_ids\"]", "image, text, batch[\"pair_ids\"]"),
-    ("weights[:, i])", "weights[:, 0])"),
+    ("weights[:, i]\n", "weights[:, 0]\n"),
 )  # fmt: skip
 
 mistakes(

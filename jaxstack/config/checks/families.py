@@ -145,6 +145,7 @@ def check_family(cfg: Groups) -> None:
     """
     _check_table(cfg)
     _check_sources(cfg)
+    _check_own_captions(cfg)
     if cfg.model.family in _NO_DECODER:
         _check_ring(cfg)
     _check_experts(cfg)
@@ -230,11 +231,18 @@ def _check_sources(cfg: Groups) -> None:
         f"model.family={family} {learns.get(family)}, but data.source={names[0]} or a mixture is text. Use "
         f"--data.source=digits, or --data.source=images with a path.",
     )
+
+
+def _check_own_captions(cfg: Groups) -> None:
+    """Checks the keys of pictures with texts of their own."""
+    data = cfg.data
+    model = cfg.model
+    names = [one.source for one in data.single_sources()]
     own = "captions" in names
     require(
         not own or model.reads_captions,
-        f"data.source=captions has texts, which model.family={family} does not read. Use model.family=contrastive, or "
-        f"diffusion with model.diffusion.text_layers=2.",
+        f"data.source=captions has texts, which model.family={model.family} does not read. Use "
+        f"model.family=contrastive, or diffusion with model.diffusion.text_layers=2.",
     )
     for key in ("model.diffusion.key_weight", "model.diffusion.salient_weight"):
         value = attrgetter(key)(cfg)
