@@ -118,7 +118,7 @@ def train(setup: "Setup", changes: list[str]) -> None:
     refer = open_reference(cfg, dataset.tokenizer, setup.mesh, ctx)
 
     # ---- run directory: lock, signals, watchdog, logs, checkpoints
-    grid = pictures.make_grid(cfg.model, cfg.sample, cfg.run.seed, cfg.data.target_length, dataset, ctx)
+    grid = pictures.make_grid(cfg.model, cfg.sample, cfg.run.seed, cfg.data, dataset, ctx)
     with Run(setup, loader, grid) as run:
         run.print_header(changes)
         state, loop = run.restore_or_init()

@@ -223,10 +223,10 @@ DIFFUSION = {
         positions="learned",
         max_positions=16,
         moe=MoEConfig(num_experts=4, router="timestep", max_timestep=100),
-        diffusion=DiffusionConfig(image=(8, 16, 1), text_layers=3),
+        diffusion=DiffusionConfig(image=(8, 16, 1), text_layers=3, key_weight=0.25),
     ),
 }
-"""Diffusion transformers on pictures of 32 patches; the last one reads texts."""
+"""Diffusion transformers on pictures of 32 patches; the last one reads texts with key words."""
 
 CONTRASTIVE = {
     "coca": ModelConfig(
@@ -248,8 +248,15 @@ CONTRASTIVE = {
         qk_norm=True,
         contrastive=ContrastiveConfig(image=(8, 16, 3), loss="softmax"),
     ),
+    "unix2": ModelConfig(
+        **SMALL,
+        family="contrastive",
+        encoder_layers=2,
+        d_ff=96,
+        contrastive=ContrastiveConfig(image=(8, 16, 1), loss="softmax", caption_layers=1, translations=True),
+    ),
 }
-"""Towers for pictures of 32 patches and texts; the first one has the sigmoid loss and captions."""
+"""Towers for pictures of 32 patches and texts: with the sigmoid loss and captions, without them, in two languages."""
 
 _LLAMA = {**SMALL, "num_kv_heads": 2, "d_ff": 96}
 

@@ -99,6 +99,7 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"--preflight": "several processes; tests/runtime/test_processes.py",
     r"^serve |^curl |^lm_eval ": "a server, which does not end; tests/serve/test_serve_command.py",
     r"^compress|^generate runs/small|init_from=runs/pruned": "half a minute; tests/compress/test_command.py",
+    r"--picture=": "a trained run; tests/generate/test_caption_branch.py",
     r"--draft=mtp": "a trained run; tests/generate/test_own_draft.py",
     r"^(train|eval) .*(runs/kto|runs/reward|run:runs)\b": "a trained run; tests/training/test_preference.py",
     r"^export .*--format": "a trained run; tests/loaded/test_portable.py",
@@ -141,8 +142,8 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--data\.buckets", [*STEPS, *ALONE, "--data.batch_size=4"]),
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused
-    (r"(diffusion|contrastive)_digits\.yaml", [*STEPS, "--sample.pictures=1"]),
     (r"--data\.(mask_phrases|source=triples)", [*STEPS, *ALONE, "--data.batch_size=8"]),  # longer than 32 bytes
+    (r"(diffusion|contrastive)_(digits|captions)\.yaml", [*STEPS, "--sample.pictures=1"]),
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),
@@ -237,7 +238,7 @@ def test_a_command_resolves(command, sandbox, monkeypatch):
 def checked(flags: list[str]) -> Config:
     """A configuration that the model can have, whatever data it reads."""
     cfg = parser.read_arguments(["train", *flags]).cfg
-    return resolve(cfg, cfg.model.vocab_size or 256, (8, 8, 1))
+    return resolve(cfg, cfg.model.vocab_size or 256, (16, 16, 3) if cfg.data.path == "drawn:digits" else (8, 8, 1))
 
 
 def names_its_directory(cfg: Config, quickstart: Config, flags: list[str]) -> None:

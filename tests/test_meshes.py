@@ -398,6 +398,7 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
     sources = {"encoder_decoder": "pairs", "diffusion": "digits", "contrastive": "digits"}
     two_lengths = MODELS[family].family == "encoder_decoder" or MODELS[family].reads_captions
     source = "labels" if MODELS[family].labels else sources.get(MODELS[family].family, "stdlib")
+    source = "captions" if MODELS[family].diffusion.key_weight else source
     return Config(
         sample=SampleConfig(prompts=() if two_kinds(MODELS[family]) or MODELS[family].states_key else None),
         run=RunConfig(init_from="base" if MODELS[family].lora.rank else None),
@@ -408,7 +409,8 @@ def config(family: str, mesh: dict[str, Any], *, accum: int = 1, packing: bool =
             target_len=SEQ // 2 if two_lengths else None,
             packing=packing,
             source=source,
-            path=f"{source}.jsonl" if source in ("labels", "pairs") else None,
+            languages=("en", "de") if MODELS[family].contrastive.translations else (),
+            path=f"{source}.jsonl" if source in ("labels", "pairs", "captions") else None,
             domains=tuple("abcdefgh") if MODELS[family].moe.router == "domain" else (),
         ),
         train=TrainConfig(grad_accum=accum, remat=remat),
@@ -498,6 +500,7 @@ def random_pictures(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> di
     texts = {
         "encoder_tokens": rng.integers(0, cfg.vocab, text).astype(np.int32),
         "encoder_segment_ids": (np.arange(text[1]) < rng.integers(1, text[1] + 1, (rows, 1))).astype(np.int32),
+        "encoder_key_tokens": rng.integers(0, 2, text).astype(np.int32),
     }
     return {
         **(texts if cfg.reads_captions else {}),
@@ -512,6 +515,12 @@ def random_captions(rng: np.random.Generator, cfg: ModelConfig, rows: int) -> di
     shape = (rows, SEQ // 2)
     last = rng.integers(1, shape[1], (rows, 1))
     place, real = np.arange(shape[1]), np.arange(rows)[:, None] != rows // 2
+    if cfg.contrastive.translations:
+        one = dataclasses.replace(cfg, contrastive=dataclasses.replace(cfg.contrastive, translations=False))
+        both = [random_captions(rng, one, rows) for _ in range(2)]
+        both[1]["pair_weights"] = both[1]["pair_weights"] / 2
+        texts = {n: np.stack([each[n] for each in both], 2) for n in both[0] if n not in ("patches", "pair_ids")}
+        return both[0] | texts
     return {
         "patches": rng.standard_normal((rows, cfg.contrastive.num_patches, cfg.contrastive.patch_values), np.float32),
         "pair_ids": np.repeat(rng.integers(0, rows // 2, (rows, 1)), shape[1], 1).astype(np.int32),

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
+import numpy as np
 from jsonargparse import Namespace
 
 from jaxstack.common import files
@@ -19,9 +20,16 @@ from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
+from jaxstack.data.images import format_size, read_picture
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import describe_frame, encode_prompt
-from jaxstack.generate.prompts import check_prompts, require_decoder, require_modules
+from jaxstack.generate.prompts import (
+    begin_captions,
+    check_prompts,
+    require_captions,
+    require_decoder,
+    require_modules,
+)
 from jaxstack.loaded import load_run
 from jaxstack.tracking.console import printable
 
@@ -42,8 +50,16 @@ def add_arguments(parser: Parser) -> None:
         "prompts",
         metavar="PROMPT",
         type=str,
-        nargs="+",
-        help="text to continue; - reads one prompt per line from stdin; for a diffusion model, a class or a text",
+        nargs="*",
+        help="text to continue; - reads one prompt per line from stdin; for a diffusion model, a class or a text; with "
+        "--picture, how a caption begins",
+    )
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="PNG or JPEG file of which a contrastive model writes the caption; repeatable",
     )
     parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user and print the answers")
     parser.add_argument(
@@ -103,6 +119,11 @@ def main(args: Namespace) -> None:
       ConfigError: the run cannot be read, or an argument does not suit it.
     """
     cfg, tokenizer = load_run.read_run(Path(args.run))
+    if args.picture or (cfg.model.family == "contrastive" and cfg.model.contrastive.caption_layers):
+        caption(args)
+        return
+    if not args.prompts:
+        raise ConfigError("there are no prompts. Give one or more.")
     if cfg.model.family == "diffusion":
         draw(cfg, tokenizer, args)
         return
@@ -241,6 +262,48 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
         write(text + "\n")
 
 
+def caption(args: Namespace) -> None:
+    """Prints the caption of each picture, or one for each beginning, one line each.
+
+    Raises:
+      ConfigError: the run writes no captions, there is no picture, or an argument is for other families.
+    """
+    cfg, tokenizer = load_run.read_run(Path(args.run))
+    require_captions(cfg.model)
+    for flag, given in (*text_flags(args), ("--language", args.language is not None), ("--out", args.out is not None)):
+        if given:
+            raise ConfigError(f"{flag} is not for captions, which {args.run} writes. Leave {flag} away.")
+    if not args.picture:
+        raise ConfigError(f"{args.run} writes captions of pictures, and there is none. Add --picture=FILE.")
+    beginnings = read_prompts(args.prompts) if args.prompts else [""]
+    cfg = with_arguments(cfg, args)
+    begin_captions(tokenizer, beginnings, cfg.data.target_length)  # errors are shown before JAX starts
+    size = cfg.model.contrastive.image
+    pixels = np.stack([read_model_picture(Path(user_path(file)), size) for file in args.picture])
+    rows = [(i, text) for i in range(len(pixels)) for text in beginnings]
+    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(rows))
+    for text in run.captions(pixels[[i for i, _ in rows]], [text for _, text in rows]):
+        write(text + "\n")
+
+
+def read_model_picture(file: Path, size: Sequence[int]) -> np.ndarray:
+    """Returns a picture [H, W, C] from -1 to 1; one in shades of grey has equal channels for a model of colours.
+
+    Raises:
+      ConfigError: it cannot be read, or is not of the model's size.
+    """
+    if not file.is_file():
+        raise ConfigError(f"--picture={file} is not a file. Name a PNG or JPEG file.")
+    values = read_picture(file)
+    if values.shape[2] == 1 < size[2]:
+        values = np.repeat(values, size[2], 2)
+    if values.shape != (*size,):
+        raise ConfigError(
+            f"--picture={file} is {format_size(values.shape)}, but the model reads {format_size(size)}. Resize it."
+        )
+    return (values / 127.5 - 1).astype(np.float32)
+
+
 def text_flags(args: Namespace) -> list[tuple[str, bool]]:
     """Returns the flags that only a decoder has, and whether they were given."""
     given = {"chat": args.chat, "stream": args.stream, "stop": bool(args.stop), "draft": args.draft is not None}
@@ -262,7 +325,7 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
-    Given.named(cfg.model, names, tokenizer, cfg.data.target_length)  # errors are shown before JAX starts
+    Given.named(cfg.model, names, tokenizer, cfg.data)  # errors are shown before JAX starts
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(names) * count)

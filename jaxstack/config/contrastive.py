@@ -20,7 +20,15 @@ class ContrastiveConfig(PictureConfig):
     """Width of the space in which pictures and texts are compared. Null means d_model."""
     caption_layers: NonNegativeInt = 0
     """Number of blocks above the text tower that read the picture and learn to write the text (CoCa). 0 means none."""
+    translations: bool = False
+    """Give each picture its text in two of `data.languages`, and compare the texts with each other, too, in the same
+    loss. Then all languages are pairs, and not each of them with pictures alone (UniX2)."""
     weight: PositiveFloat = 1.0
     """Factor of the contrastive loss."""
     caption_weight: PositiveFloat = 2.0
     """Factor of the loss of captions."""
+
+    @property
+    def texts(self) -> int:
+        """Returns the number of texts of each picture."""
+        return 2 if self.translations else 1

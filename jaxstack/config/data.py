@@ -13,7 +13,19 @@ from jaxstack.config.pictures import PICTURES
 
 FormatName: TypeAlias = Literal["jaxstack", "nanogpt", "megatron", "llmc"]
 SourceName: TypeAlias = Literal[
-    "stdlib", "path", "tokens", "hf", "chat", "labels", "pairs", "preferences", "prompts", "triples", "digits", "images"
+    "stdlib",
+    "path",
+    "tokens",
+    "hf",
+    "chat",
+    "labels",
+    "pairs",
+    "preferences",
+    "prompts",
+    "triples",
+    "digits",
+    "images",
+    "captions",
 ]
 TriplePart: TypeAlias = Literal["head", "relation", "tail", "text"]
 
@@ -76,14 +88,14 @@ class DataConfig:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
     classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `preferences`: prompts with a
     better and a worse completion; see docs/preferences.md. `prompts`: prompts whose completions are rewarded; see
-    docs/reinforcement.md. `triples`: texts with what they say, as triples; see docs/encoders.md. `digits`:
-    scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md and
-    contrastive.md."""
+    docs/reinforcement.md. `digits`: scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one
+    size; see docs/diffusion.md and contrastive.md. `captions`: pictures with texts of their own; see docs/data.md."""
     path: str | None = None
     """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`), of
-    texts with labels (`labels`) or triples (`triples`), of pairs of completions (`preferences`) or of prompts
-    (`prompts`), translations (`pairs`): a file, a folder, or `package:NAME`; or a folder or .npz file of pictures
-    (`images`). `task:NAME` draws conversations or prompts of a task, see docs/reinforcement.md."""
+    texts with labels (`labels`), of pairs of completions (`preferences`) or of prompts (`prompts`), translations
+    (`pairs`): a file, a folder, or `package:NAME`; a folder or .npz file of pictures (`images`); or a JSON file of
+    pictures with texts, or `drawn:digits` (`captions`). `task:NAME` draws
+    conversations or prompts of a task, see docs/reinforcement.md."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
@@ -148,7 +160,10 @@ class DataConfig:
     languages: tuple[str, ...] = ()
     """With source `pairs`: languages to translate to, by their names in catalogues or columns. With pictures that have
     texts: languages in which the numbers that the classes are have names (num2words); empty means the classes' own
-    names."""
+    names. With source `captions`: languages of the texts of each picture."""
+    key_words: tuple[str, ...] = ()
+    """With source `captions`: words that `model.diffusion.key_weight` weighs in all texts, and in the prompts of
+    `jaxstack generate`. They add to the key words of each line."""
     target_len: PositiveInt | None = None
     """With `model.family=encoder_decoder`: targets per row. Null means as many as `denoisers` need, or `seq_len`. With
     texts of pictures: tokens of a text."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxstack.config.bounds import BelowOne, NonNegativeInt
+from jaxstack.config.bounds import BelowOne, NonNegativeFloat, NonNegativeInt
 from jaxstack.config.pictures import PictureConfig
 
 
@@ -21,3 +21,9 @@ class DiffusionConfig(PictureConfig):
     text_layers: NonNegativeInt = 0
     """Number of blocks that read a text, to which every block of the picture attends. The text takes the place of the
     class: it is the class's name, see `data.languages`. 0 means no texts."""
+    key_weight: NonNegativeFloat = 0.0
+    """With source `captions`: the scores of attention from patches to the tokens of key words are multiplied by 1 +
+    this weight. 0 means that all words count alike."""
+    salient_weight: NonNegativeFloat = 0.0
+    """With source `captions`: the training loss of a patch is multiplied by 1 + this weight times the share of its
+    pixels in the salient region. Held-out losses are without it. 0 means that all patches count alike."""

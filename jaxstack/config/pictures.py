@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxstack.config.bounds import PositiveInt, check_bounds, require
 
-PICTURES = ("digits", "images")
+PICTURES = ("digits", "images", "captions")
 """The values of `data.source` whose data are pictures."""
 
 

@@ -19,6 +19,7 @@ from jaxstack.data.captions import class_texts, encode_captions
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.images import Images, fingerprint, read_images, split_images
 from jaxstack.data.labelled import Labels, labels_of
+from jaxstack.data.own_captions import read_own_captions
 from jaxstack.data.preferences import (
     Feedback,
     Preference,
@@ -129,6 +130,8 @@ def load(
       ConfigError: there is no text to read, a file is not text, a token file is damaged, or the sources of a mixture
         have different tokenizers.
     """
+    if cfg.source == "captions":
+        return _load_own_captions(cfg)
     if cfg.source in PICTURES:
         return _load_captions(cfg) if captions else _load_images(cfg)
     parts = [*cfg.single_sources()]
@@ -214,6 +217,25 @@ def _load_captions(cfg: DataConfig) -> Dataset:
     text = f"{source.description}, named in {_format_count(len(texts), 'language')}"
     texts_sha = hashlib.sha256((source.fingerprint + fingerprint(train)).encode()).hexdigest()
     return Dataset(tokenizer, (Source(source.name, train, held_out, text, texts_sha),), special=special)
+
+
+def _load_own_captions(cfg: DataConfig) -> Dataset:
+    """Returns pictures with texts of their own, some of which are held out, and the tokenizer of the texts."""
+    found = read_own_captions(cfg)
+    texts = found.of_language()
+    tokenizer = make_tokenizer(cfg.tokenizer, [text for each in texts for text in each], None, cfg.special_tokens)
+    special = special_ids(tokenizer)
+    captions = encode_captions(texts, tokenizer, special, cfg.target_length)
+    keys = found.key_tokens(tokenizer, cfg.target_length, cfg.key_words)
+    images = replace(found.images, captions=captions, key_tokens=keys)
+    train, held_out = split_images(images, cfg.eval_fraction)
+    height, width, channels = images.pixels.shape[1:]
+    text = (
+        f"{sources.describe(cfg)}: pictures of {height}x{width}x{channels} with {len(found.texts):,} different texts "
+        f"in {_format_count(len(texts), 'language')}, {len(train):,} train, {len(held_out):,} held out"
+    )
+    source = Source(sources.describe(cfg), train, held_out, text, fingerprint(images))
+    return Dataset(tokenizer, (source,), special=special)
 
 
 def _open(cfg: DataConfig) -> BinaryFile:

@@ -4,6 +4,7 @@
 |---|---|
 | `digits` | 1,797 handwritten digits of 8x8 pixels, which scikit-learn contains (extra `[images]`) |
 | `images` | a folder with a folder of PNG or JPEG files for each class, or an .npz file with `images` and `labels` |
+| `captions` | pictures with texts of their own, see `own_captions` |
 
 A batch depends only on seed and step. Suffixes: N pictures, H height, W width, C channels, B rows of a batch, S patches
 of a picture, P values of a patch.
@@ -52,12 +53,16 @@ class Images:
       names: of the pictures, for error messages.
       captions: for a model that reads them, arrays of the texts of each language and class [L, C, T]; see
         `captions.encode_captions`.
+      key_tokens: which tokens of these texts are of key words, int32 [L, C, T].
+      boxes: left, top, right and bottom of the salient region of each picture, int32 [N, 4]; all 0 for none.
     """
 
     pixels: np.ndarray
     classes: np.ndarray
     names: tuple[str, ...]
     captions: Mapping[str, np.ndarray] | None = None
+    key_tokens: np.ndarray | None = None
+    boxes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -65,7 +70,8 @@ class Images:
     def take(self, index_N: np.ndarray) -> "Images":
         """Returns some of the pictures."""
         names = tuple(self.names[i] for i in index_N.tolist())
-        return replace(self, pixels=self.pixels[index_N], classes=self.classes[index_N], names=names)
+        boxes = None if self.boxes is None else self.boxes[index_N]
+        return replace(self, pixels=self.pixels[index_N], classes=self.classes[index_N], names=names, boxes=boxes)
 
 
 def read_images(cfg: DataConfig) -> tuple[Images, ClassNames]:
@@ -75,7 +81,7 @@ def read_images(cfg: DataConfig) -> tuple[Images, ClassNames]:
       ConfigError: there are none, they differ in size, or a file cannot be read.
     """
     if cfg.source == "digits":
-        return _digits()
+        return read_digits()
     path = Path(str(cfg.path))
     return _folder(path) if path.is_dir() else _npz(path)
 
@@ -96,12 +102,14 @@ def split_images(images: Images, eval_fraction: float) -> tuple[Images, Images]:
 
 
 def fingerprint(images: Images) -> str:
-    """Returns the SHA-256 of all pixels, classes and texts."""
+    """Returns the SHA-256 of all pixels, classes and texts, and of what is known of both."""
     texts = b"" if images.captions is None else images.captions["tokens"].tobytes()
-    return hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes() + texts).hexdigest()
+    known = b"".join(a.tobytes() for a in (images.key_tokens, images.boxes) if a is not None)
+    return hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes() + texts + known).hexdigest()
 
 
-def _digits() -> tuple[Images, ClassNames]:
+def read_digits() -> tuple[Images, ClassNames]:
+    """Returns scikit-learn's pictures of digits."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
@@ -130,11 +138,12 @@ def _folder(path: Path) -> tuple[Images, ClassNames]:
     for number, (_, file) in enumerate(pictures):
         values = read_picture(file)
         if number == 0:
-            pixels = _room(path, (len(pictures), *values.shape))
+            pixels = room_for(path, (len(pictures), *values.shape))
         if values.shape != pixels.shape[1:]:
             raise ConfigError(
-                f"data.path={path} has pictures of several sizes: {pictures[0][1].name} is {_size(pixels.shape[1:])}, "
-                f"{file.name} is {_size(values.shape)}. Resize them all to one size."
+                f"data.path={path} has pictures of several sizes: {pictures[0][1].name} is "
+                f"{format_size(pixels.shape[1:])}, {file.name} is {format_size(values.shape)}. Resize them all to one "
+                f"size."
             )
         pixels[number] = values / 127.5 - 1
     names = tuple(file.relative_to(path).as_posix() for _, file in pictures)
@@ -170,13 +179,14 @@ def read_picture(file: Path) -> np.ndarray:
     return values.reshape(height, width, -1)
 
 
-def _room(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+def room_for(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Returns an array for the pictures of a file or folder, float32, after checking that it fits into memory."""
     try:
         host_memory.require(math.prod(shape) * 4)
     except ValueError as error:
         raise ConfigError(
-            f"data.path={path} has {shape[0]:,} pictures of {_size(shape[1:])}: {error}. Use fewer or smaller pictures."
+            f"data.path={path} has {shape[0]:,} pictures of {format_size(shape[1:])}: {error}. Use fewer or smaller "
+            f"pictures."
         ) from None
     return np.empty(shape, np.float32)
 
@@ -205,7 +215,7 @@ def _npz(path: Path) -> tuple[Images, ClassNames]:
             f"data.path={path} has pixels from {pixels.min()} to {pixels.max()}. Use uint8, or floats from 0 to 1."
         )
     channels = pixels.reshape(*pixels.shape[:3], -1)
-    scaled = _room(path, channels.shape)
+    scaled = room_for(path, channels.shape)
     for number, picture in enumerate(channels):  # one at a time: a product with a float has 8 bytes a pixel
         scaled[number] = picture * (2 / limit) - 1
     names = tuple(f"picture {i}" for i in range(len(scaled)))
@@ -219,7 +229,8 @@ def _named(classes: Sequence[str], pixels: np.ndarray) -> ClassNames:
     return ClassNames(tuple(classes), pixels.shape[1:])
 
 
-def _size(shape: Sequence[int]) -> str:
+def format_size(shape: Sequence[int]) -> str:
+    """Returns the size [H, W, C] of a picture, for users."""
     return f"{shape[1]}x{shape[0]} with {shape[2]} channel{'s' * (shape[2] > 1)}"
 
 
@@ -342,7 +353,7 @@ class ImageReader(PictureReader):
         - `noise` [B, S, P], float32: standard normal.
         - `gate_ids` [B, S], int32: the timestep of the row, from 0 (the picture) to T - 1 (noise).
         - what `condition` returns.
-        - `loss_weights` [B, S], float32: ones.
+        - `loss_weights` [B, S], float32: what `weigh` returns.
         """
         index_B = self.locate(numbers_B)
         patches = to_patches(self.images.pixels[index_B], self.patch_size)
@@ -355,8 +366,12 @@ class ImageReader(PictureReader):
             "noise": noise,
             "gate_ids": np.repeat(self.timesteps_of(numbers_B)[:, None], shape[1], 1),
             **self.condition(numbers_B, index_B, dropped_B, shape[1]),
-            "loss_weights": np.ones(shape, np.float32),
+            "loss_weights": self.weigh(index_B, shape[1]),
         }
+
+    def weigh(self, index_B: np.ndarray, patches: int) -> np.ndarray:
+        """Returns the weights of patches in the loss, float32 [B, S]: ones."""
+        return np.ones((len(index_B), patches), np.float32)
 
     def condition(self, numbers_B: np.ndarray, index_B: np.ndarray, dropped_B: np.ndarray, patches: int) -> Batch:
         """Returns what the pictures are made from, beside the noise.

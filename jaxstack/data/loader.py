@@ -160,15 +160,25 @@ def _hidden_units(keys: DataConfig, tokenizer: Tokenizer | None, size: int) -> W
 
 
 def picture_reader(model: ModelConfig, images: Images, batch_size: int, seed: int | None = None) -> PictureReader:
-    """Returns the reader of training pictures; without a seed of held-out ones: always the same, with classes."""
+    """Returns the reader of training pictures; without a seed of held-out ones: always the same, with classes.
+
+    Weights of salient regions are for training: held-out losses of runs with and without them can be compared.
+    """
     shuffle = seed is not None
     assert model.pictures is not None
     shared = images, seed or 0, batch_size, model.pictures.patch_size
     if model.family == "contrastive":
-        return CaptionReader(*shared, shuffle=shuffle)
+        return CaptionReader(*shared, shuffle=shuffle, translations=model.contrastive.translations)
     dropped = model.diffusion.class_dropout if shuffle else 0.0
-    reader = ImageReader if images.captions is None else CaptionedImageReader
-    return reader(*shared, model.moe.max_timestep, model.vocab, dropped, shuffle=shuffle)
+    timed = *shared, model.moe.max_timestep, model.vocab, dropped
+    if images.captions is None:
+        return ImageReader(*timed, shuffle=shuffle)
+    return CaptionedImageReader(
+        *timed,
+        shuffle=shuffle,
+        marks_keys=model.diffusion.key_weight > 0,
+        salient_weight=model.diffusion.salient_weight if shuffle else 0.0,
+    )
 
 
 def position_without_record(index: int, metadata: Metadata, dataset: data.Dataset, eval_fraction: float) -> Position:

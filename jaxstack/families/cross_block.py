@@ -1,6 +1,7 @@
 """A layer that also attends to the tokens of an encoder, for encoder-decoders and captions."""
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack import kernels
@@ -8,7 +9,7 @@ from jaxstack.common.tree import PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.kernels import AttentionMask
 from jaxstack.models import layers
-from jaxstack.models.blocks import Stack, dropout
+from jaxstack.models.blocks import Stack, dropout, kinds_of
 from jaxstack.models.context import Context
 from jaxstack.models.layer_inputs import LayerInputs
 from jaxstack.models.layers import RESIDUAL
@@ -66,7 +67,8 @@ def cross_attention(
     Args:
       params: the group `cross` of a layer, with the projections of `attention_spec`.
       x: this device's part of the decoder's residual stream.
-      inputs: `segment_ids` [B, T], `encoder.segment_ids` [B, S], and the side input `encoded` [B, S, D] are read.
+      inputs: `segment_ids` [B, T], `encoder.segment_ids` [B, S], and the side input `encoded` [B, S, D] are read. If
+        the encoder's arrays have `key_scale` [B, S], the scores of a key are multiplied by it.
       cache: `cross_keys` [B, G, K, S] and `cross_values` [B, G, S, K] of the encoder's tokens, from `cross_keys`. They
         take the place of `encoded`, and each row is one segment.
     """
@@ -82,6 +84,8 @@ def cross_attention(
             cfg, params, kernels.cached_cross_attention(q, *keys, visible, **layers.score_options(cfg)), ctx
         )
     k, v = cross_keys(cfg, params, inputs.side["encoded"], ctx)
+    if "key_scale" in inputs.encoder.arrays:
+        k = kernels.multiply_in_float32(k, inputs.encoder.arrays["key_scale"][..., None, None])
     q = checkpoint_name(q, "query")
     k = checkpoint_name(k, "key")
     v = checkpoint_name(v, "value")
@@ -101,3 +105,26 @@ def cross_keys(cfg: ModelConfig, params: Params, encoded: jax.Array, ctx: Contex
     if cfg.qk_norm:
         k = layers.norm(cfg, params["k_norm"], k, ctx, "rms")
     return k, v
+
+
+def cached_keys(cfg: ModelConfig, stack: Stack, params: Params, encoded: jax.Array, ctx: Context) -> Params:
+    """Returns what the layers of a stack read of an encoder's output [B, S, D] for each token that they write.
+
+    Args:
+      params: of the stack.
+
+    Returns:
+      `cross_keys` [L, B, G, K, S] and `cross_values` [L, B, G, S, K].
+    """
+    declared = kinds_of(stack.spec)[0]["cross"]
+
+    def one_layer(weights: Params) -> Params:
+        gathered = stack.prepare(ctx.layout.gather_params(declared, weights))
+        k, v = cross_keys(cfg, gathered, encoded, ctx)
+        return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
+
+    weights = [kind["cross"] for kind in kinds_of(params)]
+    if weights[1:]:
+        weights = [jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *weights)]
+    keys: Params = jax.lax.map(one_layer, weights[0])
+    return keys

@@ -9,7 +9,8 @@ Feng et al. 2022, arXiv:2210.15257).
 
 With `model.diffusion.text_layers` a text takes the place of the class. A stack `text` reads it, and each block attends
 to its tokens between attention and MLP (PixArt-alpha, Chen et al. 2023, arXiv:2310.00426). This attention begins as
-zero.
+zero. With `model.diffusion.key_weight` w, its scores of key words are multiplied by 1 + w, and with
+`model.diffusion.salient_weight` a batch weighs the patches of the region that a picture is about (ERNIE-ViLG 2.0).
 
 Shapes: B rows of this device, S patches of a picture, S/n patches in the residual stream, P values of a patch, T tokens
 of a text, D width.
@@ -119,6 +120,8 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
             "encoder_tokens": BatchArray(text, "ids", model.vocab),
             "encoder_segment_ids": BatchArray(text, "one_document"),
         }
+        if model.diffusion.key_weight:
+            condition["encoder_key_tokens"] = BatchArray(text, "ids", 2)
     return {
         "patches": BatchArray(patches, "normal"),
         "noise": BatchArray(patches, "normal"),
@@ -143,7 +146,8 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
 
     Args:
       batch: `gate_ids` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. Of the condition `classes`
-        [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it.
+        [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it. With
+        `key_weight`, `encoder_key_tokens` [B, T] are 1 for the tokens of key words.
     """
     assert "key" not in batch, "no layer of this family has dropout"
     gate_ids = batch["gate_ids"]
@@ -151,6 +155,9 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     if cfg.diffusion.text_layers:
         read = {"tokens": batch["encoder_tokens"], "segment_ids": batch["encoder_segment_ids"]}
         text = decoder.make_layer_inputs(cfg, read, ctx)
+        if cfg.diffusion.key_weight:
+            keys = batch["encoder_key_tokens"].astype(jnp.float32)
+            text = text.adding(key_scale=1 + cfg.diffusion.key_weight * keys)
     positions = ctx.layout.token_index(gate_ids.shape[1])
     noisy = batch.get("noisy")
     if noisy is None:

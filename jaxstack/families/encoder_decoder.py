@@ -10,12 +10,11 @@ Shapes: see `decoder`, with S tokens of the encoder's row and T of the decoder's
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from jaxstack import kernels
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import DataConfig, ModelConfig
-from jaxstack.families.cross_block import cross_block, cross_keys, cross_spec
+from jaxstack.families.cross_block import cached_keys, cross_block, cross_spec
 from jaxstack.models import decoder, layers
 from jaxstack.models.batches import BatchArray, BatchSpec
 from jaxstack.models.blocks import FULL, Stack, group_layers, join, kinds_of, scan_stack, split_steps
@@ -126,21 +125,7 @@ def encode(cfg: ModelConfig, family: Family, params: Params, batch: Batch, ctx: 
         x, _ = scan_stack(cfg, ctx, stack, split_steps(stack, params[name]), x, replace(inputs, side=side))
     _, side = enter_decoder(cfg, params, x, side, inputs, ctx)
 
-    def keys_of(name: str, stack: Stack) -> Params:
-        declared = kinds_of(stack.spec)[0]["cross"]
-
-        def one_layer(weights: Params) -> Params:
-            gathered = stack.prepare(ctx.layout.gather_params(declared, weights))
-            k, v = cross_keys(cfg, gathered, side["encoded"], ctx)
-            return {"cross_keys": k.transpose(0, 2, 3, 1), "cross_values": v.swapaxes(1, 2)}
-
-        weights = [kind["cross"] for kind in kinds_of(params[name])]
-        if weights[1:]:
-            weights = [jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *weights)]
-        keys: Params = jax.lax.map(one_layer, weights[0])
-        return keys
-
-    return join([keys_of(*one) for one in writes.items()])
+    return join([cached_keys(cfg, stack, params[name], side["encoded"], ctx) for name, stack in writes.items()])
 
 
 def _sides(stacks: dict[str, Stack]) -> tuple[dict[str, Stack], dict[str, Stack]]:

@@ -107,18 +107,21 @@ def _of_pairs(cfg: ModelConfig, inputs: int, targets: int) -> Flops:
 def _of_towers(cfg: ModelConfig, patches: int, words: int, rows: int) -> Flops:
     """Returns the FLOPs of a row of a contrastive model, divided by its patches."""
     own, weights = cfg.contrastive, {"patch": 0.0, "word": 0.0, "row": 0.0}
+    texts = own.texts
     weights["word"] += cfg.d_model * cfg.vocab if own.caption_layers and cfg.tied_embeddings else 0
     for path, p in flat_spec(families.spec(cfg)).items():
         if p.kind == "matrix":
             reads = path.startswith(("picture/", "image/")) or path.endswith(("cross/w_k", "cross/w_v"))
-            weights["row" if path.startswith("projection/") else "patch" if reads else "word"] += p.size
-    dense = 6.0 * (weights["patch"] * patches + weights["word"] * words + weights["row"])
+            times = texts if path.endswith(("cross/w_k", "cross/w_v", "projection/text")) else 1
+            weights["row" if path.startswith("projection/") else "patch" if reads else "word"] += p.size * times
+    words_of_row = words * texts
+    dense = 6.0 * (weights["patch"] * patches + weights["word"] * words_of_row + weights["row"])
     dense -= 2.0 * own.patch_values * cfg.d_model * patches  # patches have no gradients
-    dense += 6.0 * rows * (own.features or cfg.d_model)  # a row's similarities
-    per_pair, crossing = 12 * cfg.num_heads * cfg.head_width, own.caption_layers * words * patches
+    dense += 6.0 * rows * texts * (own.features or cfg.d_model)  # a row's similarities
+    per_pair, crossing = 12 * cfg.num_heads * cfg.head_width, own.caption_layers * words_of_row * patches
     fixed = dense + per_pair * (cfg.encoder_depth * patches**2 + crossing)
     full, causal = words**2, words * (words + 1) / 2
-    deep = cfg.num_layers + own.caption_layers
+    deep = (cfg.num_layers + own.caption_layers) * texts
     return Flops(*((fixed + per_pair * deep * own_words) / patches for own_words in (full, causal)))
 
 

@@ -30,14 +30,23 @@ def image_features(cfg: ModelConfig, params: Params, pixels: np.ndarray, ctx: Co
     Raises:
       ConfigError: the pictures are not of the model's size.
     """
-    size = cfg.contrastive
-    if pixels.shape[1:] != size.image:
+    check_pictures(cfg, pixels)
+    rows = {"patches": to_patches(pixels.astype(np.float32), cfg.contrastive.patch_size)}
+    return _features(cfg, params, rows, 1, ctx, 0)
+
+
+def check_pictures(cfg: ModelConfig, pixels: np.ndarray) -> None:
+    """Checks that pictures [N, H, W, C] are of the size that a contrastive model reads.
+
+    Raises:
+      ConfigError: they are not.
+    """
+    size = cfg.contrastive.image
+    if pixels.shape[1:] != size:
         raise ConfigError(
             f"the pictures [N, H, W, C] have the shape {list(pixels.shape)}, but the model reads those of "
-            f"{'x'.join(map(str, size.image))}. Resize them."
+            f"{'x'.join(map(str, size))}. Resize them."
         )
-    rows = {"patches": to_patches(pixels.astype(np.float32), size.patch_size)}
-    return _features(cfg, params, rows, 1, ctx, 0)
 
 
 def text_features(

@@ -16,6 +16,7 @@ from jaxstack import families
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.families import encoder_decoder
+from jaxstack.generate.caption_cache import CachedCaptions
 from jaxstack.generate.kv_cache import SLOT_AXIS, CachedDecoder, known_logits
 from jaxstack.models.context import Context
 from jaxstack.models.params import cast_matrices
@@ -125,5 +126,5 @@ class CachedPairs:
         return known_logits(self.cfg, logits, self.vocabulary), cache | {"own": own}
 
 
-CachedModel: TypeAlias = CachedDecoder | CachedPairs
+CachedModel: TypeAlias = CachedDecoder | CachedPairs | CachedCaptions
 """A model that writes one token of each row at a time."""

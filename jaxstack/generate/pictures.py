@@ -18,7 +18,7 @@ import numpy as np
 from jaxstack import families
 from jaxstack.common import files
 from jaxstack.common.tree import Batch, PyTree
-from jaxstack.config import ModelConfig, SampleConfig
+from jaxstack.config import DataConfig, ModelConfig, SampleConfig
 from jaxstack.data import Dataset
 from jaxstack.data.captions import Given
 from jaxstack.data.images import Images, from_patches
@@ -31,6 +31,7 @@ from jaxstack.models.params import Params
 ROWS = 1000
 """Pictures that are drawn at a time, at most."""
 _STREAM = 3  # gives pictures other noise than training
+_SHOWN = 10  # texts of an evaluation, where each picture has its own
 _SCREEN_PIXELS = 48  # least height of a picture in a grid
 
 Draw: TypeAlias = Callable[[PyTree, Given, int], np.ndarray]
@@ -97,15 +98,16 @@ def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None
 
 
 def make_grid(
-    model: ModelConfig, sample: SampleConfig, seed: int, longest: int, dataset: Dataset, ctx: Context
+    model: ModelConfig, sample: SampleConfig, seed: int, data: DataConfig, dataset: Dataset, ctx: Context
 ) -> Callable[[PyTree, FilePath | None], None] | None:
     """Builds `grid(params, file)`, which draws the pictures of an evaluation and writes them: a row for each class.
 
     Args:
       model: what draws.
-      sample: its `prompts` name classes or texts. Null means all classes, in the first language.
+      sample: its `prompts` name classes or texts. Null means all classes, or ten texts of pictures, in the first
+        language.
       seed: of the noise that pictures begin with.
-      longest: tokens of a text at most.
+      data: has the length of texts, and their key words.
       dataset: what the run learns.
 
     Returns:
@@ -116,9 +118,14 @@ def make_grid(
     assert isinstance(dataset.train, Images)
     captions = dataset.train.captions
     if sample.prompts:
-        given = Given.named(model, sample.prompts, dataset.tokenizer, longest)
+        given = Given.named(model, sample.prompts, dataset.tokenizer, data)
     elif captions is not None:
-        given = Given.texts({name: array[0] for name, array in captions.items()})
+        texts = {name: array[0] for name, array in captions.items()}
+        if model.diffusion.key_weight:
+            assert dataset.train.key_tokens is not None
+            texts["key_tokens"] = dataset.train.key_tokens[0]
+        shown = _SHOWN if data.source == "captions" else None
+        given = Given.texts({name: array[:shown] for name, array in texts.items()})
     else:
         given = Given.classes(model, range(model.vocab))
     every = given.times(sample.pictures)

@@ -5,10 +5,13 @@ Suffixes: B rows, S slots of the prompts.
 
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxstack.config import ConfigError, ModelConfig, PredictionConfig
+from jaxstack.data.seq2seq import special_ids
+from jaxstack.data.tokenizers import Tokenizer
 
 BUCKET = 64
 """Prompts whose lengths round up to the same multiple of this share a compiled program."""
@@ -33,6 +36,39 @@ def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
             "model.reward_head=true scores texts, and does not continue them. Use jaxstack serve, jaxstack eval with "
             "--preferences, or another run."
         )
+
+
+def require_captions(cfg: ModelConfig) -> None:
+    """Checks that a model writes captions.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    if cfg.family != "contrastive" or not cfg.contrastive.caption_layers:
+        what = f"model.family={cfg.family}" if cfg.family != "contrastive" else "model.contrastive.caption_layers=0"
+        raise ConfigError(
+            f"{what} does not write captions. Use a run of the family contrastive with caption_layers of 1 or more."
+        )
+
+
+def begin_captions(tokenizer: Tokenizer, beginnings: Sequence[str], longest: int) -> Rows:
+    """Returns the start token and the ids of the beginnings of captions.
+
+    Args:
+      longest: tokens of a caption with its start and end.
+
+    Raises:
+      ConfigError: a beginning leaves no room for another token.
+    """
+    start = special_ids(tokenizer).start
+    rows: Rows = [[start, *tokenizer.encode(text).tolist()] for text in beginnings]
+    for text, row in zip(beginnings, rows, strict=True):
+        if len(row) >= longest:
+            raise ConfigError(
+                f"{text!r} has {len(row)} tokens with its start, which leaves no room in the {longest} of "
+                f"data.target_len. Shorten it."
+            )
+    return rows
 
 
 def require_modules(mtp: PredictionConfig, stages: int) -> None:

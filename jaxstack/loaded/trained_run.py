@@ -24,7 +24,7 @@ from jaxstack.data.preferences import scored_ids
 from jaxstack.data.text_stream import TextStream
 from jaxstack.data.tokenizers import encode_prompt
 from jaxstack.families.context import make_context
-from jaxstack.generate import decode, features, pictures, translate
+from jaxstack.generate import captions, decode, features, pictures, translate
 from jaxstack.generate.engine import Engine, GenerateOptions
 from jaxstack.generate.exact import Exact, Rollout
 from jaxstack.generate.prompts import Rows, check_prompts, require_decoder
@@ -149,7 +149,7 @@ class TrainedRun:
         if self.model.family != "diffusion":
             raise ConfigError(f"model.family={self.model.family} does not make pictures. Use generate for text.")
         options = replace(self.config.sample, **sample)  # type: ignore[arg-type]
-        given = pictures.Given.named(self.model, classes, self.tokenizer, self.config.data.target_length)
+        given = pictures.Given.named(self.model, classes, self.tokenizer, self.config.data)
         made = pictures.make_draw(self.model, options, self.context)
         return made(self.params, given, self._seed(seed))
 
@@ -170,6 +170,25 @@ class TrainedRun:
             return features.image_features(self.model, self.params, given, self.context)
         length = self.config.data.target_length
         return features.text_features(self.model, self.params, given, self.tokenizer, length, self.context)
+
+    def captions(
+        self, pixels: np.ndarray, beginnings: Sequence[str] | None = None, *, seed: int | None = None, **sample: float
+    ) -> list[str]:
+        """Returns the caption that the language branch of a contrastive model writes of each picture.
+
+        Args:
+          pixels: pictures [N, H, W, C] with values from -1 to 1.
+          beginnings: how each caption begins, which may choose its language. `None` means with nothing.
+          seed: of sampling. `None` means `run.seed`.
+          **sample: keys of the group `sample`, see `generate`.
+
+        Raises:
+          ConfigError: the model writes no captions, the pictures are not of its size, or a beginning is too long.
+        """
+        longest = self.config.data.target_length
+        write = captions.make_captions(self.model, self.sample_with(sample), self.tokenizer, longest, self.context)
+        begin = [""] * len(pixels) if beginnings is None else beginnings
+        return write(self.params, pixels, begin, self._seed(seed))
 
     def translate(
         self, texts: Sequence[str], *, language: str | None = None, seed: int | None = None, **sample: float

@@ -112,7 +112,7 @@ class Loaded:
     def draw(self, prompt: str, count: int, steps: int, guidance: float, seed: int | None) -> np.ndarray:
         """Returns pictures [N, H, W, C] with values from -1 to 1. Equal settings share their programs."""
         run = self.run
-        given = Given.named(run.model, [prompt], run.tokenizer, run.config.data.target_length).times(count)
+        given = Given.named(run.model, [prompt], run.tokenizer, run.config.data).times(count)
         key = steps, guidance
         if key not in self._drawers:
             sample = replace(run.config.sample, steps=steps, guidance=guidance)

@@ -74,6 +74,7 @@ DIT = {
 TOWERS = {
     "model.family": "contrastive", "data.source": "digits", "data.seq_len": 16, "model.contrastive.image": (8, 8, 1),
 }  # fmt: skip
+OWN_TEXTS = DIT | {"data.source": "captions", "data.path": "a", "model.diffusion.text_layers": 1}
 TIMESTEP = {"model.moe.num_experts": 8, "model.moe.router": "timestep"}
 ENCODER = {"model.family": "encoder", "model.tied_embeddings": True}
 CUT = {"model.family": "encoder", "model.tied_embeddings": True, "model.windows": (0, 4, 4)}
@@ -124,6 +125,12 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
      {"train.offload": "optimizer", "kernels.update": "select"}),
     ({"train.offload": "optimizer", "optim.name": "sgd", "optim.b1": 0.0},
      {"train.offload": "optimizer", "optim.name": "sgd", "optim.b1": 0.1}),
+    (DIT | {"data.source": "captions", "data.path": "a"}, OWN_TEXTS),
+    (DIT | {"model.diffusion.key_weight": 0.5}, OWN_TEXTS | {"model.diffusion.key_weight": 0.5}),
+    (DIT | {"model.diffusion.salient_weight": 0.5}, OWN_TEXTS | {"model.diffusion.salient_weight": 0.5}),
+    (DIT | {"data.key_words": ("cat",)}, OWN_TEXTS | {"data.key_words": ("cat",)}),
+    (TOWERS | {"model.contrastive.translations": True, "data.languages": ("en",)},
+     TOWERS | {"model.contrastive.translations": True, "data.languages": ("en", "de")}),
     ({"train.offload": "residuals", "debug.eager": True}, {"train.offload": "none", "debug.eager": True}),
     ({"model.rope_scaling.low_freq_factor": 4.0}, {"model.rope_scaling.low_freq_factor": 3.9}),
     ({"model.rope_scaling.low_freq_factor": 0.0}, {"model.rope_scaling.low_freq_factor": 0.1}),

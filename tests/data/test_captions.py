@@ -94,7 +94,7 @@ def test_what_pictures_are_made_from_is_named_by_texts_or_classes(tmp_path):
         "--data.target_len=6", "--model.diffusion.image=[8,8,1]", "--model.vocab_size=256",
         "--train.ngram_baseline=false",
     ])  # fmt: skip
-    given = captions.Given.named(cfg.model, ["ab", "c"], BYTES, cfg.data.target_length).times(2)
+    given = captions.Given.named(cfg.model, ["ab", "c"], BYTES, cfg.data).times(2)
     assert given.rows == 4
     start, end = SPECIAL.start, SPECIAL.eos
     rows = [[start, 97, 98, end, 0, 0], [start, 99, end, 0, 0, 0]]
@@ -103,7 +103,7 @@ def test_what_pictures_are_made_from_is_named_by_texts_or_classes(tmp_path):
     assert given.nothing["encoder_tokens"].tolist() == [[start, end, 0, 0, 0, 0]] * 4
     assert given.nothing["encoder_segment_ids"].sum(1).tolist() == [2] * 4
     with pytest.raises(ConfigError, match=r"target_len=6 is less"):
-        captions.Given.named(cfg.model, ["abcdef"], BYTES, cfg.data.target_length)
+        captions.Given.named(cfg.model, ["abcdef"], BYTES, cfg.data)
     plain = replace(cfg.model, vocab_size=3, diffusion=replace(cfg.model.diffusion, text_layers=0))
     given = captions.Given.classes(plain, [2, 0])
     assert given.condition["classes"].tolist() == [[2] * 16, [0] * 16]

@@ -459,6 +459,12 @@ _NPZ = [
     _archive("(1, 4, 4)", "[('a', 'u1')]"),
 ]
 
+_CAPTIONS = [
+    {"picture": [[0, 255], [9, 3]], "text": "a cat", "key": ["cat"], "salient": [0, 0, 1, 2]},
+    {"picture": [[[0, 1, 2], [3, 4, 5]]], "text": "two", "key": {"en": ["two"]}},
+    {"picture": "a.png", "text": {"en": "a cat"}},
+]
+
 _BODIES = [
     {"prompt": "abc", "max_tokens": 4, "temperature": 0.5, "stop": ["x"], "logprobs": 2, "stream": False, "n": 2},
     {"prompt": [1, 2, 3], "echo": True, "seed": 1, "stream": True, "stream_options": {"include_usage": True}},
@@ -506,6 +512,7 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
         st.sampled_from([_npy(np.arange(40, dtype="<u2")), np.arange(40, dtype="<u4").tobytes()]) | _llmc()
     ),
     "picture": damaged(st.sampled_from(_PICTURES)),
+    "own_captions": _lines(*_CAPTIONS) | _json([*_CAPTIONS]),
     "npz": damaged(st.sampled_from(_NPZ)),
     "expert_load": _json({"experts": 2, "tokens": [[1, 2], [3, 4]]}),
     "expert_placement": _json({"experts": 4, "devices": 2, "slots": 2, "layers": [[[0, 1], [2, 3]], [[3, 2], [1, 0]]]}),

@@ -17,6 +17,7 @@ from jaxstack.common.errors import ConfigError
 from jaxstack.config import DataConfig, SampleConfig
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.data import binary, chat, images, tokenizers, tokens
+from jaxstack.data import own_captions as pictures_with_texts
 from jaxstack.data.chat import JinjaTemplate, PlainTemplate
 from jaxstack.data.conversations import read_conversations
 from jaxstack.data.phrases import Phrases, read_phrases
@@ -275,6 +276,13 @@ def picture(content: bytes, folder: Path) -> object:
     kind, _, rest = content.partition(b"\n")
     write(folder / "cat" / f"a.{'jpg' if kind == b'jpg' else 'png'}", rest)
     return images.read_images(DataConfig(source="images", path=str(folder)))[0].pixels.sum()
+
+
+@reader()
+def own_captions(content: bytes, folder: Path) -> object:
+    path = write(folder / "captions.jsonl", content)
+    found = pictures_with_texts.read_own_captions(DataConfig(source="captions", path=str(path)))
+    return found.key_tokens(tokenizers.make_tokenizer("bytes", ()), 8, ["a"]).sum()
 
 
 @reader()

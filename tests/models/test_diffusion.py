@@ -42,8 +42,8 @@ def rms(cfg, x, scale):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + cfg.norm_eps) * scale
 
 
-def attention(cfg, p, h, among=None):
-    """From tokens h [S, D] to themselves, or to `among` [T, D]."""
+def attention(cfg, p, h, among=None, weights=1):
+    """From tokens h [S, D] to themselves, or to `among` [T, D], whose scores are multiplied by weights [T]."""
     rows, group, other = [], cfg.num_heads // cfg.kv_heads, h if among is None else among
     for head in range(cfg.num_heads):
         q, k, v = (
@@ -60,7 +60,7 @@ def attention(cfg, p, h, among=None):
                 jnp.concatenate([x[:, :half] * cos - x[:, half:] * sin, x[:, half:] * cos + x[:, :half] * sin], 1)
                 for x in (q, k)
             )
-        e = jnp.exp(q @ k.T / np.sqrt(cfg.head_width))
+        e = jnp.exp(q @ k.T / np.sqrt(cfg.head_width) * weights)
         rows.append(e / e.sum(1, keepdims=True) @ v @ p["w_o"][head])
     return sum(rows) + (p["b_o"] if cfg.bias else 0)
 
@@ -90,8 +90,11 @@ def mlp(cfg, p, h):
     return up @ p["w_down"] + (p["b_down"] if cfg.bias else 0)
 
 
-def predict_by_hand(cfg, values, noisy, step, label):
-    """The velocity of one picture [S, P], from its timestep, and its class or the ids of its text."""
+def predict_by_hand(cfg, values, noisy, step, label, keys=0):
+    """The velocity of one picture [S, P], from its timestep, and its class or the ids of its text.
+
+    Tokens of key words have ones in `keys`.
+    """
     c = values["condition"]
     angle = 1000 * (step + 0.5) / cfg.moe.max_timestep * 10_000.0 ** -(np.arange(128) / 128)
     time = silu(np.concatenate([np.cos(angle), np.sin(angle)]) @ c["w_time"] + c["b_time"]) @ c["w_out"] + c["b_out"]
@@ -105,7 +108,9 @@ def predict_by_hand(cfg, values, noisy, step, label):
         made = jnp.einsum("d,dke->ke", side, layer["modulation"]["w"]) + layer["modulation"]["b"]
         x = x + made[2] * attention(cfg, layer["attention"], norm(cfg, x) * (1 + made[1]) + made[0])
         if text is not None:
-            x = x + attention(cfg, layer["cross"], scaled(cfg, layer["cross_norm"], x), text)
+            x = x + attention(
+                cfg, layer["cross"], scaled(cfg, layer["cross_norm"], x), text, 1 + cfg.diffusion.key_weight * keys
+            )
         own = layer["mlp"] if not cfg.moe.num_experts else None
         if own is None:
             expert = step * cfg.moe.num_experts // cfg.moe.max_timestep
@@ -119,8 +124,10 @@ def loss_by_hand(cfg, values, batch):
     total = 0.0
     for row in range(len(batch["patches"])):
         step = int(batch["gate_ids"][row, 0])
+        keys = 0
         if cfg.reads_captions:
-            label = np.asarray(batch["encoder_tokens"][row])[np.asarray(batch["encoder_segment_ids"][row]) == 1]
+            real = np.asarray(batch["encoder_segment_ids"][row]) == 1
+            label, keys = (np.asarray(batch[f"encoder_{name}"][row])[real] for name in ("tokens", "key_tokens"))
         else:
             label = int(batch["classes"][row, 0])
         x, e, t = batch["patches"][row], batch["noise"][row], (step + 0.5) / cfg.moe.max_timestep
@@ -129,7 +136,7 @@ def loss_by_hand(cfg, values, batch):
         else:
             a, b = np.cos(np.pi * t / 2), np.sin(np.pi * t / 2)
             noisy, wanted = a * x + b * e, a * e - b * x
-        squares = (predict_by_hand(cfg, values, noisy, step, label) - wanted) ** 2
+        squares = (predict_by_hand(cfg, values, noisy, step, label, keys) - wanted) ** 2
         total += (batch["loss_weights"][row] * squares.mean(-1)).sum()
     return total / batch["loss_weights"].sum()
 

@@ -86,9 +86,25 @@ def row_by_hand(cfg, values, row):
     return x.mean(0) @ values["projection"]["image"], text, words
 
 
+def of_text(batch, which):
+    """The batch with one of two texts of each row."""
+    return {n: a[..., which] if a.ndim == 3 and n != "patches" else a for n, a in batch.items()}
+
+
 def losses_by_hand(cfg, values, batch):
-    """The objective: rows one by one, and then the matrix of all pairs."""
-    image, text, words = jax.vmap(lambda row: row_by_hand(cfg, values, row))(batch)
+    """The objective: rows one by one, and then the matrices of all pairs, of pictures and of second texts."""
+    each = [of_text(batch, i) for i in range(1 + cfg.contrastive.translations)]
+    made = [jax.vmap(lambda row: row_by_hand(cfg, values, row))(one) for one in each]
+    anchors = [made[0][0], *(text for _, text, _ in made[1:])]
+    losses = [pairs_by_hand(cfg, values, x, made[0][1], one) for x, one in zip(anchors, each, strict=True)]
+    captions = 0.0
+    if cfg.contrastive.caption_layers:
+        captions = 2.0 * sum(words.sum() for *_, words in made) / batch["loss_weights"].sum()
+    return sum(losses) / batch["pair_weights"].sum() + captions
+
+
+def pairs_by_hand(cfg, values, image, text, batch):
+    """The sum over pairs of the contrastive loss."""
     image, text = (x / jnp.sqrt(jnp.maximum((x * x).sum(1, keepdims=True), 1e-12)) for x in (image, text))
     weights, ids = batch["pair_weights"].sum(1), batch["pair_ids"][:, 0]
     real = np.flatnonzero(weights)
@@ -97,8 +113,7 @@ def losses_by_hand(cfg, values, batch):
         each = jnp.log1p(jnp.exp(-np.where(same, 1, -1) * (s + values["pairs"]["bias"]))).sum(1)
     else:
         each = -sum((same * jax.nn.log_softmax(s, axis)).sum(axis) / same.sum(axis) for axis in (0, 1)) / 2
-    captions = 2.0 * words.sum() / batch["loss_weights"].sum() if cfg.contrastive.caption_layers else 0.0
-    return (weights[real] * each).sum() / weights.sum() + captions
+    return (weights[real] * each).sum()
 
 
 @pytest.fixture(
@@ -155,18 +170,44 @@ def test_right_pictures_are_those_whose_most_similar_text_shows_the_same(model, 
     batch = meshes.random_captions(rng, cfg, 6)
     ctx = Context()
     hidden, _ = contrastive.FAMILY.hidden_states(cfg, values, batch, ctx)
-    image, text = rows = contrastive.features(cfg, values, hidden, batch, ctx)
-    weights, ids = batch["pair_weights"].sum(1), batch["pair_ids"][:, 0]
-    s = np.where(weights != 0, np.asarray(image @ text.T), -2)
-    wanted = (weights * (ids[s.argmax(1)] == ids)).sum()
+    image, text, *second = rows = contrastive.features(cfg, values, hidden, batch, ctx)
+    ids, wanted = batch["pair_ids"][:, 0], 0.0
+    for i, x in enumerate((image, *second)):
+        weights = of_text(batch, i)["pair_weights"].sum(1)
+        s = np.where(weights != 0, np.asarray(x @ text.T), -2)
+        wanted += (weights * (ids[s.argmax(1)] == ids)).sum()
     assert float(contrastive.count_right(cfg, values, rows, batch, ctx)) == pytest.approx(float(wanted), rel=1e-6)
     np.testing.assert_allclose(np.square(image).sum(1), 1, rtol=1e-5)
     other = batch | {"patches": batch["patches"][::-1]}
-    again, swapped = contrastive.features(
+    again, swapped, *_ = contrastive.features(
         cfg, values, contrastive.FAMILY.hidden_states(cfg, values, other, ctx)[0], batch, ctx
     )
     np.testing.assert_allclose(swapped, text, atol=1e-5)
     np.testing.assert_allclose(again, image[::-1], atol=1e-5)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"accum": 2, "dropout": 0.3}),
+        ({"fsdp": 2, "context": 2, **meshes.GATHER}, {}),
+        ({"data": 2, "tensor": 2, **meshes.AUTO}, {"remat": "full"}),
+    ],
+    ids=str,
+)
+def test_two_texts_of_a_row_are_compared_alike_on_every_mesh(mesh, how, seed):
+    """Rounding of float32 in sums of another order; gradients differ by 1e-5 of their size at most."""
+    assert max(meshes.compare(("unix2", mesh, how), seed)) < 1e-5
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", [{"fsdp": 2}, {"tensor": 2, "dropout": 0.3}], ids=str)
+def test_two_texts_of_a_row_are_compared_alike_on_stages(how, seed):
+    axes = {name: size for name, size in how.items() if name != "dropout"}
+    options = {name: rate for name, rate in how.items() if name == "dropout"}
+    case = pipelines.case("unix2", pipelines.ONE, 2, 4, layers=3, **axes, **options)
+    assert max(pipelines.compare(case, seed)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,11 @@ mistakes(
 
 mistakes(
     "contrastive", "families/flops.py", "planner/test_aot.py -k matmuls",
-    ("6.0 * rows * (own.features or cfg.d_model)", "6.0 * (own.features or cfg.d_model)"),
-    ("deep = cfg.num_layers + own.caption_layers", "deep = cfg.num_layers"),
+    ("6.0 * rows * texts * (own.features or cfg.d_model)", "6.0 * texts * (own.features or cfg.d_model)"),
+    ("deep = (cfg.num_layers + own.caption_layers) * texts", "deep = cfg.num_layers * texts"),
     ("2.0 * own.patch_values * cfg.d_model * patches", "0.0 * own.patch_values * cfg.d_model * patches"),
-    ("path.endswith((\"cross/w_k\", \"cross/w_v\"))\n            weights", "path.endswith(\"cross/w_k\")\n            weights"),
+    ("path.endswith((\"cross/w_k\", \"cross/w_v\"))\n            times", "path.endswith(\"cross/w_k\")\n            times"),
+    ("\"cross/w_v\", \"projection/text\")) else 1", "\"cross/w_v\")) else 1"),
 )  # fmt: skip
 
 mistakes(
@@ -64,4 +65,18 @@ mistakes(
     ("array[language_B, classes_B]", "array[0, classes_B]"),
     ("np.random.default_rng([self.seed, number, _STREAM])", "np.random.default_rng([number, _STREAM])"),
     ("num2words(int(name), lang=language)", "num2words(int(name))"),
+)  # fmt: skip
+
+mistakes(
+    "contrastive", "families/contrastive.py", "models/test_towers.py -k unix2",
+    ("array.swapaxes(1, 2).reshape(-1, array.shape[1])", "array.reshape(-1, array.shape[1])"),
+    ("one, text, batch[\"pair_ids\"]", "image, text, batch[\"pair_ids\"]"),
+    ("weights[:, i]\n", "weights[:, 0]\n"),
+)  # fmt: skip
+
+mistakes(
+    "contrastive", "generate/caption_cache.py", "generate/test_caption_branch.py -k 'logits and coca'",
+    ("jnp.where(index >= self.first[:, None], slot - index, 0)", "jnp.broadcast_to(slot - index, (len(self.first), self.num_slots))"),
+    ("jnp.maximum(slot - self.first, 0)[:, None]", "jnp.broadcast_to(slot, (len(self.first), 1))"),
+    ("later = jnp.arange(1, tokens.shape[1])", "later = jnp.arange(1, tokens.shape[1] - 1)"),
 )  # fmt: skip

@@ -63,3 +63,25 @@ mistakes(
     ("x + kernels.multiply_in_float32(h, gate)", "x + gate * h"),
     ("kernels.multiply_in_float32(normal, 1 + scale.astype(jnp.float32))", "normal * (1 + scale)"),
 )
+
+OWN = "data/test_own_captions.py"
+
+mistakes(
+    "diffusion", "data/own_captions.py", OWN,
+    ("1 + np.flatnonzero(", "np.flatnonzero("),
+    ("rf\"(?<!\\w){re.escape(word)}(?!\\w)\", text, re.IGNORECASE", "rf\"(?<!\\w){re.escape(word)}(?!\\w)\", text"),
+    ("known.update(words)", "known.intersection_update(words)"),
+    ("(_CANVAS - len(shape)) * (place % 2)", "(_CANVAS - len(shape)) * (place // 2)"),
+)  # fmt: skip
+
+mistakes(
+    "diffusion", "data/captions.py", OWN,
+    ("np.where(place < last_B, texts[\"key_tokens\"], 0)", "texts[\"key_tokens\"]"),
+    ("(width >= left) & (width < right)", "(width >= left) & (width <= right)"),
+    ("1 + self.salient_weight * to_patches", "self.salient_weight * to_patches"),
+)  # fmt: skip
+
+mistakes(
+    "diffusion", "families/diffusion.py", "models/test_diffusion.py -k 'second and dit_text'",
+    ("key_scale=1 + cfg.diffusion.key_weight * keys", "key_scale=cfg.diffusion.key_weight * keys"),
+)  # fmt: skip

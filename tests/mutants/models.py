@@ -204,7 +204,7 @@ mistakes(
 
 mistakes(
     "model", "families/contrastive.py", DROPOUT,
-    ('"tokens": batch["tokens"], **shared}, "text")', '"tokens": batch["tokens"], **shared}, "image")'),
+    ('"tokens": tokens, **shared}, "text")', '"tokens": tokens, **shared}, "image")'),
 )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_matmuls_of_pairs_are_those_of_the_formula(kind):
 @pytest.mark.parametrize("kind", [*PAIR_MODELS, "dit_text"])
 def test_a_made_up_batch_has_no_padding(kind, rng):
     """Tokens of segment 0 are padding: a decoder would see no token of its encoder."""
-    source = {"source": "digits"} if kind == "dit_text" else {"denoisers": (DenoiserConfig(),)}
+    source = {"source": "captions", "path": "a.jsonl"} if kind == "dit_text" else {"denoisers": (DenoiserConfig(),)}
     data = DataConfig(seq_len=32, target_len=12, batch_size=2, **source)
     cfg = Config(model=(PAIR_MODELS | DIFFUSION)[kind], data=data, run=RunConfig(init_from="x"))
     arrays = models.of(cfg.model).batch_spec(cfg.model, cfg.data).items()
@@ -84,7 +84,8 @@ def test_a_made_up_batch_has_no_padding(kind, rng):
 def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     """Both rows of the batch are compared with both."""
     model = dataclasses.replace((CONTRASTIVE | DIFFUSION)[kind], positions="none")  # see pairs
-    cfg = Config(model=model, data=DataConfig(source="digits", seq_len=32, target_len=12, batch_size=2))
+    source = {"source": "captions", "path": "a.jsonl"} if kind == "dit_text" else {"source": "digits"}
+    cfg = Config(model=model, data=DataConfig(seq_len=32, target_len=12, batch_size=2, **source))
     values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     batch = abstract_batch(
         models.of(model).batch_spec(cfg.model, cfg.data), jax.sharding.SingleDeviceSharding(jax.devices()[0])

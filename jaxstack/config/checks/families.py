@@ -146,6 +146,7 @@ def check_family(cfg: Groups) -> None:
     """
     _check_table(cfg)
     _check_sources(cfg)
+    _check_own_captions(cfg)
     if cfg.model.family in _NO_DECODER:
         _check_ring(cfg)
     _check_experts(cfg)
@@ -243,6 +244,31 @@ def _check_sources(cfg: Groups) -> None:
     )
 
 
+def _check_own_captions(cfg: Groups) -> None:
+    """Checks the keys of pictures with texts of their own."""
+    data = cfg.data
+    model = cfg.model
+    names = [one.source for one in data.single_sources()]
+    own = "captions" in names
+    require(
+        not own or model.reads_captions,
+        f"data.source=captions has texts, which model.family={model.family} does not read. Use "
+        f"model.family=contrastive, or diffusion with model.diffusion.text_layers=2.",
+    )
+    for key in ("model.diffusion.key_weight", "model.diffusion.salient_weight"):
+        value = attrgetter(key)(cfg)
+        require(
+            own or not value,
+            f"{key}={value} weighs what lines of pictures say, but data.source={names[0]} does not say it. Use "
+            f"data.source=captions, or {key}=0.",
+        )
+    require(
+        own or not data.key_words,
+        f"data.key_words={list(data.key_words)} are of texts of pictures, but data.source={names[0]}. Use "
+        f"data.source=captions, or leave them out.",
+    )
+
+
 def _check_ring(cfg: Groups) -> None:
     require(
         cfg.mesh.context == 1 or cfg.mesh.context_method == "all_gather",
@@ -329,6 +355,11 @@ def _check_towers(cfg: Groups) -> None:
     require(
         cfg.model.family != "contrastive" or cfg.data.batch_size > 1,
         f"data.batch_size={cfg.data.batch_size} leaves a picture nothing to be compared with. Use at least two rows.",
+    )
+    require(
+        not cfg.model.contrastive.translations or len(cfg.data.languages) > 1,
+        f"model.contrastive.translations=true gives each picture two of data.languages={list(cfg.data.languages)}. "
+        f"Name two or more, or use translations=false.",
     )
 
 
