@@ -52,7 +52,8 @@ from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.step_time import WEIGHTS, Placement, Work, collectives_of, step_time
+from jaxstack.planner.step_time import WEIGHTS, Placement, Work, step_time
+from jaxstack.planner.step_time import collectives_of as collectives_of_ours
 
 TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 QUANT = {"bf16": "none", "fp16": "none", "fp8": "fp8_tensorwise", "mxfp8": "fp8"}
@@ -202,6 +203,30 @@ def published_work(row: dict[str, Any], job: Job, limits: ChipLimits) -> Work:
     return Work(ops, "" if written else kernel, collectives)
 
 
+def collectives_of(job: Job, limits: ChipLimits) -> list[tuple[Collective, str, float]]:
+    """Returns the collectives of a step that sends a token once for each of its experts, as `alltoall` does.
+
+    Ours sends it once to each device.
+    """
+    found = collectives_of_ours(job, limits)
+    shapes = {c.where: c.shape for c, kind, _ in found if kind == "expert"}
+    if "expert ids" not in shapes:  # no dropless experts on several devices
+        return found
+    pairs = shapes["expert ids"][0] - (job.model.moe.choices - 1) * shards.mesh_sizes(job.ctx)["expert"]
+    sent, width = shapes[EXCHANGE]
+
+    def of_pairs(c: Collective, kind: str, seconds: float) -> tuple[Collective, str, float]:
+        if c.where != EXCHANGE:
+            return c, kind, seconds
+        return c._replace(shape=(pairs, width), bytes=c.bytes * pairs / sent), kind, seconds * pairs / sent
+
+    return [of_pairs(*each) for each in found]
+
+
+EXCHANGE = "tokens to experts and back"
+"""Collective of `planner.traffic`."""
+
+
 def is_of_rounds(row: dict[str, Any], op: Op) -> bool:
     """Returns whether an operation repeats a product of experts, as our rounds do, and the program saves its result."""
     return row["remat"] == "none" and op.for_remat and op.name.startswith("moe/")
@@ -210,7 +235,7 @@ def is_of_rounds(row: dict[str, Any], op: Op) -> bool:
 def without_rounds(row: dict[str, Any], found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
     """Returns an exchange of tokens without the fifth that our rounds repeat, where a program saves the tokens."""
     c, kind, seconds = found
-    repeats = row["remat"] == "none" and kind == "expert" and c.where == "tokens to experts and back"
+    repeats = row["remat"] == "none" and kind == "expert" and c.where == EXCHANGE
     return (c, kind, seconds * 4 / 5) if repeats else found
 
 
@@ -235,7 +260,7 @@ OF_BLOCKS = ("inputs of attention and MLP", "gradients of their outputs", "outpu
 ONE_COPY = ("deepep", "hybridep")
 """Values of `dispatch` that send a token once to each host that has experts of it, which sends it on to its devices.
 
-`alltoall` sends it once for each of its experts, as our exchange does."""
+`alltoall` sends it once for each of its experts."""
 
 
 def one_copy(job: Job, limits: ChipLimits, found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:

@@ -116,10 +116,12 @@ def round_room(moe: MoEConfig, rows: int, length: int, shards: int) -> rounds.Ro
 def pair_capacity(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     """Returns how many pairs of token and expert the buffers of a device hold.
 
-    Dropless routing needs room for one round of its exchange. A capacity factor limits the pairs of each expert.
+    Dropless routing needs room for one round of its exchange; what a visit may add to it is left out. A capacity factor
+    limits the pairs of each expert.
     """
     if moe.capacity_factor is None:
-        return shards * round_room(moe, rows, length, shards).pairs
+        room = round_room(moe, rows, length, shards)
+        return shards * min(room.at_once, room.pairs)
     per_expert = min(math.ceil(moe.capacity_factor * length * moe.choices / moe.num_experts), length)
     return moe.num_experts * rows * per_expert
 

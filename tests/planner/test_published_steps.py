@@ -88,7 +88,7 @@ def test_the_committed_prediction_is_that_of_today(where):
     row = next(r for r in ROWS if r["where"] == where)
     committed = next(r for r in CASES if r["where"] == where and r["source"] == row["source"])
     case = published.case_of(row)
-    assert case.ratio(rates()) == pytest.approx(committed["ratio"])
+    assert case.ratio(rates()) == pytest.approx(committed["ratio"], rel=1e-5)  # the room for numbers of experts
     assert case.seconds == pytest.approx(committed["published_s"])
 
 
