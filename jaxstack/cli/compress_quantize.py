@@ -136,12 +136,7 @@ def main(args: Namespace) -> None:
 
     safetensors.import_safetensors()  # the result is written with this library
     own_layout = quantize.why_own_layout(opened.model)
-    if args.weights == "nf4" and own_layout is not None:
-        raise ConfigError(f"--weights=nf4 is stored as bitsandbytes does, but {own_layout}. Use int4, int8 or fp8.")
-    if args.method == "awq" and (family := opened.model.family) != "decoder":
-        raise ConfigError(
-            f"--method=awq moves factors between the parts of a decoder's layer, but model.family={family}. Use gptq."
-        )
+    check_method(args, opened.model, own_layout)
     how = settings(args)
     quant = cfg.train.quant if how.scheme.inputs == "none" else how.scheme.inputs
     if opened.model.moe.num_experts:
@@ -177,6 +172,17 @@ def main(args: Namespace) -> None:
     store.remove()
     print_losses(opened.evaluate(), made.evaluate(), opened.model.objective.unit)
     print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
+
+
+def check_method(args: Namespace, model: ModelConfig, own_layout: str | None) -> None:
+    """Raises a ConfigError for a format or a method that the model cannot have. `own_layout` is why only we read it."""
+    if args.weights == "nf4" and own_layout is not None:
+        raise ConfigError(f"--weights=nf4 is stored as bitsandbytes does, but {own_layout}. Use int4, int8 or fp8.")
+    if args.method == "awq" and model.family != "decoder":
+        raise ConfigError(
+            f"--method=awq moves factors between the parts of a decoder's layer, but model.family={model.family}. "
+            "Use gptq."
+        )
 
 
 def settings(args: Namespace) -> "Settings":

@@ -234,7 +234,8 @@ def _expert_traffic(t: _Traffic) -> None:
     pairs = sent = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
     if moe.capacity_factor is None:  # one round there and back: routing is assumed to be even
         room = shards.round_room(moe, t.rows, t.length, t.sizes["expert"])
-        pairs, sent = t.sizes["expert"] * room.pairs, t.sizes["expert"] * room.visits
+        pairs = t.sizes["expert"] * room.pairs
+        sent = t.sizes["expert"] * room.visits
         forward = 1 + repeats["post_norm"]
         trips = 2 * forward + 3
         t.add("all-to-all", EXPERT, (pairs,), runs * (forward + 1), "expert ids", "s32")
