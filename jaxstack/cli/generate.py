@@ -281,7 +281,8 @@ def caption(args: Namespace) -> None:
     size = cfg.model.contrastive.image
     pixels = np.stack([read_model_picture(Path(user_path(file)), size) for file in args.picture])
     rows = [(i, text) for i in range(len(pixels)) for text in beginnings]
-    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(rows))
+    count = max(len(rows), 2)  # a batch of the model compares rows
+    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=count)
     for text in run.captions(pixels[[i for i, _ in rows]], [text for _, text in rows]):
         write(text + "\n")
 
