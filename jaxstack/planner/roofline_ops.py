@@ -383,11 +383,14 @@ class OpBuilder:
             product("states, read within a chunk", chunks * H, chunk, chunk, V),
             product("states, write", chunks * H, K, chunk, V),
         ]
+        corrections = product("states, corrections", chunks * H, chunk, K, V)
         if heads.corrects:
             products.append(product("states, keys with keys", chunks * N, chunk, K, chunk))
-            products.append(product("states, corrections", chunks * H, chunk, K, V))
         forward = [*products, over_pairs("states, decays within a chunk", 2)]
         backward = [replace(op, name=f"{op.name}, gradients") for op in products for _ in range(2)]
+        if heads.corrects:  # of the loop over chunks, and of what its states are read with
+            forward += [corrections] * 2
+            backward += [replace(corrections, name=f"{corrections.name}, gradients")] * 6
         backward.append(over_pairs("states, gradients of decays within a chunk", 4))
         if heads.corrects:
             solved = chunks * H * chunk * (K + V)

@@ -245,14 +245,18 @@ mistakes(
 
 mistakes(
     "kernels", "kernels/states.py", "kernels/test_states.py",
-    ("sides = jnp.concatenate([beta * v, beta * before * k], -1)", "sides = jnp.concatenate([beta * v, beta * k], -1)"),
+    ("beta * before * k[:, :, :, None]", "beta * k[:, :, :, None]"),
     ("seen = (document[..., :, None] == document[..., None, :]) & (", "seen = ("),
-    ("@ (c.after * written)", "@ written"),
-    ("out = c.before * (c.q @ x) + c.inner @ written", "out = c.q @ x + c.inner @ written"),
-    ("factor = chunks.kept.prod(0)", "factor = chunks.kept[-1]"),
-    ("(change * x if chunks.w is None else change @ x) + added, x", "x + added, x"),
+    ("self.after * self.written(x)", "self.written(x)"),
+    ("writes.after * writes.u", "writes.u"),
+    ("(chunk.after * _of_heads(chunk.k, x))", "_of_heads(chunk.k, x)"),
+    ("last - i if reverse else i", "i"),
+    ("return *back(of_later), of_first", "return *back(of_states), of_first"),
+    ("chunks.before * _of_heads(chunks.q, states)", "_of_heads(chunks.q, states)"),
+    ("factor = writes.kept.prod(0)", "factor = writes.kept[-1]"),
+    ("(change * x if writes.w is None else change @ x) + added, x", "x + added, x"),
     ("lax.rsqrt(jnp.square(a).sum(-1, keepdims=True) + EPS)", "lax.rsqrt(jnp.square(a).mean(-1, keepdims=True) + EPS)"),
-    ("jnp.where(seen[:, :, None, None], gap, -jnp.inf)", "jnp.where(seen[:, :, None, None], gap, 0)"),
+    ("jnp.where(seen, 0, -jnp.inf)", "jnp.where(seen, 0, 0)"),
 )  # fmt: skip
 
 mistakes(
