@@ -50,9 +50,9 @@ def add_arguments(parser: Parser) -> None:
         "prompts",
         metavar="PROMPT",
         type=str,
-        nargs="*",
+        nargs="+",
         help="text to continue; - reads one prompt per line from stdin; for a diffusion model, a class or a text; with "
-        "--picture, how a caption begins",
+        "--picture, how a caption begins, or nothing in quotes",
     )
     parser.add_argument(
         "--picture",
@@ -122,8 +122,6 @@ def main(args: Namespace) -> None:
     if args.picture or (cfg.model.family == "contrastive" and cfg.model.contrastive.caption_layers):
         caption(args)
         return
-    if not args.prompts:
-        raise ConfigError("there are no prompts. Give one or more.")
     if cfg.model.family == "diffusion":
         draw(cfg, tokenizer, args)
         return
@@ -275,13 +273,14 @@ def caption(args: Namespace) -> None:
             raise ConfigError(f"{flag} is not for captions, which {args.run} writes. Leave {flag} away.")
     if not args.picture:
         raise ConfigError(f"{args.run} writes captions of pictures, and there is none. Add --picture=FILE.")
-    beginnings = read_prompts(args.prompts) if args.prompts else [""]
+    beginnings = read_prompts(args.prompts)
     cfg = with_arguments(cfg, args)
     begin_captions(tokenizer, beginnings, cfg.data.target_length)  # errors are shown before JAX starts
     size = cfg.model.contrastive.image
     pixels = np.stack([read_model_picture(Path(user_path(file)), size) for file in args.picture])
     rows = [(i, text) for i in range(len(pixels)) for text in beginnings]
-    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(rows))
+    count = max(len(rows), 2)  # a batch of the model compares rows
+    run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=count)
     for text in run.captions(pixels[[i for i, _ in rows]], [text for _, text in rows]):
         write(text + "\n")
 

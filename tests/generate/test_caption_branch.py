@@ -158,17 +158,17 @@ def test_a_run_learns_to_write_the_captions_of_its_pictures(tmp_path, capsys):
     assert capture().out.split("\n")[0] in ("no", "nein")
     execute(["generate", run, "ne", *files[:1], "--sample.temperature=0"])
     assert capture().out == "nein\n"
-    execute(["generate", run, *files, "--sample.temperature=0"])
+    execute(["generate", run, "", *files, "--sample.temperature=0"])
     no, yes, _ = capture().out.split("\n")
     assert no in ("no", "nein")
     assert yes in ("yes", "ja")
     assert jaxstack.load(run).captions(np.full((1, 4, 4, 1), -1, np.float32), ["no"], temperature=0) == ["no"]
     image.fromarray(np.zeros((4, 5), np.uint8)).save(tmp_path / "wide.png")
     for arguments, said in (
-        ([], r"there is none\. Add --picture=FILE"),
-        ([f"--picture={tmp_path / 'none.png'}"], r"none\.png is not a file\. Name a PNG"),
-        ([f"--picture={tmp_path / 'wide.png'}"], "is 5x4 with 1 channel, but the model reads 4x4"),
-        ([*files, "--out=a.png"], "--out is not for captions"),
+        ([""], r"there is none\. Add --picture=FILE"),
+        (["", f"--picture={tmp_path / 'none.png'}"], r"none\.png is not a file\. Name a PNG"),
+        (["", f"--picture={tmp_path / 'wide.png'}"], "is 5x4 with 1 channel, but the model reads 4x4"),
+        (["", *files, "--out=a.png"], "--out is not for captions"),
         ([*files, "abcdefgh"], "leaves no room"),
     ):
         with pytest.raises(ConfigError, match=said) as error:
