@@ -133,7 +133,7 @@ FLAGS = """--model.num_layers=2 --model.d_model=32 --model.num_heads=4 --model.d
 
 @pytest.mark.slow
 def test_the_command_gives_4_bits_to_the_experts_that_get_fewest_tokens(tmp_path, capsys):
-    """By load and by a measured order; the result is a run like any other, and its size is between both formats."""
+    """By load and by a measured order; the result is a run like any other, and it is smaller than 8 bits alone."""
     pytest.importorskip("safetensors")
     run = trained.run(tmp_path, FLAGS, trained.words())
     ordered = run.with_name("order.json")
@@ -142,7 +142,7 @@ def test_the_command_gives_4_bits_to_the_experts_that_get_fewest_tokens(tmp_path
     common = ["--group=16", "--method=rtn", "--sequences=8"]
     sizes = {}
     cases = {
-        "int8": ["--weights=int8"], "int4": ["--weights=int4"], "load": ["--weights=int8", "--int4_experts=2"],
+        "int8": ["--weights=int8"], "load": ["--weights=int8", "--int4_experts=2"],
         "order": ["--weights=int8", "--int4_experts=2", "--experts_by=order", f"--order={ordered}"],
     }  # fmt: skip
     for name, flags in cases.items():
@@ -154,7 +154,8 @@ def test_the_command_gives_4_bits_to_the_experts_that_get_fewest_tokens(tmp_path
         assert f"has {stored / 1e6:,.3f} MB of parameters" in said
         made = js.load(out)
         assert f"{made.evaluate().bits_per_byte:.4f} after" in said
-    assert sizes["int4"] < sizes["load"] < sizes["int8"]
+    assert sizes["load"] < 0.95 * sizes["int8"]
+    assert abs(sizes["order"] - sizes["load"]) < 100
     found = json.loads(ordered.read_text())["experts"]
     for name, key in (("load", "load"), ("order", "above")):
         table = np.zeros((2, 4))
