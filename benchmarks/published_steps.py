@@ -197,7 +197,8 @@ def published_work(row: dict[str, Any], job: Job, limits: ChipLimits) -> Work:
         ops += [
             to_8_bits(op) for op in ops if is_linear(op) and op.matrix[3] > 1 and not op.name.endswith(", gradient")
         ]
-    collectives = [of_sequence_shards(job, without_rounds(row, each)) for each in collectives_of(job, limits)]
+    found = [without_rounds(row, each) for each in collectives_of(job, limits)]
+    collectives = [part for each in found for part in of_sequence_shards(job, each)]
     if row.get("dispatch") in ONE_COPY:
         collectives = [one_copy(job, limits, each) for each in collectives]
     return Work(ops, "" if written else kernel, collectives)
@@ -239,20 +240,22 @@ def without_rounds(row: dict[str, Any], found: tuple[Collective, str, float]) ->
     return (c, kind, seconds * 4 / 5) if repeats else found
 
 
-def of_sequence_shards(job: Job, found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
+def of_sequence_shards(job: Job, found: tuple[Collective, str, float]) -> list[tuple[Collective, str, float]]:
     """Returns a collective of experts under tensor parallelism as Megatron-LM has it.
 
     Each device of a tensor group sends only its shard of the tokens to experts. What has arrived is then gathered for
-    the parts of an expert's matrices, and their results are scattered: all pairs in place of the tokens.
+    the parts of an expert's matrices, and their results are scattered: all pairs in place of the tokens. Like the
+    exchange, and unlike the collectives of other layers, these have no product that they are cut into.
     """
     c, kind, seconds = found
     if not (job.model.moe.num_experts and job.ctx.layout.sequence_parallel_axes):
-        return found
+        return [found]
     if kind == "expert":
-        return c, kind, seconds / shards.mesh_sizes(job.ctx)["tensor"]
-    if kind == "tensor" and c.where in OF_BLOCKS:
-        return c, kind, seconds * (1 + job.model.moe.choices) / 2  # half of them are of attention
-    return found
+        return [(c, kind, seconds / shards.mesh_sizes(job.ctx)["tensor"])]
+    if kind == "tensor" and c.where in OF_BLOCKS:  # half of them are of attention
+        half = c._replace(times=c.times / 2)
+        return [(half, kind, seconds / 2), (half, "expert", job.model.moe.choices * seconds / 2)]
+    return [found]
 
 
 OF_BLOCKS = ("inputs of attention and MLP", "gradients of their outputs", "outputs of attention and MLP")

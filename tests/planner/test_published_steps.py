@@ -148,9 +148,14 @@ def test_megatron_sends_the_shards_of_a_sequence_to_experts():
     job = published.job_of(row)
     before = published.collectives_of(job, published.limits_of(row))
     for each in before:
-        c, kind, seconds = published.of_sequence_shards(job, each)
-        factor = 0.25 if kind == "expert" else 1.5 if c.where in published.OF_BLOCKS else 1
-        assert seconds == pytest.approx(factor * each[2])
+        c, kind, seconds = each
+        parts = [(name, part) for _, name, part in published.of_sequence_shards(job, each)]
+        if kind == "expert":
+            assert parts == [(kind, pytest.approx(seconds / 4))]
+        elif c.where in published.OF_BLOCKS:  # one of attention, and one of two pairs for each token
+            assert parts == [("tensor", pytest.approx(seconds / 2)), ("expert", pytest.approx(seconds))]
+        else:
+            assert parts == [(kind, seconds)]
     assert {c.where for c, _, _ in before} > set(published.OF_BLOCKS)
 
 
@@ -191,10 +196,13 @@ def test_the_bars_are_met_by_dense_models_of_projects_that_the_fit_has_not_seen(
     assert dense["90%"] <= 0.25
 
 
+def test_the_median_of_projects_that_the_fit_has_not_seen_meets_the_bar():
+    assert RESULT["left_one_project_out"]["all"]["median"] <= 0.12
+
+
 @pytest.mark.xfail(strict=True, reason="56 steps with experts, whose sources disagree by more: see planning_results.md")
-@pytest.mark.parametrize(("error", "bar"), [("median", 0.12), ("90%", 0.25)])
-def test_all_steps_of_projects_that_the_fit_has_not_seen_meet_the_bars(error, bar):
-    assert RESULT["left_one_project_out"]["all"][error] <= bar
+def test_nine_of_ten_steps_of_projects_that_the_fit_has_not_seen_meet_the_bar():
+    assert RESULT["left_one_project_out"]["all"]["90%"] <= 0.25
 
 
 def test_published_steps_with_experts_disagree_by_more_than_the_bars():
