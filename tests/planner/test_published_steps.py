@@ -282,7 +282,7 @@ def test_units_are_converted_as_the_sources_define_them():
 
 def test_the_page_has_the_errors_of_the_result():
     unseen, fitted = RESULT["left_one_project_out"], RESULT["fitted_to_all"]
-    found = {cells[0]: cells[1:] for cells in table_after("Errors by project")}
+    found = {cells[0]: cells[1:] for cells in table_after("errors by project")}
     assert found.pop("all") == row_of(unseen["all"], fitted["all"])
     for kind, name in (("dense", "dense models"), ("experts", "mixtures of experts")):
         assert found.pop(name)[:3] == row_of(unseen["by_kind"][kind], fitted["all"])[:3]
