@@ -144,8 +144,9 @@ def moe_in_rounds(
       [T, D] in x's dtype.
     """
     local, shards = weights["w_up"].shape[0], lax.axis_size(exchange.axis)
-    room = room_of_shard(*gates.shape, local * shards, shards)
-    plan, rounds = _plan(experts, local, shards, gates.shape[1], room)
+    T, k = gates.shape
+    room = room_of_shard(T, k, local * shards, shards)
+    plan, rounds = _plan(experts, local, shards, k, room)
     # Without `pipe`: the stages of a pipeline need not run a layer at the same time, or equally often.
     if axes := tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe"):
         rounds = lax.pmax(rounds, axes)
