@@ -85,6 +85,8 @@ def test_matmuls_of_pictures_with_texts_are_those_of_the_formula(kind):
     """Both rows of the batch are compared with both."""
     model = dataclasses.replace((CONTRASTIVE | DIFFUSION)[kind], positions="none")  # see pairs
     source = {"source": "captions", "path": "a.jsonl"} if kind == "dit_text" else {"source": "digits"}
+    if kind == "unix2":  # each picture has a text in two languages
+        source |= {"languages": ("en", "de")}
     cfg = Config(model=model, data=DataConfig(seq_len=32, target_len=12, batch_size=2, **source))
     values = jax.eval_shape(lambda: init_state(Recipe.of(cfg))).params
     batch = abstract_batch(
