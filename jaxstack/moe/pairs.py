@@ -160,7 +160,7 @@ def sum_of_rows(y: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array
     Returns:
       [N, D], float32 or wider.
     """
-    return _sum_of_rows(*collectives.match_varying(y, source, places))
+    return _sum_of_rows(str(y.dtype), *collectives.match_varying(y, source, places))
 
 
 @jax.custom_vjp
@@ -168,20 +168,19 @@ def _rows_of(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
-@jax.custom_vjp
-def _sum_of_rows(y: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_rows(dtype: str, y: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
     rows = jnp.take(y, places, axis=0, mode="fill", fill_value=0)  # [N, J, D]
     return rows.astype(jnp.promote_types(y.dtype, jnp.float32)).sum(1)
 
 
 _rows_of.defvjp(
     lambda x, source, places: (_rows_of(x, source, places), (source, places)),
-    lambda saved, dy: (_sum_of_rows(dy, *saved).astype(dy.dtype), None, None),
+    lambda saved, dy: (_sum_of_rows(str(dy.dtype), dy, *saved).astype(dy.dtype), None, None),
 )
 _sum_of_rows.defvjp(
-    # The gradient has y's dtype, which its empty array says.
-    lambda y, source, places: (_sum_of_rows(y, source, places), (y[:0], source, places)),
-    lambda saved, dx: (_rows_of(dx.astype(saved[0].dtype), *saved[1:]), None, None),
+    lambda dtype, y, source, places: (_sum_of_rows(dtype, y, source, places), (source, places)),
+    lambda dtype, saved, dx: (_rows_of(dx.astype(dtype), *saved), None, None),
 )
 
 
