@@ -111,9 +111,7 @@ def named(*flags):
 
 
 def test_a_reference_takes_a_forward_pass():
-    """A third of a step without recomputation, give or take what a backward pass does otherwise, where products are most
-    of the work.
-    """
+    """A third of a step without recomputation, where products are most of the work, give or take other operations."""
     wide = ("--model.d_model=1024", "--model.num_heads=8", "--model.d_ff=4096")
     time, found = named(*PAIRS, *wide, "--train.remat=none")
     assert found.keys() == {"reference, forward pass"}
