@@ -126,7 +126,7 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
-    "pipeline", "pipeline/replicas.py", "pipeline/test_replicas.py",
+    "pipeline", "pipeline/replicas.py", "pipeline/test_replicated_stages.py",
     ("2 * (replicas_R - 1) / replicas_R", "2 * replicas_R / replicas_R"),
     ("_sums(layer_seconds) + transfer + transfer[:, None]", "_sums(layer_seconds) + transfer"),
     ("if times[p - 1] <= least * (1 + 1e-9))", "if times[p - 1] <= 2 * least)"),
