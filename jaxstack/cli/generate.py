@@ -56,8 +56,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--picture",
-        metavar="FILE",
-        type=user_path,
+        metavar="PICTURE",
         action="append",
         default=[],
         help="PNG or JPEG file of which a contrastive model writes the caption; repeatable",
@@ -278,7 +277,7 @@ def caption(args: Namespace) -> None:
     cfg = with_arguments(cfg, args)
     begin_captions(tokenizer, beginnings, cfg.data.target_length)  # errors are shown before JAX starts
     size = cfg.model.contrastive.image
-    pixels = np.stack([read_model_picture(Path(file), size) for file in args.picture])
+    pixels = np.stack([read_model_picture(Path(user_path(file)), size) for file in args.picture])
     rows = [(i, text) for i in range(len(pixels)) for text in beginnings]
     count = max(len(rows), 2)  # a batch of the model compares rows
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=count)

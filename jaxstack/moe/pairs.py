@@ -5,6 +5,7 @@ JAX's own gradient of a gather is a scatter, which is a loop over rows on CPU an
 Suffixes: N rows, M rows after a move, C slots of a group, D width; T tokens, and N = T * k pairs of token and choice.
 """
 
+import functools
 from functools import partial
 
 import jax
@@ -170,8 +171,10 @@ def _rows_of(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_rows(dtype: str, y: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
-    rows = jnp.take(y, places, axis=0, mode="fill", fill_value=0)  # [N, J, D]
-    return rows.astype(jnp.promote_types(y.dtype, jnp.float32)).sum(1)
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    # One row at a time, because XLA:TPU would store all rows before it sums them.
+    rows = (jnp.take(y, places[:, j], axis=0, mode="fill", fill_value=0) for j in range(places.shape[1]))
+    return functools.reduce(jnp.add, (row.astype(wide) for row in rows))
 
 
 _rows_of.defvjp(

@@ -74,8 +74,8 @@ mistakes(
     "moe/pairs.py",
     "training/test_arithmetic.py -k 'step and sigmoid'",
     (
-        "rows.astype(jnp.promote_types(y.dtype, jnp.float32)).sum(1)",
-        "sum(rows[:, j] for j in range(rows.shape[1])).astype(jnp.promote_types(y.dtype, jnp.float32))",
+        "functools.reduce(jnp.add, (row.astype(wide) for row in rows))",
+        "functools.reduce(jnp.add, rows).astype(wide)",
     ),
 )
 
