@@ -100,7 +100,7 @@ class Plan(NamedTuple):
       back: its inverse, [N].
       visit: visit of each sorted pair, counted over all shards, [N].
       first: place among the sorted pairs of the first pair of each visit, and of others behind them, [N].
-      round: round and shard of each sorted pair, as shard * `rounds` + round, [N].
+      round: shard of each sorted pair, times `_most_rounds`, plus its round, [N]; ascending.
     """
 
     experts: jax.Array

@@ -144,6 +144,7 @@ def test_the_command_gives_4_bits_to_the_experts_that_get_fewest_tokens(tmp_path
     cases = {
         "int8": ["--weights=int8"], "load": ["--weights=int8", "--int4_experts=2"],
         "order": ["--weights=int8", "--int4_experts=2", "--experts_by=order", f"--order={ordered}"],
+        "gptq": ["--weights=int8", "--int4_experts=2", "--method=gptq"],
     }  # fmt: skip
     for name, flags in cases.items():
         out = run.with_name(name)
@@ -156,6 +157,7 @@ def test_the_command_gives_4_bits_to_the_experts_that_get_fewest_tokens(tmp_path
         assert f"{made.evaluate().bits_per_byte:.4f} after" in said
     assert sizes["load"] < 0.95 * sizes["int8"]
     assert abs(sizes["order"] - sizes["load"]) < 100
+    assert sizes["gptq"] == sizes["load"]
     found = json.loads(ordered.read_text())["experts"]
     for name, key in (("load", "load"), ("order", "above")):
         table = np.zeros((2, 4))
