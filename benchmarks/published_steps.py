@@ -7,8 +7,8 @@ configuration expresses has a reason instead.
 The factors of `planner.rates` are fitted to all projects but one and tested on that one, for every project. The fit
 to all rows, the intervals and the errors of held-out rows are written to `jaxstack/planner/rates.json`, for commands.
 
-A published program is described by its source: its kernel of attention, whether it is compiled (`eager`), and in 8 bits
-all three products of a linear layer, where ours keeps the gradient of weights in bfloat16.
+A published program is described by its source: its kernel of attention, what starts its operations, and how it sends
+tokens to experts (`planner.programs`).
 
 Nothing is compiled, and no device is used.
 """
@@ -18,7 +18,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,12 @@ from jaxstack.config import (
 from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.experts import MoEConfig
 from jaxstack.families.flops import Flops, flops_per_token
-from jaxstack.planner import megatron, memory, rates, shards
-from jaxstack.planner.hlo import Collective
+from jaxstack.planner import megatron, memory, programs, rates, shards
 from jaxstack.planner.job import Job
+from jaxstack.planner.programs import Program
 from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
-from jaxstack.planner.roofline_ops import Op
-from jaxstack.planner.roofline_step import local_operations
-from jaxstack.planner.step_time import WEIGHTS, Placement, Work, step_time
-from jaxstack.planner.step_time import collectives_of as collectives_of_ours
+from jaxstack.planner.step_time import OF_LAYERS, WEIGHTS, Work, step_time
 
 TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 QUANT = {"bf16": "none", "fp16": "none", "fp8": "fp8_tensorwise", "mxfp8": "fp8"}
@@ -181,137 +178,19 @@ def published_seconds(row: dict[str, Any], job: Job) -> float:
     raise ValueError(f"{row['where']}: unknown unit {row['unit']!r}")
 
 
-def published_work(row: dict[str, Any], job: Job, limits: ChipLimits) -> Work:
-    """Returns what a device does in a published step, whose program may differ from ours."""
+def program_of(row: dict[str, Any]) -> Program:
+    """Returns the program of a published step, as its source describes it."""
     source = TABLE["sources"][row["source"]]
-    kernel = source["attention"]
-    if kernel == "flash2" and limits.peak("bfloat16") < rates.FLASH2_PEAK:
-        kernel = "flash2, before Hopper"
-    written = kernel == "written"
-    ops = [op for op in local_operations(job, scores="all" if written else "none") if not is_of_rounds(row, op)]
-    if source.get("eager") or row.get("eager"):
-        ops = [op for op in ops if not is_pass(op)] + [op for op in local_operations(job, "unfused") if is_pass(op)]
-    if QUANT[row["precision"]] != "none":
-        eight = "float8" if "float8" in limits.chip.flops else "int8"
-        ops = [replace(op, dtype=eight) if is_linear(op) else op for op in ops]
-        ops += [
-            to_8_bits(op) for op in ops if is_linear(op) and op.matrix[3] > 1 and not op.name.endswith(", gradient")
-        ]
-    found = [without_rounds(row, each) for each in collectives_of(job, limits)]
-    collectives = [part for each in found for part in of_sequence_shards(job, each)]
-    if row.get("dispatch") in ONE_COPY:
-        collectives = [one_copy(job, limits, each) for each in collectives]
-    return Work(ops, "" if written else kernel, collectives)
-
-
-def collectives_of(job: Job, limits: ChipLimits) -> list[tuple[Collective, str, float]]:
-    """Returns the collectives of a step that sends a token once for each of its experts, as `alltoall` does.
-
-    Ours sends it once to each device.
-    """
-    found = collectives_of_ours(job, limits)
-    shapes = {c.where: c.shape for c, kind, _ in found if kind == "expert"}
-    if "expert ids" not in shapes:  # no dropless experts on several devices
-        return found
-    pairs = shapes["expert ids"][0] - (job.model.moe.choices - 1) * shards.mesh_sizes(job.ctx)["expert"]
-    sent, width = shapes[EXCHANGE]
-
-    def of_pairs(c: Collective, kind: str, seconds: float) -> tuple[Collective, str, float]:
-        if c.where != EXCHANGE:
-            return c, kind, seconds
-        return c._replace(shape=(pairs, width), bytes=c.bytes * pairs / sent), kind, seconds * pairs / sent
-
-    return [of_pairs(*each) for each in found]
-
-
-EXCHANGE = "tokens to experts and back"
-"""Collective of `planner.traffic`."""
-
-
-def is_of_rounds(row: dict[str, Any], op: Op) -> bool:
-    """Returns whether an operation repeats a product of experts, as our rounds do, and the program saves its result."""
-    return row["remat"] == "none" and op.for_remat and op.name.startswith("moe/")
-
-
-def without_rounds(row: dict[str, Any], found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
-    """Returns an exchange of tokens without the fifth that our rounds repeat, where a program saves the tokens."""
-    c, kind, seconds = found
-    repeats = row["remat"] == "none" and kind == "expert" and c.where == EXCHANGE
-    return (c, kind, seconds * 4 / 5) if repeats else found
-
-
-def of_sequence_shards(job: Job, found: tuple[Collective, str, float]) -> list[tuple[Collective, str, float]]:
-    """Returns a collective of experts under tensor parallelism as Megatron-LM has it.
-
-    Each device of a tensor group sends only its shard of the tokens to experts. What has arrived is then gathered for
-    the parts of an expert's matrices, and their results are scattered: all pairs in place of the tokens. Like the
-    exchange, and unlike the collectives of other layers, these have no product that they are cut into.
-    """
-    c, kind, seconds = found
-    if not (job.model.moe.num_experts and job.ctx.layout.sequence_parallel_axes):
-        return [found]
-    if kind == "expert":
-        return [(c, kind, seconds / shards.mesh_sizes(job.ctx)["tensor"])]
-    if kind == "tensor" and c.where in OF_BLOCKS:  # half of them are of attention
-        half = c._replace(times=c.times / 2)
-        return [(half, kind, seconds / 2), (half, "expert", job.model.moe.choices * seconds / 2)]
-    return [found]
-
-
-OF_BLOCKS = ("inputs of attention and MLP", "gradients of their outputs", "outputs of attention and MLP")
-"""Collectives of `planner.traffic` that have as many runs for the MLP as for attention."""
-ONE_COPY = ("deepep", "hybridep")
-"""Values of `dispatch` that send a token once to each host that has experts of it, which sends it on to its devices.
-
-`alltoall` sends it once for each of its experts."""
-
-
-def one_copy(job: Job, limits: ChipLimits, found: tuple[Collective, str, float]) -> tuple[Collective, str, float]:
-    """Returns an exchange of tokens as DeepEP does it, with even routing: github.com/deepseek-ai/DeepEP.
-
-    Of n devices, a token with k experts needs n (1 - (1 - 1/n)^k) in the mean; so it is with hosts.
-    """
-    c, kind, _ = found
-    if c.kind != "all-to-all" or kind != "expert":
-        return found
-    place = Placement(dict(shards.mesh_sizes(job.ctx)), limits)
-    link, network = place.bandwidth(c.axes, c.kind)
-    choices = job.model.moe.choices
-    hosts = c.devices // place.members(c.axes)
-
-    def others(count: int) -> float:
-        """Returns how many of `count` places other than its own a token is sent to."""
-        return (count - 1) * (1 - (1 - 1 / count) ** choices)
-
-    of_all = c.sent / choices * c.devices / (c.devices - 1)  # bytes of one copy of every token
-    beyond = of_all * others(hosts) / network
-    return c, kind, max(beyond, of_all * others(c.devices) / link)
-
-
-def to_8_bits(op: Op) -> Op:
-    """Returns the passes that read the operands of a product of experts and write them in 8 bits, one an expert."""
-    rows, inner, columns, matrices = op.product
-    elements = inner * (rows + columns)
-    return replace(
-        op,
-        name=f"{op.name}, to 8 bits",
-        part="pointwise",
-        kind="pointwise",
-        flops=elements,
-        bytes=3 * elements,
-        times=op.times * matrices,
-        matrix=None,
+    eager = source.get("eager") or row.get("eager")
+    return Program(
+        attention=dict.fromkeys(("gpu", "tpu"), source["attention"]),
+        operations="eager" if eager else "kernels" if source.get("host") else "compiled",
+        dispatch="one_copy" if row.get("dispatch") in ONE_COPY else "alltoall",
     )
 
 
-def is_pass(op: Op) -> bool:
-    """Returns whether an operation is a pass over activations outside of attention."""
-    return op.part in ("pointwise", "normalisation") and not op.of_update
-
-
-def is_linear(op: Op) -> bool:
-    """Returns whether an operation is a product of a linear layer or of experts, which published fp8 has in 8 bits."""
-    return op.part == "matmul" and op.kind == "contraction" and bool(op.of_layer) and op.dtype != "float32"
+ONE_COPY = ("deepep", "hybridep")
+"""Values of `dispatch` that send a token once to each host that has experts of it, which sends it on to its devices."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +205,6 @@ class Case:
       waits: seconds of collectives alone, by kind.
       starts: sum over collectives of activations of the logarithm of their devices, in millions.
       bubble: idle time as a part of the time of the layers.
-      launches: operations of the layers that the host starts one by one, in millions; 0 for compiled programs.
     """
 
     row: dict[str, Any]
@@ -339,19 +217,14 @@ class Case:
     waits: Mapping[str, float]
     starts: float
     bubble: float
-    launches: float
 
     @property
     def platform(self) -> str:
         return self.limits.chip.platform
 
     def ratio(self, fitted: Rates) -> float:
-        """Returns predicted over published seconds. A device waits for a host that starts its operations too slowly."""
-        time = step_time(self.job, self.limits, fitted, self.work)
-        factors = fitted.factors[self.platform]
-        busy = time.layers + time.recomputation + math.fsum(factors[a] * self.waits.get(a, 0.0) for a in OF_LAYERS)
-        late = max(0.0, self.launches * factors["host"] - busy)
-        return (time.total + (1 + self.bubble) * late) / self.seconds
+        """Returns predicted over published seconds."""
+        return step_time(self.job, self.limits, fitted, self.work).total / self.seconds
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -364,7 +237,7 @@ def case_of(row: dict[str, Any]) -> Case:
         raise InexpressibleError(HELD_OUT)
     job = job_of(row)
     limits = limits_of(row)
-    work = published_work(row, job, limits)
+    work = programs.work_of(program_of(row), job, limits)
     layers: dict[str, float] = defaultdict(float)
     ends: dict[str, float] = defaultdict(float)
     for op in work.ops:
@@ -377,19 +250,7 @@ def case_of(row: dict[str, Any]) -> Case:
     time = step_time(job, limits, prior_rates(), work)
     bubble = time.bubble / (time.layers + time.recomputation + time.exposed.get("tensor", 0.0))
     seconds = published_seconds(row, job)
-    return Case(row, job, limits, work, seconds, layers, ends, waits, starts, bubble, launches_of(row, limits, work))
-
-
-OF_LAYERS = ("tensor", "expert")
-"""Axes whose collectives a layer waits for."""
-
-
-def launches_of(row: dict[str, Any], limits: ChipLimits, work: Work) -> float:
-    """Returns the operations of the layers that a host starts one by one, in millions: a product for each expert."""
-    source = TABLE["sources"][row["source"]]
-    if limits.chip.platform != "gpu" or not (source.get("host") or row.get("eager") or source.get("eager")):
-        return 0.0
-    return 1e-6 * math.fsum(op.times * (op.matrix[3] if op.matrix else 1) for op in work.ops if op.of_layer)
+    return Case(row, job, limits, work, seconds, layers, ends, waits, starts, bubble)
 
 
 def errors(ratios: Iterable[float]) -> dict[str, float]:
@@ -494,7 +355,9 @@ class Table:
         self.is_matmul_K = np.asarray([kind in rates.MATMULS for _, kind in names])
         self.is_tensor_K = np.asarray([kind == "tensor" for _, kind in names])
         self.is_weights_K = np.asarray([kind in WEIGHTS for _, kind in names])
-        self.launches_CK = np.asarray([[c.launches * ((c.platform, "host") == name) for name in names] for c in cases])
+        self.launches_CK = np.asarray(
+            [[c.work.launches * ((c.platform, "host") == name) for name in names] for c in cases]
+        )
         self.of_layers_K = np.asarray([kind in OF_LAYERS for _, kind in names])
         self.bubble_C = np.asarray([c.bubble for c in cases])
         self.piped_C = np.asarray([c.job.ctx.layout.pipeline is not None for c in cases])

@@ -1,11 +1,11 @@
 """Predicts published steps that the fit of the model of time never saw: `python benchmarks/unseen_steps.py`
 
 `unseen_steps.json` has the steps. They were chosen by their sources before anything was predicted for them, and
-`published_steps.py` does not read them. Each is predicted twice:
+`published_steps.py` does not read them. Each becomes a configuration file, and `jaxstack plan time` predicts it twice,
+as a user would ask:
 
-- Its configuration file goes to the command `jaxstack plan time`, as a user would do it. The command predicts our
-  program. In 8 bits ours keeps experts and gradients of weights in bfloat16, and these published programs do not.
-- The program that its source describes, as `published_steps.py` predicts the steps of the fit.
+- `command`: without an option, the command predicts our program.
+- `program`: with `--program`, it predicts the program of the stack that the source describes. The table names it.
 
 `benchmarks/results/unseen_steps.json` has both intervals, and says whether the published rate is within each of them.
 
@@ -25,12 +25,11 @@ import record
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from published_steps import TABLE, InexpressibleError, case_of, errors, job_of, kind_of
+from published_steps import TABLE, InexpressibleError, errors, job_of
 
 from jaxstack.__main__ import main as jaxstack
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.reading.parse import to_yaml
-from jaxstack.planner.rates import rates
 
 UNSEEN = json.loads(Path(__file__).with_suffix(".json").read_text())
 ROWS: list[dict[str, Any]] = UNSEEN["rows"]
@@ -54,6 +53,11 @@ def printed(words: Sequence[str]) -> dict[str, Any]:
     return json.loads(text.getvalue())
 
 
+def program_of(row: dict[str, Any]) -> str:
+    """Returns the value of `--program` for a row."""
+    return row.get("program") or TABLE["sources"][row["source"]]["program"]
+
+
 def predict(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a row with what `jaxstack plan time` prints for it, or the reason why no configuration expresses it."""
     shown = {name: row[name] for name in SHOWN}
@@ -63,19 +67,20 @@ def predict(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         return shown | {"reason": str(error).split(". ")[0]}
     file = folder / "step.yaml"
     file.write_text(to_yaml(job.cfg))
-    found = printed(["plan", "time", "--target", target_of(row), "--config", str(file)])
-    case = case_of(row)
-    kind = kind_of(case)
-    slow = case.ratio(rates())  # predicted over published seconds of the published program
-    least, most = rates().interval[kind]
+    words = ["plan", "time", "--target", target_of(row), "--config", str(file)]
+    kind = "experts" if job.model.moe.num_experts else "dense"
     return shown | {
         "kind": kind,
-        "command": {name: found[name] for name in ("tokens_per_s_per_device", "low", "high")}
-        | {
-            "ratio": row["published"] / found["tokens_per_s_per_device"],
-            "inside": found["low"] <= row["published"] <= found["high"],
-        },
-        "published_program": {"ratio": slow, "inside": least * slow <= 1 <= most * slow},
+        "command": compared(row, printed(words)),
+        "program": {"name": program_of(row)} | compared(row, printed([*words, f"--program={program_of(row)}"])),
+    }
+
+
+def compared(row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a command has printed, and how far off the published rate is."""
+    return {name: found[name] for name in ("tokens_per_s_per_device", "low", "high", "parts")} | {
+        "ratio": row["published"] / found["tokens_per_s_per_device"],  # predicted over published seconds
+        "inside": found["low"] <= row["published"] <= found["high"],
     }
 
 
@@ -94,7 +99,7 @@ def main() -> None:
     result = {
         name: {
             way: {"inside": sum(row[way]["inside"] for row in group)} | errors(row[way]["ratio"] for row in group)
-            for way in ("command", "published_program")
+            for way in ("command", "program")
         }
         for name, group in groups.items()
     }

@@ -1,7 +1,7 @@
 """Predicts the time of a training step by part: operations, recomputation, exposed communication, pipeline bubble.
 
 The model is fitted to steps that others have published; each prediction has an interval. It takes the configuration of
-`jaxstack train`.
+`jaxstack train`. With --program it predicts what the program of another stack takes for the same step.
 """
 
 from jsonargparse import Namespace
@@ -17,6 +17,10 @@ def add_arguments(parser: Parser) -> None:
     add_network(parser)
     add_tokens(parser)
     parser.add_argument("--price", type=PositiveFloat | None, help="price of a device for an hour")
+    parser.add_argument(
+        "--program", metavar="NAME", type=str | None,
+        help="stack whose program to predict, such as megatron or torchtitan; null means the one of `jaxstack train`",
+    )  # fmt: skip
     parser.add_config()
 
 
@@ -29,16 +33,28 @@ def main(args: Namespace) -> None:
     import os
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jaxstack.planner import programs
     from jaxstack.planner.beside import time_beside
     from jaxstack.planner.figures import copy_figures, outside_fit, published_errors, time_figures, traffic_figures
-    from jaxstack.planner.step_time import step_time
+    from jaxstack.planner.step_time import step_time, work_of
 
     plan = Plan(args)
-    time = step_time(plan.job, plan.limits)
+    assumed: list[str] = []
+    if args.program is None:
+        work = work_of(plan.job, plan.limits)
+    else:
+        program = programs.named(args.program, plan.job, plan.limits)
+        work = programs.work_of(program, plan.job, plan.limits)
+        assumed = programs.assumptions(program, plan.job, work)
+        plan.say(f"not our program, but the program of {', '.join(program.stacks)}; assumed are")
+        plan.say("\n".join(f"  {line}" for line in [*assumed, *(f"source: {url}" for url in program.source)]))
+        plan.say("")
+    time = step_time(plan.job, plan.limits, work=work)
     budget = plan.budget(args.tokens)
-    parts = time_figures(plan.job, plan.limits, time)
-    sent = traffic_figures(plan.job, plan.limits)
-    more = time_beside(plan.job, plan.limits, time)
+    parts = time_figures(plan.job, plan.limits, time, work)
+    # What is sent, and what is beside a step, is known of our program only.
+    sent = [] if assumed else traffic_figures(plan.job, plan.limits)
+    more = [] if assumed else time_beside(plan.job, plan.limits, time)
     whole = time.total + sum(figure.value for figure in more)
     plan.table(f"time of a step on {plan.devices} {plan.chip}", parts, "ms", 1e-3, total=True, key="parts")
     if more:
@@ -64,7 +80,8 @@ def main(args: Namespace) -> None:
     if plan.explain:
         plan.say(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
         plan.say(f"  days = {budget:.6g} tokens / {time.tokens} tokens a step x {whole:.6g} s / 86400")
-    plan.say(f"attention by {plan.job.ctx.ops.attention}")
+    if not assumed:
+        plan.say(f"attention by {plan.job.ctx.ops.attention}")
     plan.say(published_errors())
     warning = outside_fit(plan.job.cfg.model, plan.chip)
     if warning:
@@ -72,7 +89,8 @@ def main(args: Namespace) -> None:
     plan.write(
         tokens_per_s_per_device=each, low=low, high=high, mfu=mfu.full, mfu_causal=mfu.causal, hfu=time.hfu,
         step_s=time.total, tokens_per_s=time.tokens_per_s, tokens=budget, days=days, cost=cost, with_beside_s=whole,
-        attention=plan.job.ctx.ops.attention, within_fit=not warning,
+        attention=work.kernel if assumed else plan.job.ctx.ops.attention, within_fit=not warning,
+        program=args.program, assumed=assumed,
     )  # fmt: skip
     if plan.plot:
         from jaxstack.planner import plan_plot

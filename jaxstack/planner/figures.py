@@ -21,7 +21,7 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.sizes import FORMULAS, has_formulas, require_formulas
-from jaxstack.planner.step_time import Placement, StepTime, work_of
+from jaxstack.planner.step_time import Placement, StepTime, Work, work_of
 from jaxstack.planner.traffic import traffic
 from jaxstack.training.state import TrainState
 
@@ -222,9 +222,13 @@ def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False
     ]  # fmt: skip
 
 
-def time_figures(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
-    """Returns the seconds of a step by part, with the seconds by the data sheet that they follow from."""
-    work = work_of(job, limits)
+def time_figures(job: Job, limits: ChipLimits, time: StepTime, work: Work | None = None) -> list[Figure]:
+    """Returns the seconds of a step by part, with the seconds by the data sheet that they follow from.
+
+    Args:
+      work: what a device does; `None` means our program.
+    """
+    work = work or work_of(job, limits)
     layer = [op for op in work.ops if op.of_layer]
     ends = [op for op in work.ops if not op.of_layer and not op.of_update]
     found = [

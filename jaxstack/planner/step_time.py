@@ -44,8 +44,8 @@ class StepTime:
       recomputation: seconds of the operations that `train.remat` repeats.
       head: seconds of embedding, head and loss.
       update: seconds of the optimizer, casts of weights and sums of gradients.
-      exposed: seconds that a device waits for collectives, by mesh axes (joined by `+`), and for copies from and to the
-        host.
+      exposed: seconds that a device waits for collectives, by mesh axes (joined by `+`), for copies from and to the
+        host, and for a host that starts operations.
       hidden: seconds of collectives and copies that run beside operations, by the same names.
       bubble: seconds in which a mean pipeline stage has no unit.
       tokens: tokens of a step over all devices.
@@ -166,11 +166,13 @@ class Work:
       ops: operations.
       kernel: kernel of attention, see `rates.attention_kernel`.
       collectives: collectives with their kind and their seconds alone, see `rates.family`.
+      launches: operations of the layers that a host starts one by one, in millions; 0 for compiled programs, as ours.
     """
 
     ops: Sequence[Op]
     kernel: str
     collectives: Sequence[tuple[Collective, str, float]]
+    launches: float = 0.0
 
 
 def work_of(job: Job, limits: ChipLimits) -> Work:
@@ -229,6 +231,12 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
         bubble = _bubble_of_stacks(job.ctx, in_layers, seconds, _stack_loop if listed else _traced_loop)
     if bubble:
         bubble *= 1 + exposed.get("tensor", 0.0) / (layers + repeated)
+    if work.launches:
+        factors = fitted.factors[limits.chip.platform]
+        busy = layers + repeated + math.fsum(factors[kind] * s for _, kind, s in work.collectives if kind in OF_LAYERS)
+        idle = bubble / (layers + repeated + exposed.get("tensor", 0.0))
+        exposed[HOST] = (1 + idle) * max(0.0, work.launches * factors["host"] - busy)
+        alone[HOST] = (1 + idle) * work.launches * factors["host"]
     head = seconds(op for op in ops if not op.of_layer and not op.of_update)
     update = seconds(op for op in ops if op.of_update)
     forward = seconds(op for op in in_layers if not op.in_backward)
@@ -389,3 +397,7 @@ def _copies(job: Job, limits: ChipLimits, forward: float, backward: float) -> di
 
 
 WEIGHTS = ("weights", "weights, network")
+OF_LAYERS = ("tensor", "expert")
+"""Kinds of collectives that a layer waits for."""
+HOST = "the host"
+"""Name in `StepTime.exposed` of the time that a device waits for a host, which starts its operations one by one."""

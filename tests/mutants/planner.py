@@ -238,3 +238,24 @@ mistakes(
     "plan", "cli/plan_memory.py", "planner/test_beside.py -k does_not_fit",
     ("of_phase in (parts, rollout))", "of_phase in (parts,))"),
 )  # fmt: skip
+
+mistakes(
+    "plan",
+    "planner/programs.py",
+    "planner/test_programs.py",
+    ("of_all * others(hosts) / network", "of_all * others(c.devices) / network"),
+    ("seconds * 4 / 5", "seconds"),
+    ("seconds / shards.mesh_sizes(job.ctx)[\"tensor\"]", "seconds"),
+    ("times=op.times * matrices", "times=op.times"),
+    ("op.dtype != \"float32\"", "True"),
+    ("launches if late else 0.0", "launches"),
+    ("1e-6 * math.fsum(op.times * _matrices(op)", "1e-6 * math.fsum(op.times"),
+)
+
+mistakes(
+    "plan",
+    "planner/step_time.py",
+    "planner/test_programs.py",
+    ("max(0.0, work.launches * factors[\"host\"] - busy)", "work.launches * factors[\"host\"]"),
+    ("for _, kind, s in work.collectives if kind in OF_LAYERS", "for _, kind, s in work.collectives"),
+)
