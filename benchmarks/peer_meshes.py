@@ -25,7 +25,7 @@ import record
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from published_steps import TABLE, InexpressibleError, job_of, limits_of
+from published_steps import TABLE, InexpressibleError, job_of, limits_of, published_seconds
 
 from jaxstack.config import SEARCHED_KEYS, Config, DataConfig, flat, resolve, with_values
 from jaxstack.planner import memory, mesh_plan
@@ -83,27 +83,33 @@ def cpu_seconds(begin: tuple[float, float]) -> dict[str, Any]:
 
 
 def compare(case: str) -> dict[str, Any]:
-    """Returns the peer's mesh and ours with their predicted times, or why no configuration expresses the step."""
+    """Returns the peer's mesh and ours with their predicted times, or why no configuration expresses their mesh."""
     row = row_of(case)
     if row["flops"] == "not stated":  # it only decides the published seconds, which are not compared here
         row = row | {"flops": None}
     devices = devices_of(row)
+    theirs: dict[str, Any] = {}
     try:
         job = job_of(row)
+        state = abstract_state(Recipe.of(job.cfg), job.ctx)
+        theirs["theirs"] = described(job.cfg, devices, memory.need_of(job, state, devices.platform).formula)
     except InexpressibleError as error:
-        return {"case": case, "source": TABLE["sources"][row["source"]]["url"], "reason": str(error)}
-    state = abstract_state(Recipe.of(job.cfg), job.ctx)
-    theirs = described(job.cfg, devices, memory.need_of(job, state, devices.platform).formula)
+        # The search needs a mesh to begin with, and chooses every axis itself.
+        replicas = math.gcd(row["global_batch"], row["devices"])
+        plain_mesh = {"fsdp": replicas, "tensor": row["devices"] // replicas}
+        job = job_of(row | {"mesh": plain_mesh, "micro_batch": row["global_batch"] // replicas})
+        theirs = {"reason": str(error), "published_seconds": published_seconds(row, job)}
     begin = time.process_time(), time.perf_counter()
     plain = with_values(job.cfg, {"model.pad_vocab_to": None})
     found = mesh_plan.search(plain, devices, (), 3)
     spent = cpu_seconds(begin)
     best = found.ranked[0]
     ours = described(best.cfg, devices, best.need.formula)
+    ratio = {"ours_over_theirs": ours["seconds"] / theirs["theirs"]["seconds"]} if "theirs" in theirs else {}
     return {
         "case": case, "source": TABLE["sources"][row["source"]]["url"], "precision": row["precision"],
-        "sequence": row["sequence"], "global_batch": row["global_batch"], "theirs": theirs, "ours": ours,
-        "ours_over_theirs": ours["seconds"] / theirs["seconds"], "room_GiB": devices.room.bytes / GIB,
+        "sequence": row["sequence"], "global_batch": row["global_batch"], **theirs, "ours": ours,
+        **ratio, "room_GiB": devices.room.bytes / GIB,
         "meshes": found.meshes, "examined": found.examined, "search": spent,
     }  # fmt: skip
 
@@ -162,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = json.loads(path.read_text()) if path.exists() else {}
     result: dict[str, Any] = {name: before.get(name, {}) for name in ("cases", "missed", "seconds", "variants")}
     if given.variants:
-        found = {name: case for name, case in (result["cases"] | result["missed"]).items() if "ours" in case}
+        found = {name: case for name, case in (result["cases"] | result["missed"]).items() if "theirs" in case}
         result["variants"] = {name: variants(name, case["ours"]["values"]) for name, case in found.items()}
         print(json.dumps(result["variants"], indent=1))
         record.record("peer_meshes", result)

@@ -6,7 +6,7 @@ adds.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxstack import families
 from jaxstack.common.tree import Batch
@@ -20,11 +20,13 @@ from jaxstack.planner.job import Job
 from jaxstack.planner.sizes import (
     COUNTER,
     Activations,
+    LayerStack,
     Weights,
     count_activations,
     count_weights,
     has_formulas,
     itemsize,
+    layer_stacks,
 )
 from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
@@ -155,28 +157,24 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
     """Returns what `memory` does, without what waits for weight units."""
     t = job.train
     e = itemsize(job.train)
-    weights = count_weights(job.model, job.ctx, counter)
-    acts = count_activations(job, counter)
+    each = _stack_sizes(job, counter)
+    weights = each[-1].weights
+    acts = each[-1].acts
     gradients = _gradient_bytes(job.train, job.ctx, weights)
-    saved = _saved_bytes(job, acts, t.remat) + _copied_bytes(job, acts)
-    layers = counter.named("layers", job.model.num_layers)
-    if job.ctx.layout.pipeline is not None:
-        units = counter.named("units of the stash", job.ctx.layout.pipeline.slots)
-        layers = units * counter.named("layers of a stage", job.ctx.layout.pipeline.stages.max_layers)
-        # Beside residuals: activations that are sent and received, and outputs that wait for their backward pass.
-        waiting = 0 if job.ctx.layout.pipeline.loss_follows_forward else job.ctx.layout.pipeline.slots
-        saved += e * (4 + waiting) * acts.stream // acts.between / layers
-    on_device = offload.residual_layers(job, layers)
+    saved = {name: size for one in each for name, size in _saved_by(job, one, counter).items()}
+    waiting = sum(saved.values())
     in_head = _head_bytes(job, weights, acts)
-    in_layer = _layer_bytes(job, weights, acts)
+    in_layer = max(_layer_bytes(one.job, one.weights, one.acts) for one in each)
     if _pipelines_collectives(job.ctx):
-        in_head, in_layer = _peeled_bytes(job, weights, acts)
+        peeled = [_peeled_bytes(one.job, one.weights, one.acts) for one in each]
+        in_head = peeled[-1][0]
+        in_layer = max(one for _, one in peeled)
     elif job.ctx.ops.platform == "tpu":
-        in_layer = max(in_layer, _attention_bytes(job, weights, acts))
+        in_layer = max(in_layer, *(_attention_bytes(one.job, one.weights, one.acts) for one in each))
         if job.ctx.ops.cross_entropy == "chunked":  # its sums of the head's gradient are scattered after all layers
             in_layer += (4 + e) * weights.head
         # The update is a branch, which reads the gradients as float32 arrays.
-        in_layer = max(in_layer, 4 * weights.trained - on_device * saved)
+        in_layer = max(in_layer, 4 * weights.trained - waiting)
     if t.remat == "dots":
         in_layer += 4 * acts.statistics
     if job.ctx.layout.pipeline is None and t.grad_accum == 1:
@@ -184,12 +182,12 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
     work = max(in_layer, in_head)
     cast = e * weights.cast if e != 4 else 0
     work_of = WORK
-    in_update = _muon_bytes(job, weights.trained) - gradients - on_device * saved - cast
+    in_update = _muon_bytes(job, weights.trained) - gradients - waiting - cast
     if in_update > work:
         work = in_update
         work_of = MUON_WORK
     # Of each group in flight, the old state and the new one.
-    in_update = 2 * AT_ONCE * offload.group_bytes(job, state) - on_device * saved - cast
+    in_update = 2 * AT_ONCE * offload.group_bytes(job, state) - waiting - cast
     if in_update > work:
         work = in_update
         work_of = COPY_WORK
@@ -197,9 +195,58 @@ def _parts_without_pairs(job: Job, state: TrainState, batch: Batch, counter: Cou
         f"parameters in {t.dtype}": cast,
         **({} if t.rounding is None else {"rounded matrices, float32": 4 * weights.rounded}),
         "gradients": gradients,
-        f"saved by {on_device:.0f} layers, remat {t.remat}": on_device * saved,
+        **saved,
         work_of: work,
     }
+
+
+@dataclass(frozen=True)
+class _StackSizes:
+    """Sizes of the layers of one stack.
+
+    Attributes:
+      stack: the stack.
+      job: the step, as if all layers were like these.
+      weights, acts: sizes of parameters, and of the activations of a layer.
+    """
+
+    stack: LayerStack
+    job: Job
+    weights: Weights
+    acts: Activations
+
+
+def _stack_sizes(job: Job, counter: Counter = COUNTER) -> list[_StackSizes]:
+    """Returns the sizes of the layers of each stack."""
+    found = []
+    for stack in layer_stacks(job.model):
+        weights = count_weights(job.model, job.ctx, counter, stack)
+        found.append(_StackSizes(stack, job.with_model(stack.model), weights, count_activations(job, counter, stack)))
+    return found
+
+
+def _saved_by(job: Job, one: _StackSizes, counter: Counter) -> dict[str, float]:
+    """Returns the bytes of what the layers of a stack save for the backward pass on the device, by a name."""
+    t = job.train
+    e = itemsize(t)
+    acts = one.acts
+    label = one.stack.label
+    saved = _saved_bytes(one.job, acts, t.remat) + _copied_bytes(one.job, acts)
+    layers = counter.named(label("layers"), one.stack.layers)
+    if (pipeline := job.ctx.layout.pipeline) is not None:
+        stacks = list(pipeline.stages.parts)
+        index = stacks.index(one.stack.name)
+        plan = pipeline.parts[index]
+        units = counter.named(label("units of the stash"), plan.slots)
+        layers = units * counter.named(label("layers of a stage"), plan.stages.max_layers)
+        # Beside residuals: activations that are sent and received, outputs of the stack before, with which units enter
+        # this one, and outputs that wait for their backward pass.
+        streams = 4 if index == 0 else plan.slots
+        if index == len(stacks) - 1 and not pipeline.loss_follows_forward:
+            streams += plan.slots
+        saved += e * streams * acts.stream // acts.between / layers
+    on_device = offload.residual_layers(job, layers)
+    return {f"saved by {on_device:.0f} {label('layers')}, remat {t.remat}": on_device * saved}
 
 
 def _exact_parts(job: Job, state: TrainState, batch: Batch) -> dict[str, float]:
@@ -230,9 +277,11 @@ def residuals(job: Job) -> dict[str, float]:
     """Returns the bytes of what all layers save for the backward pass of one microbatch, by purpose."""
     t = job.train
     if has_formulas(job.model):
-        layers = job.model.num_layers
-        size = layers * _saved_bytes(job, count_activations(job), t.remat)
-        return {f"saved by {layers} layers, remat {t.remat}": size}
+        return {
+            f"saved by {one.stack.layers} {one.stack.label('layers')}, remat {t.remat}": one.stack.layers
+            * _saved_bytes(one.job, one.acts, t.remat)
+            for one in _stack_sizes(job)
+        }
     return {name: float(trace.total(arrays)) for name, arrays in traced.saved(job).items()}
 
 
@@ -296,7 +345,7 @@ def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
         return e * stream // between
     in_mlp = (2 if job.model.gated else 1) * acts.saved_hidden + acts.saved_sent
     if remat == "dots":
-        return e * (stream // between + acts.heads + in_mlp + stream)
+        return e * (stream // between + acts.heads + in_mlp + stream + acts.latents // between)
     selective = e * (2 * stream // between + acts.heads + in_mlp) + 4 * acts.statistics
     if remat == "selective":
         return selective
@@ -310,9 +359,10 @@ def _saved_bytes(job: Job, acts: Activations, remat: str) -> float:
         if job.model.moe.num_experts:
             in_mlp += acts.sent + (2 * acts.saved_hidden if loop else 0)
         norms = (24 if job.ctx.ops.norm == "xla" else 2 * e) * stream // between
-        return norms + e * (acts.heads + in_mlp + 2 * stream) + (4 + e) * acts.scores + 4 * acts.statistics
+        latents = acts.latents + acts.latents // between  # before and after their norms
+        return norms + e * (acts.heads + in_mlp + 2 * stream + latents) + (4 + e) * acts.scores + 4 * acts.statistics
     # `none` also saves attention weights, the inputs of matmuls, and three float32 arrays of each norm.
-    inputs = e * (2 * stream + 2 * acts.saved_hidden)
+    inputs = e * (2 * stream + 2 * acts.saved_hidden + acts.latents + acts.latents // between)
     return selective + (4 + e) * acts.scores + inputs + 4 * 6 * stream // between
 
 
@@ -344,7 +394,8 @@ def kept_bytes(job: Job) -> float:
         return 0
     if job.ctx.ops.layers == "scan" or job.train.remat != "full":
         return 0
-    return itemsize(job.train) * (4 if job.model.gated else 2) * count_activations(job).hidden * job.model.num_layers
+    hidden = sum(one.acts.hidden * one.stack.layers for one in _stack_sizes(job))
+    return itemsize(job.train) * (4 if job.model.gated else 2) * hidden
 
 
 def _table_gradients(weights: Weights) -> float:

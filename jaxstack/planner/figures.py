@@ -20,7 +20,7 @@ from jaxstack.planner.explain import Figure, Recorded, Recorder, recorded
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline import ChipLimits
 from jaxstack.planner.roofline_ops import Op
-from jaxstack.planner.sizes import FORMULAS, has_formulas, require_formulas
+from jaxstack.planner.sizes import FORMULAS, has_formulas, require_usual_layers
 from jaxstack.planner.step_time import Placement, StepTime, Work, work_of
 from jaxstack.planner.traffic import traffic
 from jaxstack.training.state import TrainState
@@ -132,7 +132,7 @@ def memory_by_policy(job: Job, bytes_per_parameter: int | None = None) -> dict[s
       ConfigError: Megatron-LM's count does not know the family.
     """
     if bytes_per_parameter:
-        require_formulas(job.model, "--style=megatron-fp16")
+        require_usual_layers(job.model, "--style=megatron-fp16")
     found: dict[str, list[Figure]] = {}
     for policy in POLICIES:
         other = job.with_remat(policy)
@@ -201,7 +201,7 @@ def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False
       ConfigError: `classic` with a family that Megatron-LM's count does not know.
     """
     if classic:
-        require_formulas(job.model, "--style=megatron-fp16")
+        require_usual_layers(job.model, "--style=megatron-fp16")
     per_step = time.model_flops
     tokens = time.tokens
     again = megatron.hardware_flops(job) - per_step.full if classic else time.recomputed_flops

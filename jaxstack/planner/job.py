@@ -70,6 +70,10 @@ class Job:
         """Returns how texts are generated."""
         return self.cfg.sample
 
+    def with_model(self, model: ModelConfig) -> "Job":
+        """Returns the job with another model, such as one whose layers are all of a kind."""
+        return replace(self, cfg=replace(self.cfg, model=model))
+
     def with_remat(self, policy: str) -> "Job":
         """Returns the job with another value of `train.remat`; residuals of `none` are on the device."""
         offload = self.train.offload

@@ -26,7 +26,7 @@ from jaxstack.planner import shards
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import one_layer, operations
-from jaxstack.planner.sizes import require_formulas
+from jaxstack.planner.sizes import require_usual_layers
 from jaxstack.planner.timing import seconds_per_call, seconds_per_run
 from jaxstack.sharding import make_mesh
 from jaxstack.training import assemble
@@ -56,7 +56,7 @@ def parts(job: Job, device: jax.Device) -> dict[str, float]:
     Raises:
       ConfigError: the model's layers are of several kinds, or have states or latent attention.
     """
-    require_formulas(job.model, "--measure=yes")
+    require_usual_layers(job.model, "--measure=yes")
     sizes = shards.mesh_sizes(job.ctx)
     chosen = implementations(implementation.platform_of(device), job.kernels, _cases(job.model, job.ctx))
     own = Context(ops=Ops(quant=job.train.quant, **chosen), dtype=job.ctx.dtype, remat=job.ctx.remat)

@@ -25,7 +25,7 @@ from jaxstack.planner import memory
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
-from jaxstack.planner.sizes import has_formulas
+from jaxstack.planner.sizes import LayerStack, has_formulas, layer_stacks
 from jaxstack.planner.step_floor import Floor
 from jaxstack.sharding import AXES
 from jaxstack.sharding.mesh import BATCH_AXES
@@ -180,6 +180,10 @@ class Space:
             chunks = [kept["pipeline.chunks"]]
         shapes = [(name, 1) for name in SCHEDULES if name != "interleaved_1f1b"]  # with one chunk it is 1f1b
         shapes += [(name, n) for n in chunks for name in SCHEDULES]
+        if len(stacks := layer_stacks(cfg.model)) > 1:  # each has its chunks, and `resolve` runs 1f1b interleaved
+            names = [kept["pipeline.schedule"]] if "pipeline.schedule" in kept else ["1f1b", "gpipe"]
+            counts = [kept["pipeline.chunks"]] if "pipeline.chunks" in kept else [1, *_chunks(stacks, stages)]
+            shapes = [(name, n) for n in counts for name in names]
         if not has_formulas(cfg.model):  # each candidate is traced, in seconds
             shapes = [(kept.get("pipeline.schedule", "1f1b"), kept.get("pipeline.chunks", 1))]
         replicas = math.prod(sizes[f"mesh.{axis}"] for axis in ("data", "fsdp", "expert"))
@@ -187,7 +191,7 @@ class Space:
             {"pipeline.schedule": schedule, "pipeline.chunks": n, "pipeline.microbatches": count}
             for schedule, n in shapes
             for count in self._microbatches(cfg.data.batch_size // accum // replicas, stages)
-            if n == 1 or count % stages == 0  # chunks need groups of as many microbatches as stages
+            if (n == 1 and len(stacks) == 1) or count % stages == 0  # chunks need groups of as many as stages
         ]
         return [one for one in found if one.items() >= kept.items()]
 
@@ -221,6 +225,12 @@ class Space:
     def is_possible(self) -> bool:
         """Whether the devices have any candidate."""
         return next(self.candidates(), None) is not None
+
+
+def _chunks(stacks: Sequence[LayerStack], stages: int) -> list[int]:
+    """Returns the numbers of chunks above 1 that divide the layers of the largest stack evenly."""
+    layers = max(one.layers for one in stacks)
+    return [n for n in divisors(layers // stages) if n > 1] if layers % stages == 0 else []
 
 
 def _divides(job: Job) -> bool:

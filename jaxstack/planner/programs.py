@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -61,10 +61,12 @@ class Program:
 def programs() -> dict[str, Program]:
     """Returns the programs of `programs.yaml` by name."""
     found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {
-        name: Program(**{key: tuple(each) if isinstance(each, list) else each for key, each in values.items()})
-        for name, values in found.items()
-    }
+    return {name: _program(values) for name, values in found.items()}
+
+
+def _program(values: dict[str, Any]) -> Program:
+    """Returns a program from its values in the file."""
+    return Program(**values | {name: tuple(values[name]) for name in ("stacks", "source")})
 
 
 def named(name: str, job: Job, limits: ChipLimits) -> Program:
@@ -196,7 +198,7 @@ def of_sequence_shards(job: Job, found: Sent) -> list[Sent]:
     if kind == "expert":
         return [(c, kind, seconds / shards.mesh_sizes(job.ctx)["tensor"])]
     if kind == "tensor" and c.where in OF_BLOCKS:  # half of them are of attention
-        half = c._replace(times=c.times / 2)
+        half = c._replace(times=c.times / 2)  # type: ignore[arg-type]
         return [(half, kind, seconds / 2), (half, "expert", job.model.moe.choices * seconds / 2)]
     return [found]
 

@@ -1,10 +1,11 @@
 """Counts the elements of parameters and of the activations of one layer on one device, for estimates of memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import jax.numpy as jnp
 
-from jaxstack.config import ConfigError, ModelConfig, TrainConfig
+from jaxstack.config import ConfigError, ExpertLayers, ModelConfig, MoEConfig, TrainConfig
 from jaxstack.models.context import Context
 from jaxstack.models.params import is_compressed
 from jaxstack.planner import shards
@@ -13,15 +14,51 @@ from jaxstack.planner.job import Job
 
 
 @dataclass(frozen=True)
+class LayerStack:
+    """Layers of a model whose memory and collectives are equal.
+
+    Attributes:
+      name: name of the stack, or empty if the model has only one.
+      model: the model, with experts only if these layers have them.
+      layers: number of the layers.
+    """
+
+    name: str
+    model: ModelConfig
+    layers: int
+
+    def has(self, path: str) -> bool:
+        """Returns whether a parameter is of these layers, if it is of a layer."""
+        return not self.name or path.startswith(f"{self.name}/")
+
+    def label(self, name: str) -> str:
+        """Returns a name with the name of the stack, if the model has several."""
+        return f"{name} of {self.name}" if self.name else name
+
+
+@lru_cache(maxsize=32)
+def layer_stacks(model: ModelConfig) -> tuple[LayerStack, ...]:
+    """Returns the stacks of layers of a model with formulas, in their order: layers with experts and without them."""
+    segments = model.expert_segments.get("layers", ())
+    if len(segments) < 2:
+        return (LayerStack("", model, model.num_layers),)
+    found = []
+    for one in segments:
+        moe = replace(model.moe, layers=ExpertLayers()) if one.kinds[0] else MoEConfig()
+        found.append(LayerStack(one.name, replace(model, moe=moe), one.depth))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class Weights:
     """Elements of the parameters on one device.
 
     Attributes:
       cast: in the compute dtype.
-      gathered_layer: of one layer, those that FSDP gathers.
+      gathered_layer: of one layer of a stack, those that FSDP gathers.
       head: of the output matrix as it is used.
       table: of the token table as it is used; 0 if it is the output matrix.
-      experts_layer: of the experts of one layer, as they are used.
+      experts_layer: of the experts of one layer of the stack, as they are used.
       trained: of trained parameters as they are stored.
       updated: of trained parameters whose changes the device computes; with `mesh.zero` a part of `trained`.
       summed: of the gradients that the units of a pipeline sum, which they have of the parameters that they read.
@@ -54,6 +91,7 @@ class Activations:
       scores: attention scores that the implementation writes.
       statistics: float32 numbers of cuDNN's attention about the documents of rows: one for each that a row may have.
       vocab: entries of the vocabulary that a device has logits of.
+      latents: narrow vectors of latent attention, before sequence parallelism shards them.
     """
 
     tokens: int
@@ -67,6 +105,7 @@ class Activations:
     scores: int
     statistics: int
     vocab: int
+    latents: int
 
 
 COUNTER = Counter()
@@ -96,15 +135,20 @@ def has_operations(model: ModelConfig) -> bool:
 
 def _without_memory(model: ModelConfig) -> str | None:
     """Returns the key, with its value, for which formulas count operations but not memory, or `None`."""
-    if model.moe.num_experts and not all(model.has_experts):
-        return "model.moe.layers with layers without experts"
-    if model.latent.kv_rank:
-        return f"model.latent.kv_rank={model.latent.kv_rank}"
+    if any(len(one.kinds) > 1 for one in model.expert_segments.get("layers", ())):
+        return "model.moe.layers with units of layers with and without experts"
     if model.states_key:
         return model.states_key
     if model.attention_gate:
         return "model.attention_gate=true"
     return "model.moe.shared_gate=true" if model.moe.shared_gate else None
+
+
+def _without_usual_layers(model: ModelConfig) -> str | None:
+    """Returns the key, with its value, for which layers are not those of Megatron-LM's formulas, or `None`."""
+    if len(layer_stacks(model)) > 1:
+        return "model.moe.layers with layers without experts"
+    return f"model.latent.kv_rank={model.latent.kv_rank}" if model.latent.kv_rank else None
 
 
 def _without_operations(model: ModelConfig) -> str | None:
@@ -146,8 +190,8 @@ def require_operations(model: ModelConfig, what: str) -> None:
     _require(_without_operations(model), what)
 
 
-def require_formulas(model: ModelConfig, what: str) -> None:
-    """Checks that a command that reads the formulas of memory can count a model.
+def require_usual_layers(model: ModelConfig, what: str) -> None:
+    """Checks that a command can count a model that counts usual layers alone, which are equal.
 
     Args:
       what: the command or flag.
@@ -155,7 +199,7 @@ def require_formulas(model: ModelConfig, what: str) -> None:
     Raises:
       ConfigError: the model has layers that no formula counts.
     """
-    _require(_without_operations(model) or _without_memory(model), what)
+    _require(_without_operations(model) or _without_memory(model) or _without_usual_layers(model), what)
 
 
 def _require(key: str | None, what: str) -> None:
@@ -166,8 +210,15 @@ def _require(key: str | None, what: str) -> None:
         )
 
 
-def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) -> Weights:
-    """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit."""
+def count_weights(
+    model: ModelConfig, ctx: Context, counter: Counter = COUNTER, stack: LayerStack | None = None
+) -> Weights:
+    """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit.
+
+    Args:
+      stack: whose layers `gathered_layer` and `experts_layer` are of; `None` means a mean layer of the model.
+    """
+    stack = stack or LayerStack("", model, model.num_layers)
     spec = shards.flat_params(model, ctx)
     stored: dict[str, int] = {}
     used: dict[str, int] = {}
@@ -178,13 +229,13 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
         if gathered_shape != shape:
             used[path] = counter.shaped(f"gathered {path}", gathered_shape, p.axes)
     read = stored if ctx.layout.pipeline is None or ctx.layout.gather == "layer" else used
-    gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path]]
+    gathered = [path for path, p in spec.items() if p.stacked and used[path] > read[path] and stack.has(path)]
+    experts = [path for path, p in spec.items() if "experts" in p.axes and stack.has(path)]
     named = counter.named
-    layers = counter.named("layers", model.num_layers)
+    layers = counter.named(stack.label("layers"), stack.layers)
     if ctx.layout.pipeline is not None:
-        layers = named(
-            "layer slots of a stage", ctx.layout.pipeline.stages.chunks * ctx.layout.pipeline.stages.max_layers
-        )
+        stages = ctx.layout.pipeline.stages.parts[stack.name]
+        layers = named(stack.label("layer slots of a stage"), stages.chunks * stages.max_layers)
     trained = [path for path, p in spec.items() if not p.frozen]
     updated = stored
     if ctx.layout.update_axes:
@@ -195,12 +246,10 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
         updated = {path: counter.shaped(f"updated {path}", shape, spec[path].axes) for path, shape in shapes}
     return Weights(
         cast=named("parameters to cast", sum(read[path] for path, p in spec.items() if p.is_cast)),
-        gathered_layer=named("gathered weights of a layer", sum(used[path] for path in gathered) // layers),
+        gathered_layer=named(stack.label("gathered weights of a layer"), sum(used[p] for p in gathered) // layers),
         head=next(used[path] for path, p in spec.items() if "head" in p.roles),
         table=sum(used[path] for path, p in spec.items() if "token_table" in p.roles and "head" not in p.roles),
-        experts_layer=named(
-            "experts of a layer", sum(used[path] for path, p in spec.items() if "experts" in p.axes) // layers
-        ),
+        experts_layer=named(stack.label("experts of a layer"), sum(used[path] for path in experts) // layers),
         trained=named("trained parameters", sum(stored[path] for path in trained)),
         updated=named("trained parameters that a device updates", sum(updated[path] for path in trained)),
         summed=named("trained parameters as units read them", sum(read[path] for path in trained)),
@@ -208,9 +257,13 @@ def count_weights(model: ModelConfig, ctx: Context, counter: Counter = COUNTER) 
     )
 
 
-def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
-    """Counts the activations of one layer. Only the reference implementation of attention writes scores."""
-    m = job.model
+def count_activations(job: Job, counter: Counter = COUNTER, stack: LayerStack | None = None) -> Activations:
+    """Counts the activations of one layer. Only the reference implementation of attention writes scores.
+
+    Args:
+      stack: the stack of the layer; `None` means the only one.
+    """
+    m = stack.model if stack else job.model
     sizes = shards.mesh_sizes(job.ctx)
     named = counter.named
     rows = shards.microbatch_rows(job)
@@ -222,6 +275,10 @@ def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
     kv_heads = named("kv_heads", m.kv_heads)
     expert_width = named("expert_width", m.expert_width)
     shared = tokens * m.moe.shared_experts * expert_width // T
+    of_head = 2 * named("head_width", m.head_width)
+    latent = m.latent.kv_rank > 0
+    if latent:  # queries and keys have one width, values and the output of attention another
+        of_head = named("head_width", m.head_width) + named("value_width", m.value_width)
     if m.moe.num_experts:
         pairs = named("pairs of token and expert", shards.pair_capacity(m.moe, rows, length, sizes["expert"]))
         hidden = pairs * expert_width // T + shared
@@ -232,7 +289,7 @@ def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
     # Exchanges in rounds save no residuals; what they recompute is freed before attention recomputes its scores.
     rounds = shards.runs_in_rounds(m.moe, sizes["expert"])
     keys = job.data.seq_len if sizes["context"] == 1 else job.data.seq_len // sizes["context"] // 2
-    hidden = named("hidden", hidden)
+    hidden = named(stack.label("hidden") if stack else "hidden", hidden)
     documents = max(job.ctx.ops.max_documents or 0, 2) if job.cfg.has_segments else 0  # the kernel takes 2 or more
     counts = job.ctx.ops.attention == "cudnn" and documents > 0
     shared = named("hidden of shared experts", shared)
@@ -240,7 +297,7 @@ def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
         tokens=tokens,
         stream=named("stream", tokens * width),
         between=T if job.ctx.layout.sequence_parallel_axes else 1,
-        heads=named("queries to outputs", tokens * named("head_width", m.head_width) * (2 * heads + 2 * kv_heads) // T),
+        heads=named("queries to outputs", tokens * of_head * (heads + kv_heads) // T),
         hidden=hidden,
         sent=sent,
         saved_hidden=shared if rounds else hidden,
@@ -248,4 +305,5 @@ def count_activations(job: Job, counter: Counter = COUNTER) -> Activations:
         scores=named("scores", tokens * named("keys", keys) * heads // T) if job.ctx.ops.attention == "xla" else 0,
         statistics=named("log-sum-exps", named("max_documents", documents) * tokens * heads // T) if counts else 0,
         vocab=named("vocab", m.padded_classes // (sizes["tensor"] * sizes["pipe"])),
+        latents=named("latents", tokens * (m.latent.kv_rank + m.latent.rotary_dim + m.latent.q_rank)) if latent else 0,
     )

@@ -59,9 +59,12 @@ def _turns(program: Program | None) -> float:
     """Returns how often a stage communicates in its layers, as a multiple of what its units need."""
     if program is None:
         return 1.0
-    needed = program.schedule.microbatches * int((program.stages.group_of_slot >= 0).sum()) / program.stages.stages
-    taken = (float(program.layer_trips[name].sum(0).mean()) for name in ("forward", "backward"))
-    return max(1 + program.bubble, *(trips / needed for trips in taken))
+    found = [1 + program.bubble]
+    for name, part in program.stages.parts.items():
+        needed = program.schedule.microbatches * int((part.group_of_slot >= 0).sum()) / part.stages
+        loops = (f"{way}_{name}" if name else way for way in ("forward", "backward"))
+        found += [float(program.layer_trips[loop].sum(0).mean()) / needed for loop in loops]
+    return max(found)
 
 
 class CpuWork(NamedTuple):

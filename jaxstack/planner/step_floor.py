@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from jaxstack.config import ModelConfig
 from jaxstack.pipeline.partition import even
 from jaxstack.planner.memory import Flags
+from jaxstack.planner.sizes import layer_stacks
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Floor:
         return replace(self, seconds=self.seconds + more, backward=self.backward + more, waiting=waiting)
 
     def with_idle(self, model: ModelConfig, stages: int, pipeline: Flags) -> "Floor":
-        """Returns the bound with the least idle time of a pipeline."""
-        if stages == 1 or not self.forward:
+        """Returns the bound with the least idle time of a pipeline. Of several stacks of layers it is 0."""
+        if stages == 1 or not self.forward or len(layer_stacks(model)) > 1:
             return self
         chunks = pipeline["pipeline.chunks"]
         groups = even(model.layer_groups, stages * chunks)

@@ -11,7 +11,7 @@ from jaxstack.pipeline.program import WEIGHT_LOOPS, Program
 from jaxstack.planner import shards, traced
 from jaxstack.planner.hlo import HLO_DTYPES, Collective
 from jaxstack.planner.job import Job
-from jaxstack.planner.sizes import has_formulas
+from jaxstack.planner.sizes import LayerStack, has_formulas, layer_stacks
 
 TENSOR = ("tensor",)
 PIPE = ("pipe",)
@@ -41,15 +41,10 @@ class _Traffic:
         self.length = cfg.data.seq_len // self.sizes["context"]
         self.stream = (self.rows, self.length, cfg.model.d_model)
         accum = cfg.train.grad_accum
-        self.layer_runs = accum * cfg.model.num_layers
         # Runs of the head, of the embedding and of its gradient.
         self.heads = self.embeds = self.embed_grads = accum * shards.microbatches(ctx)
         if ctx.layout.pipeline is not None and has_formulas(cfg.model):
             turns = ctx.layout.pipeline.turns
-            trips = _mean_trips(ctx.layout.pipeline)
-            self.layer_runs = round(
-                accum * ctx.layout.pipeline.stages.period * (trips["forward"] + trips["backward"]) / 2
-            )
             self.embeds, self.embed_grads = (accum * int(n.sum()) for n in (turns.embed, turns.embed_grad))
         m = cfg.model
         remat = cfg.train.remat
@@ -62,6 +57,15 @@ class _Traffic:
             "post_norm": int(remat != "none" and m.post_norm),
             "dispatch": int(remat in ("full", "dots")),
         }
+
+    def runs(self, stack: LayerStack) -> int:
+        """Returns how often the device runs a layer of a stack, in each pass."""
+        accum = self.job.train.grad_accum
+        program = self.job.ctx.layout.pipeline
+        if program is None:
+            return accum * stack.layers
+        forward, backward = (_mean_trips(program)[loop] for loop in _loops(program, stack.name))
+        return round(accum * program.stages.parts[stack.name].period * (forward + backward) / 2)
 
     def add(
         self,
@@ -111,12 +115,15 @@ def activation_traffic(job: Job) -> list[Collective]:
     t = _Traffic(job)
     if not has_formulas(job.model):
         return [t.compiled(c) for c in traced.traffic(job) if _is_of_activations(c)]
-    _tensor_traffic(t)
+    for stack in layer_stacks(job.model):
+        _tensor_traffic(t, stack)
+    _tensor_traffic_of_ends(t)
     if job.ctx.layout.pipeline is not None:
         _pipeline_traffic(t)
-    _context_traffic(t)
-    if job.model.moe.num_experts:
-        _expert_traffic(t)
+    for stack in layer_stacks(job.model):
+        _context_traffic(t, stack)
+        if stack.model.moe.num_experts:
+            _expert_traffic(t, stack)
     return t.collectives
 
 
@@ -139,34 +146,59 @@ def _is_of_activations(c: Collective) -> bool:
     return c.kind in ("all-to-all", "collective-permute") or not set(c.axes) & {"data", "fsdp", "expert"}
 
 
-def _tensor_traffic(t: _Traffic) -> None:
-    """Adds the activations that tensor parallelism sends.
+def _tensor_traffic(t: _Traffic, stack: LayerStack) -> None:
+    """Adds the activations that tensor parallelism sends in layers.
 
     For each layer and microbatch there are two all-reduces in each pass (Shoeybi et al. 2019, section 3). With sequence
     parallelism each of them is a reduce-scatter and an all-gather (Korthikanti et al. 2022, section 4.2.2).
+
+    Latent attention makes its narrow vectors where the residual stream is. So these are gathered in place of the
+    stream, and their gradients are summed: the latent, what all heads share, and what queries are made from.
     """
-    m = t.job.model
+    m = stack.model
     repeats = t.repeats
     stream = t.stream
-    runs = t.layer_runs
-    ends = t.heads
+    runs = t.runs(stack)
     attention_out = max(repeats["attention_out"], repeats["post_norm"])
     in_rounds = shards.runs_in_rounds(m.moe, t.sizes["expert"])
     saves_tokens = m.moe.num_experts and not m.moe.shared_experts and not in_rounds
     mlp_in = repeats["dispatch"] if saves_tokens else repeats["layer_in"]
+    wide = 1 if m.latent.kv_rank else 2  # inputs of a layer as wide as the stream
+    narrow = {
+        "latent of attention": (m.latent.kv_rank, repeats["layer_in"]),
+        "key that heads share": (m.latent.rotary_dim, repeats["attention"]),
+        "input of queries": (m.latent.q_rank or m.d_model, repeats["layer_in"]),
+    }
+    if t.job.ctx.layout.sequence_parallel_axes:
+        attention_in = repeats["layer_in"] if wide == 2 else 0
+        t.add("all-gather", TENSOR, stream, runs * (wide + attention_in + mlp_in), "inputs of attention and MLP")
+        t.add("all-gather", TENSOR, stream, runs * 2, "gradients of their outputs")
+        outputs = 2 + wide + attention_out + repeats["post_norm"]
+        t.add("reduce-scatter", TENSOR, stream, runs * outputs, "outputs of attention and MLP")
+    else:
+        t.add("all-reduce", TENSOR, stream, runs * (2 + wide + attention_out + repeats["post_norm"]), "layers")
+    for where, (width, again) in narrow.items() if m.latent.kv_rank else ():
+        shape = (*stream[:2], width)
+        if t.job.ctx.layout.sequence_parallel_axes:
+            t.add("all-gather", TENSOR, shape, runs * (1 + again), where)
+            t.add("reduce-scatter", TENSOR, shape, runs, f"gradient of the {where}")
+        else:
+            t.add("all-reduce", TENSOR, shape, runs, f"gradient of the {where}")
+
+
+def _tensor_traffic_of_ends(t: _Traffic) -> None:
+    """Adds the activations that tensor parallelism sends in embedding, head and loss."""
+    m = t.job.model
+    stream = t.stream
+    ends = t.heads
     tied = m.tied_embeddings
     embedded = stream if tied else (*stream[:2], m.d_model // t.sizes["pipe"])  # the part that a stage looks up
     if t.job.ctx.layout.sequence_parallel_axes:
-        t.add("all-gather", TENSOR, stream, runs * (2 + repeats["layer_in"] + mlp_in), "inputs of attention and MLP")
-        t.add("all-gather", TENSOR, stream, runs * 2, "gradients of their outputs")
-        outputs = 4 + attention_out + repeats["post_norm"]
-        t.add("reduce-scatter", TENSOR, stream, runs * outputs, "outputs of attention and MLP")
         t.add("all-gather", TENSOR, stream, ends, "head")
         t.add("all-gather", TENSOR, embedded, t.embed_grads, "gradient of the embedding")
         t.add("reduce-scatter", TENSOR, embedded, t.embeds, "embedding")
         t.add("reduce-scatter", TENSOR, stream, ends, "gradient of the head")
     else:
-        t.add("all-reduce", TENSOR, stream, runs * (4 + attention_out + repeats["post_norm"]), "layers")
         t.add("all-reduce", (*PIPE, *TENSOR) if tied else TENSOR, embedded, t.embeds, "embedding")
         t.add("all-reduce", (*PIPE, *TENSOR), stream, ends, "gradient of the head")
     t.add("all-reduce", (*PIPE, *TENSOR), (t.rows, t.length), ends * 3, "cross-entropy", "f32")
@@ -198,37 +230,41 @@ def _pipeline_traffic(t: _Traffic) -> None:
         t.add("reduce-scatter", PIPE, residual, t.embed_grads, "the first stage's cotangent to the embedding")
 
 
-def _context_traffic(t: _Traffic) -> None:
-    """Adds the keys and values that context parallelism sends.
+def _context_traffic(t: _Traffic, stack: LayerStack) -> None:
+    """Adds the keys and values that context parallelism sends in layers.
 
     A ring sends keys and values once for each shard in each pass, and their gradients in float32 in the backward pass.
     """
-    m = t.job.model
-    runs = t.layer_runs
+    m = stack.model
+    runs = t.runs(stack)
     count = t.sizes["context"]
-    keys = (t.rows, t.length, m.kv_heads // t.sizes["tensor"], m.head_width)
-    if t.job.ctx.layout.context_method == "ring":
-        # The result of the last hop is not used. With two shards there is no loop: XLA then drops that hop, and the
-        # recomputation shares its hop with the backward pass.
-        hops = runs * (count * (2 + t.repeats["attention"]) if count > 2 else 2)
-        t.add("collective-permute", CONTEXT, keys, 2 * hops, "keys and values")
-        t.add("collective-permute", CONTEXT, keys, 2 * runs * count, "gradients of keys and values", "f32")
-        if t.job.data.packing:
-            t.add("collective-permute", CONTEXT, (t.rows, t.length), hops, "segments", "s32")
-    else:
-        passes = 1 + int(t.job.train.remat != "none")
-        sequence = (t.rows, t.length * count, *keys[2:])
-        t.add("all-gather", CONTEXT, sequence, runs * 2 * passes, "keys and values")
-        t.add("reduce-scatter", CONTEXT, sequence, runs * 2, "gradients of keys and values")
+    arrays = [((t.rows, t.length, m.kv_heads // t.sizes["tensor"], m.head_width), 2, "keys and values")]
+    if m.value_width != m.head_width:
+        shape = arrays[0][0][:3]
+        arrays = [((*shape, m.head_width), 1, "keys"), ((*shape, m.value_width), 1, "values")]
+    for keys, each, where in arrays:
+        if t.job.ctx.layout.context_method == "ring":
+            # The result of the last hop is not used. With two shards there is no loop: XLA then drops that hop, and the
+            # recomputation shares its hop with the backward pass.
+            hops = runs * (count * (2 + t.repeats["attention"]) if count > 2 else 2)
+            t.add("collective-permute", CONTEXT, keys, each * hops, where)
+            t.add("collective-permute", CONTEXT, keys, each * runs * count, f"gradients of {where}", "f32")
+            if t.job.data.packing and where != "values":
+                t.add("collective-permute", CONTEXT, (t.rows, t.length), hops, "segments", "s32")
+        else:
+            passes = 1 + int(t.job.train.remat != "none")
+            sequence = (t.rows, t.length * count, *keys[2:])
+            t.add("all-gather", CONTEXT, sequence, runs * each * passes, where)
+            t.add("reduce-scatter", CONTEXT, sequence, runs * each, f"gradients of {where}")
 
 
-def _expert_traffic(t: _Traffic) -> None:
-    """Adds the tokens that are sent to experts and back in each pass.
+def _expert_traffic(t: _Traffic, stack: LayerStack) -> None:
+    """Adds the tokens that layers send to experts and back in each pass.
 
     With a capacity they are counted in pairs of token and expert. Without one, a token is sent to a device once.
     """
-    moe = t.job.model.moe
-    runs = t.layer_runs
+    moe = stack.model.moe
+    runs = t.runs(stack)
     repeats = t.repeats
     recomputes = int(t.job.train.remat != "none")
     pairs = sent = shards.pair_capacity(moe, t.rows, t.length, t.sizes["expert"])
@@ -263,7 +299,7 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param, state_axes: shards.DimA
     cfg = t.job.cfg
     ctx = t.job.ctx
     accum = t.job.train.grad_accum
-    L = cfg.model.num_layers
+    L = p.shape[0] if p.stacked else 1  # layers of the stack, where no pipeline has them
     stored_axes = shards.param_axes(p, ctx.layout)
     used_axes = shards.param_axes(p, ctx.layout.with_gathered_params)
     sharded_over = {a for names in stored_axes for a in names}
@@ -283,7 +319,7 @@ def _parameter_traffic(t: _Traffic, path: str, p: Param, state_axes: shards.DimA
     scatters = accum * layers * uses
     if ctx.layout.gather == "layer":
         used = used[p.stacked :]
-        (gathers, scatters) = _uses_in_units(t, p)
+        (gathers, scatters) = _uses_in_units(t, path, p)
     elif ctx.layout.pipeline is not None:
         gathers = 1
         scatters = accum
@@ -318,18 +354,26 @@ def _mean_trips(program: Program) -> dict[str, float]:
     return {name: float(trips_TP.sum(0).mean()) for name, trips_TP in program.layer_trips.items()}
 
 
-def _uses_in_units(t: _Traffic, p: Param) -> tuple[int, int]:
+def _loops(program: Program, stack: str) -> tuple[str, str]:
+    """Returns the names of the loops over the layers of a stack, forward and backward."""
+    end = f"_{stack}" if program.stages.stacks else ""
+    return f"forward{end}", f"backward{end}"
+
+
+def _uses_in_units(t: _Traffic, path: str, p: Param) -> tuple[int, int]:
     """Returns how often the units of a pipeline gather a parameter, and how often they scatter its gradient.
 
     XLA:CPU moves the gathers of embedding and head out of the loop over ticks.
     """
     assert t.job.ctx.layout.pipeline is not None
-    trips = _mean_trips(t.job.ctx.layout.pipeline)
-    groups = t.job.train.grad_accum * t.job.ctx.layout.pipeline.stages.period
+    program = t.job.ctx.layout.pipeline
+    trips = _mean_trips(program)
+    groups = t.job.train.grad_accum * program.stages.of(path).period if p.stacked else 1
     if p.stacked:
         weight = sum(trips.get(name, 0) for name in WEIGHT_LOOPS)
-        scatters = weight if weight and p.kind == "matrix" else trips["backward"]
-        return round(groups * (trips["forward"] + trips["backward"])), round(groups * scatters)
+        forward, backward = (trips[loop] for loop in _loops(program, path.split("/")[0]))
+        scatters = weight if weight and p.kind == "matrix" else backward
+        return round(groups * (forward + backward)), round(groups * scatters)
     heads = t.job.train.grad_accum * int(t.job.ctx.layout.pipeline.turns.loss.sum()) if "head" in p.roles else 0
     embeds = 0 if p.roles == ("head",) else 1
     gathers = heads + embeds * t.embeds if t.job.ctx.ops.platform != "cpu" else 1

@@ -245,9 +245,9 @@ mistakes(
     "planner/test_programs.py",
     ("of_all * others(hosts) / network", "of_all * others(c.devices) / network"),
     ("seconds * 4 / 5", "seconds"),
-    ("seconds / shards.mesh_sizes(job.ctx)[\"tensor\"]", "seconds"),
+    ('seconds / shards.mesh_sizes(job.ctx)["tensor"]', "seconds"),
     ("times=op.times * matrices", "times=op.times"),
-    ("op.dtype != \"float32\"", "True"),
+    ('op.dtype != "float32"', "True"),
     ("launches if late else 0.0", "launches"),
     ("1e-6 * math.fsum(op.times * _matrices(op)", "1e-6 * math.fsum(op.times"),
 )
@@ -256,6 +256,6 @@ mistakes(
     "plan",
     "planner/step_time.py",
     "planner/test_programs.py",
-    ("max(0.0, work.launches * factors[\"host\"] - busy)", "work.launches * factors[\"host\"]"),
+    ('max(0.0, work.launches * factors["host"] - busy)', 'work.launches * factors["host"]'),
     ("for _, kind, s in work.collectives if kind in OF_LAYERS", "for _, kind, s in work.collectives"),
 )

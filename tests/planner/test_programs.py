@@ -89,7 +89,9 @@ def test_a_device_waits_for_a_late_host():
     case = published.case_of(row_named("GPT-OSS 20B, 8 GPUs"))
     busy = rates()
     assert case.ratio(busy) == published.step_time(case.job, case.limits, busy, case.work).total / case.seconds
-    slow = replace(busy, factors={"gpu": {**busy.factors["gpu"], "host": 1e6 * case.seconds / case.work.launches / 1e6 * 3}})
+    slow = replace(
+        busy, factors={"gpu": {**busy.factors["gpu"], "host": 1e6 * case.seconds / case.work.launches / 1e6 * 3}}
+    )
     assert case.ratio(slow) > 2.9  # three times the published step, and what is beside the layers
 
 
