@@ -4,11 +4,16 @@ The model is fitted to steps that others have published; each prediction has an 
 `jaxstack train`. With --program it predicts what the program of another stack takes for the same step.
 """
 
+from typing import TYPE_CHECKING
+
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens
 from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser
+
+if TYPE_CHECKING:  # JAX must start after the environment is set
+    from jaxstack.planner.step_time import StepTime, Work
 
 
 def add_arguments(parser: Parser) -> None:
@@ -33,22 +38,12 @@ def main(args: Namespace) -> None:
     import os
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxstack.planner import programs
     from jaxstack.planner.beside import time_beside
     from jaxstack.planner.figures import copy_figures, outside_fit, published_errors, time_figures, traffic_figures
-    from jaxstack.planner.step_time import step_time, work_of
+    from jaxstack.planner.step_time import step_time
 
     plan = Plan(args)
-    assumed: list[str] = []
-    if args.program is None:
-        work = work_of(plan.job, plan.limits)
-    else:
-        program = programs.named(args.program, plan.job, plan.limits)
-        work = programs.work_of(program, plan.job, plan.limits)
-        assumed = programs.assumptions(program, plan.job, work)
-        plan.say(f"not our program, but the program of {', '.join(program.stacks)}; assumed are")
-        plan.say("\n".join(f"  {line}" for line in [*assumed, *(f"source: {url}" for url in program.source)]))
-        plan.say("")
+    work, assumed = work_of_program(args.program, plan)
     time = step_time(plan.job, plan.limits, work=work)
     budget = plan.budget(args.tokens)
     parts = time_figures(plan.job, plan.limits, time, work)
@@ -66,8 +61,6 @@ def main(args: Namespace) -> None:
     each = time.tokens_per_s / plan.devices
     low, high = (time.tokens / seconds / plan.devices for seconds in reversed(time.interval))
     days = budget / time.tokens * whole / 86400
-    mfu = time.mfu
-    peak = f"({time.total:.6g} s x {time.peak:.6g} FLOP/s)"
     plan.say(f"{each:,.0f} tokens/s a device, in nine of ten cases {low:,.0f} to {high:,.0f}")
     plan.say(f"{time.tokens_per_s:,.0f} tokens/s; {days:,.4g} days for {budget:.4g} tokens")
     if more:
@@ -76,10 +69,7 @@ def main(args: Namespace) -> None:
     if args.price:
         cost = args.price * plan.devices * 24 * days
         plan.say(f"{cost:,.0f} for them, {1e6 * cost / budget:.4g} for a million tokens, at {args.price:g} an hour")
-    plan.say(f"MFU {mfu.full:.1%} (full attention), {mfu.causal:.1%} (causal); with recomputation {time.hfu:.1%}")
-    if plan.explain:
-        plan.say(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
-        plan.say(f"  days = {budget:.6g} tokens / {time.tokens} tokens a step x {whole:.6g} s / 86400")
+    say_utilisation(plan, time, f"{budget:.6g} tokens / {time.tokens} tokens a step x {whole:.6g} s / 86400")
     if not assumed:
         plan.say(f"attention by {plan.job.ctx.ops.attention}")
     plan.say(published_errors())
@@ -87,7 +77,7 @@ def main(args: Namespace) -> None:
     if warning:
         plan.say(warning)
     plan.write(
-        tokens_per_s_per_device=each, low=low, high=high, mfu=mfu.full, mfu_causal=mfu.causal, hfu=time.hfu,
+        tokens_per_s_per_device=each, low=low, high=high, mfu=time.mfu.full, mfu_causal=time.mfu.causal, hfu=time.hfu,
         step_s=time.total, tokens_per_s=time.tokens_per_s, tokens=budget, days=days, cost=cost, with_beside_s=whole,
         attention=work.kernel if assumed else plan.job.ctx.ops.attention, within_fit=not warning,
         program=args.program, assumed=assumed,
@@ -97,3 +87,36 @@ def main(args: Namespace) -> None:
 
         plan_plot.draw_time(time, plan.plot)
         plan.say(f"wrote {plan.plot}")
+
+
+def say_utilisation(plan: Plan, time: "StepTime", days: str) -> None:
+    """Prints the utilisation of the chips, and with `--explain` its formula and the formula of the days."""
+    mfu = time.mfu
+    peak = f"({time.total:.6g} s x {time.peak:.6g} FLOP/s)"
+    plan.say(f"MFU {mfu.full:.1%} (full attention), {mfu.causal:.1%} (causal); with recomputation {time.hfu:.1%}")
+    if plan.explain:
+        plan.say(f"  MFU = {time.model_flops.full:.6g} FLOPs / {peak}; HFU = {time.hardware_flops:.6g} FLOPs / {peak}")
+        plan.say(f"  days = {days}")
+
+
+def work_of_program(name: str | None, plan: Plan) -> "tuple[Work, list[str]]":
+    """Returns what a device does in a step of a program, and what is assumed of it, which is printed.
+
+    Args:
+      name: value of `--program`; `None` means ours, of which nothing is assumed.
+
+    Raises:
+      ConfigError: there is no such program.
+    """
+    from jaxstack.planner import programs
+    from jaxstack.planner.step_time import work_of
+
+    if name is None:
+        return work_of(plan.job, plan.limits), []
+    program = programs.named(name, plan.job, plan.limits)
+    work = programs.work_of(program, plan.job, plan.limits)
+    assumed = programs.assumptions(program, plan.job, work)
+    plan.say(f"not our program, but the program of {', '.join(program.stacks)}; assumed are")
+    plan.say("\n".join(f"  {line}" for line in [*assumed, *(f"source: {url}" for url in program.source)]))
+    plan.say("")
+    return work, assumed

@@ -145,10 +145,16 @@ def _resolve_stacks(
         full = min(groups, stages * chunks)
         layers += tuple(period * n for n in even(groups, full)) + (0,) * (stages * chunks - full)
     all_chunks = chunks * len(stacks)
-    make = gpipe if pipeline.schedule == "gpipe" else interleaved_one_f_one_b
-    schedule = make(stages, microbatches_of(all_chunks), all_chunks)
     named = tuple((name, chunks, period) for name, (_, period) in stacks.items())
-    return Program(schedule, Stages(stages, layers, stacks=named, sparse=bool(parts)))
+    placed = Stages(stages, layers, stacks=named, sparse=bool(parts))
+    return _program_of_stacks(pipeline.schedule, placed, microbatches_of(all_chunks))
+
+
+@lru_cache(maxsize=512)
+def _program_of_stacks(schedule: str, stages: Stages, microbatches: int) -> Program:
+    """Returns the program of several stacks. A search over meshes asks for the same ones often."""
+    make = gpipe if schedule == "gpipe" else interleaved_one_f_one_b
+    return Program(make(stages.stages, microbatches, stages.chunks), stages)
 
 
 @lru_cache(maxsize=512)

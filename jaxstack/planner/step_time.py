@@ -231,16 +231,12 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
         bubble = _bubble_of_stacks(job.ctx, in_layers, seconds, _stack_loop if listed else _traced_loop)
     if bubble:
         bubble *= 1 + exposed.get("tensor", 0.0) / (layers + repeated)
-    if work.launches:
-        factors = fitted.factors[limits.chip.platform]
-        busy = layers + repeated + math.fsum(factors[kind] * s for _, kind, s in work.collectives if kind in OF_LAYERS)
-        idle = bubble / (layers + repeated + exposed.get("tensor", 0.0))
-        exposed[HOST] = (1 + idle) * max(0.0, work.launches * factors["host"] - busy)
-        alone[HOST] = (1 + idle) * work.launches * factors["host"]
     head = seconds(op for op in ops if not op.of_layer and not op.of_update)
     update = seconds(op for op in ops if op.of_update)
     forward = seconds(op for op in in_layers if not op.in_backward)
-    for name, (copying, waiting) in _copies(job, limits, forward, layers + repeated - forward).items():
+    others = _copies(job, limits, forward, layers + repeated - forward)
+    others |= _host(work, fitted.factors[limits.chip.platform], layers + repeated, exposed.get("tensor", 0.0), bubble)
+    for name, (copying, waiting) in others.items():
         alone[name] = copying
         exposed[name] = waiting
     tokens = job.data.batch_size * job.data.seq_len
@@ -394,6 +390,23 @@ def _copies(job: Job, limits: ChipLimits, forward: float, backward: float) -> di
         "residuals to and from the host": (2 * each, waits),
     }
     return {name: seconds for name, seconds in found.items() if seconds[0]}
+
+
+def _host(
+    work: Work, factors: Mapping[str, float], layers: float, tensor: float, bubble: float
+) -> dict[str, tuple[float, float]]:
+    """Returns the seconds in which a host starts operations one by one, and those that the device waits for it.
+
+    Args:
+      factors: of the chip's platform.
+      layers, tensor, bubble: seconds of the layers' operations, of waiting for `tensor`, and of idle ticks.
+    """
+    if not work.launches:
+        return {}
+    busy = layers + math.fsum(factors[kind] * alone for _, kind, alone in work.collectives if kind in OF_LAYERS)
+    starting = work.launches * factors["host"]
+    idle = bubble / (layers + tensor)
+    return {HOST: ((1 + idle) * starting, (1 + idle) * max(0.0, starting - busy))}
 
 
 WEIGHTS = ("weights", "weights, network")

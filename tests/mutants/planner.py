@@ -256,6 +256,26 @@ mistakes(
     "plan",
     "planner/step_time.py",
     "planner/test_programs.py",
-    ('max(0.0, work.launches * factors["host"] - busy)', 'work.launches * factors["host"]'),
-    ("for _, kind, s in work.collectives if kind in OF_LAYERS", "for _, kind, s in work.collectives"),
+    ("max(0.0, starting - busy)", "starting"),
+    ("for _, kind, alone in work.collectives if kind in OF_LAYERS", "for _, kind, alone in work.collectives"),
+)
+
+mistakes(
+    "plan",
+    "planner/sizes.py",
+    "planner/test_layer_stacks.py",
+    ("replace(model, moe=moe), one.depth)", "model, one.depth)"),
+    (
+        'named("head_width", m.head_width) + named("value_width", m.value_width)',
+        '2 * named("head_width", m.head_width)',
+    ),
+)
+
+mistakes(
+    "plan",
+    "planner/traffic.py",
+    "planner/test_layer_stacks.py",
+    ("wide = 1 if m.latent.kv_rank else 2", "wide = 2"),
+    ('(m.latent.rotary_dim, repeats["attention"])', '(m.latent.rotary_dim, repeats["layer_in"])'),
+    ("return accum * stack.layers", "return accum * self.job.model.num_layers", "planner/test_layer_stacks.py -m slow"),
 )
