@@ -2,9 +2,9 @@
 
 Both models are dense. Each seed trains them in bfloat16 and with `train.quant=int8` on the same batches, on the CPU.
 The result has the training loss and the held-out loss of each run, and for each seed the difference of the last
-held-out losses (`benchmarks/results/int8_families.json`). Seeds that are recorded and that
-`--seeds` does not name are kept. It compares losses and not speed, because CPUs have no fast 8-bit products. It needs
-the extras [translate] and [images].
+held-out losses (`benchmarks/results/int8_families.json`). Seeds that are recorded already and that `--seeds` does not
+name are kept. It compares losses and not speed, because CPUs have no fast
+8-bit products. It needs the extras [translate] and [images].
 
 `--compile` runs nothing. In the environment of the extra `[cuda13]` it compiles the training step of a larger model of
 each family for one H100. It counts the products of the program by the dtype of their result, which is int32 for int8,
@@ -43,7 +43,7 @@ TRANSLATION = [
 DIFFUSION = ["--config=configs/diffusion_digits.yaml", "--model.moe.num_experts=0", "--train.steps=240"]
 MODELS = {"translation": TRANSLATION, "diffusion": [*DIFFUSION, "--sample.pictures=0", "--train.ngram_baseline=false"]}
 COMPILED = [
-    "--kernels.attention=xla",
+    "--kernels.attention=chunked",
     "--kernels.cross_entropy=xla",
     "--train.ngram_baseline=false",
     "--optim.name=adamw",
