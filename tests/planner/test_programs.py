@@ -105,6 +105,9 @@ def test_our_program_waits_for_no_host_and_others_wait_in_a_step_as_predicted():
     time = step_time(job, limits, slow, work)
     whole = 1e-6 * sum(op.times * (op.matrix[3] if op.matrix else 1) for op in work.ops if op.of_layer) * 1e4
     assert time.exposed[HOST] + time.hidden[HOST] == pytest.approx(whole)  # no pipeline has idle ticks
+    assert {kind for _, kind, _ in work.collectives} == {"expert", "weights"}
+    waited = slow.factors["gpu"]["expert"] * math.fsum(s for _, kind, s in work.collectives if kind == "expert")
+    assert time.exposed[HOST] == pytest.approx(whole - time.layers - time.recomputation - waited)
     compiled = replace(work, launches=0.0)
     assert time.total - step_time(job, limits, slow, compiled).total == pytest.approx(time.exposed[HOST])
 
