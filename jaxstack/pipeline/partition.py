@@ -63,7 +63,7 @@ class Partition:
         G = self.schedule.model_chunks
         if len(self.layers) != G or sum(self.layers) != L or min(self.layers) < 1:
             raise ConfigError(
-                f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}; use counts such as {even(L, G)}"
+                f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}; use such as {even(L, G)}"
             )
 
     @cached_property
