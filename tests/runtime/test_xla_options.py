@@ -125,5 +125,7 @@ def test_a_command_ends_with_one_line_and_code_2():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "train: error: XLA_FLAGS=--xla_bogus=1 is refused" in ended.stderr
     assert ended.stderr.count("\n") == 1
-    shown = subprocess.run([sys.executable, "-m", "jaxstack", "schedule", "--help"], env=env, capture_output=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "jaxstack", "schedule", "1f1b", "--stages=2"], env=env, capture_output=True
+    )
     assert shown.returncode == 0, "a command that compiles nothing does not ask"
