@@ -187,7 +187,7 @@ figure, axes = plt.subplots(figsize=(6, 2.2))
 axes.barh(list(errors), list(errors.values()), color=BLUE)
 axes.axvline(2.0**-24, color=GRAY, linestyle="--")
 axes.invert_yaxis()
-axes.set(xlabel="relative error", xscale="log")
+axes.set(xlabel="relative error")
 plt.show()
 
 # %% [markdown]
@@ -236,7 +236,7 @@ for place, (peak, _) in zip(places, CHIPS.values(), strict=True):
     )
 axes.set_xticks(places, list(CHIPS))
 axes.set(ylabel="microseconds a head", yscale="log")
-axes.legend()
+figure.legend(loc="outside upper center", ncols=3)
 plt.show()
 
 # %% [markdown]
@@ -323,7 +323,6 @@ for axis, window in zip(axes, (None, 100), strict=True):
     axis.imshow(picture, cmap="Blues", vmin=0, vmax=1.6)
     axis.set(title=f"causal, window {window}", xlabel="block of keys", ylabel="block of queries")
     print(f"window {window}: {int(picture.sum())} of {blocks * blocks} blocks are visited")
-figure.tight_layout()
 plt.show()
 
 # %% [markdown]

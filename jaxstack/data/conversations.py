@@ -200,7 +200,10 @@ def _messages(value: dict[str, Any], shape: str) -> tuple[list[Message], frozens
             )
         checked.append(own)
     if not answers:
-        raise ConfigError(f"none of {len(checked)} messages is the assistant's, so none is learned. Remove the line.")
+        roles = ", ".join(one["role"] for one in checked) or "missing"
+        raise ConfigError(
+            f"no message is the assistant's (the roles are {roles}). Remove the line, which teaches nothing."
+        )
     return checked, frozenset(i for i, answer in enumerate(answers) if not answer)
 
 

@@ -106,7 +106,7 @@ def _words(name: str, value: Any, labels: Labels) -> Example:
     spans = [(start, start + len(word)) for start, word in zip(starts, words, strict=True)]
     found = [-1 if label is None else labels.index(label) for label in each]
     if max(found) < 0:
-        raise ConfigError(f"none of {len(words)} words has a label. Remove the line.")
+        raise ConfigError(f"no word of {quoted(words)} has a label. Remove the line.")
     return Example(name, " ".join(words), spans, found)
 
 

@@ -61,8 +61,8 @@ class Costs:
         counts = dict.fromkeys(("forward", "backward", "state_bytes", "stash_bytes"), L) | {"first": 2, "last": 2}
         counts |= {name: L for name in ("weight", "pair_bytes") if getattr(self, name) is not None}
         if (self.weight is None) != (self.pair_bytes is None):
-            alone = "weight" if self.pair_bytes is None else "pair_bytes"
-            raise ConfigError(f"{alone} is given alone, but weight and pair_bytes belong together; give both, or none")
+            name = "weight" if self.pair_bytes is None else "pair_bytes"
+            raise ConfigError(f"{name} is given alone, but weight and pair_bytes belong together; give both, or none")
         alone = ["bandwidth", "latency", *(["memory_bytes"] if self.memory_bytes is not None else [])]
         if isinstance(self.boundary_bytes, Real):
             alone.append("boundary_bytes")

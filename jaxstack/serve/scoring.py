@@ -116,10 +116,9 @@ def _texts(fields: RequestFields, model: Model) -> Rows:
         return read_prompts(fields, model, "input")[0]
     *before, last = read_messages(messages)
     if last["role"] != "assistant" or not before:
-        role = shown_value(last["role"])
+        roles = ", ".join(message["role"] for message in (*before, last))
         raise ApiError(
-            f"messages end with the role {role}, and {len(before)} messages are before it. End them with an answer of "
-            f"the assistant, which has the score.",
+            f"the roles of messages are {roles}. Send a prompt, and then the answer of the assistant that is scored.",
             "messages",
         )
     return _rendered([(before, last["content"])], model, "messages")
