@@ -61,7 +61,7 @@ print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
 
 # %% [markdown]
 # Which bytes are frequent? A model that knows only these shares, and nothing of the bytes before, reaches their entropy. The
-# dashed line is the share of a byte if all were equally frequent, which is what the model believes before its first step.
+# dashed line is the share of a byte if all were equally frequent, as the model predicts before its first step.
 
 # %%
 seen = np.concatenate([batches[step]["tokens"].ravel() for step in range(20)])
