@@ -60,7 +60,7 @@ for name, array in batches[0].items():
 print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
 
 # %% [markdown]
-# Which bytes are frequent? A model that knows only these shares, and nothing of the bytes before, reaches their entropy. The
+# Which bytes are frequent? A model that predicts these shares, whatever the bytes before are, reaches their entropy. The
 # dashed line is the share of a byte if all were equally frequent, as the model predicts before its first step.
 
 # %%
