@@ -19,8 +19,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import numpy as np
+
 import jaxstack as js
 from jaxstack import data, families, train
+from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
 from jaxstack.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, SampleConfig, TrainConfig, resolve
 from jaxstack.runtime import platform
 
@@ -32,6 +36,7 @@ cfg = Config(
     optim=OptimConfig(name="muon", lr=7e-3, warmup_steps=20, schedule="wsd", decay_fraction=0.6, final_lr_fraction=0.0),
     sample=SampleConfig(prompts=()),
 )
+plt.rcParams.update(STYLE)
 
 # %% [markdown]
 # ## The data
@@ -53,6 +58,25 @@ batches = data.batches(dataset.train, seed=cfg.run.seed, **reading)
 for name, array in batches[0].items():
     print(f"{name:8}", array.dtype, array.shape)
 print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
+
+# %% [markdown]
+# Which bytes are frequent? A model that predicts these shares, whatever the bytes before are, reaches their entropy. The
+# dashed line is the share of a byte if all were equally frequent, as the model predicts before its first step.
+
+# %%
+seen = np.concatenate([batches[step]["tokens"].ravel() for step in range(20)])
+shares = np.bincount(seen, minlength=256) / seen.size
+frequent = np.argsort(shares)[::-1][:16]
+entropy = -(shares[shares > 0] * np.log(shares[shares > 0])).sum()
+print(f"entropy of single bytes: {entropy:.2f} nats, of 256 equal ones: {np.log(256):.2f}")
+
+figure, axes = plt.subplots(figsize=(7, 2.6))
+axes.bar([repr(chr(byte)) for byte in frequent], 100 * shares[frequent], color=BLUE)
+axes.axhline(100 / 256, color=GRAY, linestyle="--")
+axes.set(ylabel="share of all bytes (%)", title="the most frequent bytes of 20 batches")
+plt.show()
+assert shares.argmax() == ord(" ")
+assert 2 < entropy < np.log(256)
 
 # %% [markdown]
 # ## The model
@@ -87,11 +111,8 @@ train.main(cfg)
 # `metrics.jsonl` has a line for each step. `js.load` reads the model back, here on one device for each CPU core as in the
 # training. `evaluate` computes the held-out loss, which equals the logged one.
 
+
 # %%
-import matplotlib.pyplot as plt
-import numpy as np
-
-
 def logged(cfg: Config, name: str) -> list[float]:
     """Returns a figure of each line of the log that has it."""
     lines = map(json.loads, (Path(cfg.run.dir) / "metrics.jsonl").read_text().splitlines())
@@ -115,12 +136,20 @@ for piece in run.stream("import os\n\ndef ", tokens=100, temperature=0.7):
     print(piece, end="", flush=True)
 
 # %% [markdown]
-# The model gives a score to every possible next byte. These are the most probable ones:
+# The model gives a score to every possible next byte. What does it expect after `de` at the beginning of a line, and what
+# after a closed bracket?
 
 # %%
-scores = run.logits("import os\n\nde")[-1]
-for byte in np.argsort(scores)[::-1][:3]:
-    print(repr(run.tokenizer.decode([byte])), f"{np.exp(scores - np.logaddexp.reduce(scores))[byte]:.2f}")
+figure, both = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
+for axes, text in zip(both, ("import os\n\nde", "print(1)"), strict=True):
+    scores = run.logits(text)[-1]
+    probabilities = np.exp(scores - np.logaddexp.reduce(scores))
+    likeliest = np.argsort(scores)[::-1][:6]
+    axes.bar([repr(chr(byte)) for byte in likeliest], probabilities[likeliest], color=BLUE)
+    axes.set(title=f"after {text[-8:]!r}", xlabel="next byte")
+both[0].set_ylabel("probability")
+plt.show()
+assert abs(probabilities.sum() - 1) < 1e-4
 
 # %% [markdown]
 # ## Change the model
@@ -142,11 +171,11 @@ assert bits_without > bits + 0.1
 # which bytes are frequent.
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-axes.plot(losses, label="rotary positions")
-axes.plot(losses_without, label="no positions")
+figure, axes = plt.subplots(figsize=(7, 3))
+axes.plot(losses, color=BLUE, label="rotary positions")
+axes.plot(losses_without, color=ORANGE, label="no positions")
+axes.axhline(entropy, color=GRAY, linestyle="--", label="entropy of single bytes")
 axes.set(xlabel="step", ylabel="loss (nats per byte)")
-axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
 

@@ -19,15 +19,18 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # JAX reads this when it is imported
 
 # %%
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 
+from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
 from jaxstack.config import MeshConfig
 from jaxstack.sharding import Rules, ShardingError, assert_sharded, make_mesh, shard, shardings_of, summarize
 
 jax.config.update("jax_default_matmul_precision", "float32")  # GPUs and TPUs would round more, and differ more
+plt.rcParams.update(STYLE)
 devices = (jax.devices() if jax.device_count() >= 8 else jax.devices("cpu"))[:8]
 print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
 
@@ -115,8 +118,28 @@ assert_sharded(*shardings_of(model), mesh)
 assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(plain)))
 
 # %% [markdown]
-# ## A picture
+# ## Pictures
 #
+# How many bytes does a device store of each array? An eighth is the least that eight devices can store; a quarter means that
+# `data` does not split parameters.
+
+# %%
+leaves, specs = shardings_of(model)
+whole = np.array([leaf.itemsize * np.prod(leaf.shape) for leaf in leaves.values()]) / 1024
+parts = [jax.NamedSharding(mesh, specs[path]).shard_shape(leaf.shape) for path, leaf in leaves.items()]
+stored = np.array([4 * np.prod(part) for part in parts]) / 1024
+
+figure, axes = plt.subplots(figsize=(7, 3.2))
+axes.barh(list(leaves), whole, color=GRAY, label="the whole array")
+axes.barh(list(leaves), stored, color=BLUE, label="on each device")
+axes.invert_yaxis()
+axes.set(xlabel="KiB")
+axes.legend()
+plt.show()
+print(f"a device stores {stored.sum() / whole.sum():.1%} of the parameters")
+assert stored.sum() < 0.27 * whole.sum()
+
+# %% [markdown]
 # JAX draws which devices hold the parts of an array. First `up/kernel`, 128 x 512: `fsdp` splits its rows in two halves,
 # `tensor` its columns. Two devices hold each part, because parameters are not split over `data`.
 
@@ -199,6 +222,17 @@ on_one = np.array([train_step(plain, plain_optimizer, jax.device_put(tokens, dev
 
 np.testing.assert_allclose(on_eight, on_one, rtol=1e-5)
 print(f"largest relative difference of the loss: {np.max(np.abs(on_eight / on_one - 1)):.1e}")
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8))
+left.plot(on_one, color=ORANGE, linewidth=4, label="one device")
+left.plot(on_eight, color=BLUE, label="eight devices")
+left.set(xlabel="step", ylabel="loss (nats per token)")
+left.legend()
+right.semilogy(np.abs(on_eight / on_one - 1) + 1e-9, "o", color=BLUE, markersize=3)
+right.axhline(1e-5, color=GRAY, linestyle="--")
+right.set(xlabel="step", title="relative difference, and the tolerance")
+plt.show()
 
 # %% [markdown]
 # ## Linen

@@ -23,6 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
+
+plt.rcParams.update(STYLE)
 rng = np.random.default_rng()
 device = jax.devices()[0]
 print(f"jax {jax.__version__}, {device.device_kind}")
@@ -167,9 +170,25 @@ def true_gradients(x, gain, dy, eps=1e-6):
 
 
 _, vjp = jax.vjp(fast_rms_norm, x, gain)
+errors = {
+    "reference": error(rms_norm(x, gain), truth(x, gain)),
+    "kernel": error(rms_norm_pallas(x, gain), truth(x, gain)),
+}
 for name, got, want in zip(("x", "gain"), vjp(dy), true_gradients(x, gain, dy), strict=True):
     print(f"gradient by {name:<4} is off by {error(got, want):.1e}")
+    errors[f"gradient by {name}"] = error(got, want)
     assert error(got, want) < 1e-5  # sums of a hundred terms
+
+# %% [markdown]
+# A kernel and its gradient should be as exact as the reference. Compare them with float32, which rounds at the dashed line:
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 2.2))
+axes.barh(list(errors), list(errors.values()), color=BLUE)
+axes.axvline(2.0**-24, color=GRAY, linestyle="--")
+axes.invert_yaxis()
+axes.set(xlabel="relative error")
+plt.show()
 
 # %% [markdown]
 # ## 5. Is it worth it?
@@ -200,6 +219,25 @@ for chip, (peak, bandwidth) in CHIPS.items():
         f"{1e6 * max(flops / peak, small / bandwidth):5.1f} us without (compute alone {1e6 * flops / peak:.1f})"
     )
     assert flops / peak > small / bandwidth  # the kernel is bound by compute: the reason to write it
+
+# %% [markdown]
+# The bars have the time for moving bytes, and the line the time for computing. Above the line, a program waits for memory.
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 2.6))
+places = np.arange(len(CHIPS))
+moving = {scores: [1e6 * work(scores)[1] / bandwidth for _, bandwidth in CHIPS.values()] for scores in (True, False)}
+axes.bar(places - 0.2, moving[True], 0.4, color=ORANGE, label="bytes, scores in memory")
+axes.bar(places + 0.2, moving[False], 0.4, color=BLUE, label="bytes, scores on the chip")
+for place, (peak, _) in zip(places, CHIPS.values(), strict=True):
+    computing = 1e6 * work(True)[0] / peak
+    axes.plot(
+        [place - 0.45, place + 0.45], [computing, computing], color="black", label="FLOPs" if place == 0 else None
+    )
+axes.set_xticks(places, list(CHIPS))
+axes.set(ylabel="microseconds a head", yscale="log")
+figure.legend(loc="outside upper center", ncols=3)
+plt.show()
 
 # %% [markdown]
 # ## 6. Attention in blocks
@@ -285,7 +323,6 @@ for axis, window in zip(axes, (None, 100), strict=True):
     axis.imshow(picture, cmap="Blues", vmin=0, vmax=1.6)
     axis.set(title=f"causal, window {window}", xlabel="block of keys", ylabel="block of queries")
     print(f"window {window}: {int(picture.sum())} of {blocks * blocks} blocks are visited")
-figure.tight_layout()
 plt.show()
 
 # %% [markdown]

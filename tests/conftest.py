@@ -18,6 +18,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):  # its new fusion emitters take four times as long to compile
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ["JAXSTACK_ACCEPTED_XLA_FLAGS"] = os.environ["XLA_FLAGS"]  # the runs that tests start need not ask XLA
 # All processes share one compilation cache: the workers of pytest-xdist and the runs that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxstack-tests-")

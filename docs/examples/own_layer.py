@@ -3,7 +3,9 @@
     python docs/examples/own_layer.py
 
 The other kind has a gated recurrence in place of attention. At each token, every unit of a state keeps a share of its
-value, and the token decides how much (as in Martin and Cundy 2018, arXiv:1709.04057). No file of the package changes.
+value, and the token decides how much (as in Martin and Cundy 2018, arXiv:1709.04057). The share is between -1 and 1.
+With a negative share, a state can tell odd numbers from even ones (Grazzi et al. 2024, arXiv:2411.12537), which the
+model of this example learns. No file of the package changes.
 """
 
 import os
@@ -54,7 +56,7 @@ def recurrence(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> 
     """Computes state[t] = keep[t] * state[t - 1] + (1 - keep[t]) * write[t]; each device has some of the units."""
     x = ctx.layout.gather_activations(x, "mlp")
     write = layers.linear(cfg, params, "write", x, ctx, "mlp").astype(jnp.float32)  # [B, S, F/n]
-    keep = jax.nn.sigmoid(layers.linear(cfg, params, "keep", x, ctx, "mlp").astype(jnp.float32))
+    keep = jnp.tanh(layers.linear(cfg, params, "keep", x, ctx, "mlp").astype(jnp.float32))
 
     def after(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return a[0] * b[0], a[1] * b[0] + b[1]

@@ -48,7 +48,8 @@ def main(args: Namespace) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists and is never overwritten. Name another file.")
     if args.mesh != MeshConfig(data=1):
-        raise ConfigError("the parts of a model are measured on one device, but the mesh is another one. Leave it out.")
+        axes = ", ".join(f"mesh.{axis}={size}" for axis, size in args.mesh.sizes.items() if size != 1)
+        raise ConfigError(f"{axes} splits a model whose parts are measured on one device. Remove these flags.")
     cfg, tokenizer = load_run.read_run(run)
     plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None), train=replace(cfg.train, qat="none"))
     opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step)

@@ -130,7 +130,8 @@ def main(args: Namespace) -> None:
     Console(highlight=False, soft_wrap=True).print(table(results))
     if line := describe_frame(tokenizer):
         print(line)
-    print(f"step     {record['step']:,}; number of programs that score: {record['programs']}")
+    programs = f"; number of programs that score: {record['programs']}" if record["programs"] else ""
+    print(f"step     {record['step']:,}{programs}")
     print(f"results  {evaluations.write(path, record)}")
 
 

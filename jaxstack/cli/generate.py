@@ -132,7 +132,7 @@ def main(args: Namespace) -> None:
     if args.language is not None:
         raise ConfigError(f"--language={args.language} is for encoder-decoders. Leave it out.")
     if args.out is not None:
-        raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
+        raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Remove --out.")
     prompts = read_prompts(args.prompts)
     ids, texts, stop = begin_texts(prompts, tokenizer, args)
     cfg = with_arguments(cfg, args)
@@ -204,7 +204,7 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
         return None
     flag = f"--expert_load={args.expert_load}"
     if not experts:
-        raise ConfigError(f"{flag} needs experts, but the run has model.moe.num_experts=0. Leave --expert_load away.")
+        raise ConfigError(f"{flag} needs experts, but the run has model.moe.num_experts=0. Remove --expert_load.")
     for name, wrong in (
         (f"sample.rows={sample.rows}", sample.rows is not None and prompts > sample.rows),
         (f"sample.beams={sample.beams}", sample.beams > 1),
@@ -212,7 +212,7 @@ def load_file(args: Namespace, experts: int, sample: SampleConfig, prompts: int)
         ("sample.tokens=0", not sample.tokens),
     ):
         if wrong:
-            raise ConfigError(f"{flag} counts the tokens of one batch, unlike {name}. Leave one of them away.")
+            raise ConfigError(f"{flag} counts the tokens of one batch, unlike {name}. Remove one of them.")
     return files.writable("--expert_load", args.expert_load, (".json",))
 
 
@@ -248,11 +248,9 @@ def translate(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     """
     for flag, given in text_flags(args):
         if given:
-            raise ConfigError(
-                f"{flag} is for decoders, and {args.run} writes one text from another. Leave {flag} away."
-            )
+            raise ConfigError(f"{flag} is for decoders, and {args.run} writes one text from another. Remove {flag}.")
     if args.out is not None:
-        raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Leave --out away.")
+        raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Remove --out.")
     texts = read_prompts(args.prompts)
     cfg = with_arguments(cfg, args)
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(texts))
@@ -270,7 +268,7 @@ def caption(args: Namespace) -> None:
     require_captions(cfg.model)
     for flag, given in (*text_flags(args), ("--language", args.language is not None), ("--out", args.out is not None)):
         if given:
-            raise ConfigError(f"{flag} is not for captions, which {args.run} writes. Leave {flag} away.")
+            raise ConfigError(f"{flag} is not for captions, which {args.run} writes. Remove {flag}.")
     if not args.picture:
         raise ConfigError(f"{args.run} writes captions of pictures, and there is none. Add --picture=FILE.")
     beginnings = read_prompts(args.prompts)
@@ -317,13 +315,13 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     """
     for flag, given in text_flags(args):
         if given:
-            raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Leave {flag} away.")
+            raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Remove {flag}.")
     names = args.prompts if cfg.model.reads_captions else " ".join(args.prompts).split()
     cfg = with_arguments(cfg, args)
     out = Path(args.out or Path(args.run) / "pictures.png")
     count = cfg.sample.pictures
     if not names or not count:
-        raise ConfigError(f"sample.pictures={count} of {len(names)} classes are no pictures. Ask for one or more.")
+        raise ConfigError(f"sample.pictures={count} of {len(names)} classes makes no picture. Use one or more of each.")
     Given.named(cfg.model, names, tokenizer, cfg.data)  # errors are shown before JAX starts
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
@@ -373,7 +371,7 @@ def with_arguments(cfg: Config, args: Namespace) -> Config:
         flag = f"--decode_weights={args.decode_weights}"
         if args.decode_weights != "float" and (cfg.model.family != "decoder" or devices != 1):
             what = f"mesh has {devices} devices" if devices != 1 else f"run is of the family {cfg.model.family}"
-            raise ConfigError(f"{flag} is for decoders on one device, and this {what}. Leave {flag} away.")
+            raise ConfigError(f"{flag} is for decoders on one device, and this {what}. Remove {flag}.")
     elif args.decode_group is not None:
         raise ConfigError(f"--decode_group={args.decode_group} needs --decode_weights. Add --decode_weights=int4.")
     return replace(cfg, run=replace(cfg.run, seed=seed), sample=sample, train=train, kernels=kernels)

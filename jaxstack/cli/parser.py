@@ -77,6 +77,8 @@ COMMANDS = {
     "completion": Command("Shell", "completion", "print a script that completes commands, flags and keys"),
 }
 """Every command by its name, in the order of `jaxstack --help`."""
+WITHOUT_XLA = {"supervise", "launch", "report", "data", "schedule", "completion"}
+"""Commands, or their first words, that compile nothing."""
 
 
 def run(program: str, words: Sequence[str]) -> None:
@@ -193,7 +195,12 @@ def execute(words: Sequence[str], program: str | None = None) -> None:
         return
     rest = list(words[len(name.split()) :])
     module = importlib.import_module(f"jaxstack.cli.{COMMANDS[name].module}")
-    module.main(parser_of(name, program).read(rest))
+    args = parser_of(name, program).read(rest)
+    if name.split()[0] not in WITHOUT_XLA:
+        from jaxstack.runtime import platform  # here: help need not wait for it
+
+        platform.check_xla_flags()
+    module.main(args)
 
 
 def read_arguments(words: Sequence[str]) -> "Namespace":

@@ -86,8 +86,8 @@ def main(args: Namespace) -> None:
     if not servers:
         shown = " ".join(f"--mesh.{axis}={size}" for axis, size in kept.items())
         raise ConfigError(
-            f"{devices} devices ({args.target}) have no copy of the model {f'with {shown}' if shown else ''}. Use "
-            f"sizes that divide the devices, the heads and the experts."
+            f"no number of copies of the model {f'with {shown} ' if shown else ''}fits on {devices} devices "
+            f"({args.target}). Use sizes that divide the devices, the heads and the experts."
         )
     slots = args.prompt + args.tokens
     fitting = [server for server in servers if server.largest_batch(slots)]

@@ -160,10 +160,10 @@ def check_npy_header(path: Path) -> None:
 
 
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Returns arrays of an .npz file, never unpickled.
+    """Returns arrays of an .npz file by name, each of the shape [...] in its header, never unpickled.
 
     Args:
-      names: arrays to read. None means all.
+      names: arrays to read. `None` means all.
 
     Raises:
       OSError, ValueError: it is not a complete .npz file, lacks an array, expands more than a hundredfold to more than

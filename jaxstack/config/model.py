@@ -446,7 +446,7 @@ class ModelConfig:
         )
         require(
             self.first_attention_norm or not self.norm_after,
-            "model.first_attention_norm=false, but model.norm_after=true normalizes the sums. Use one of them.",
+            "model.first_attention_norm=false, but model.norm_after=true has no norm before it. Use one of them.",
         )
         require(
             len(self.labels) != 1 and all(self.labels) and len(set(self.labels)) == len(self.labels),

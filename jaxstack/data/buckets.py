@@ -243,7 +243,7 @@ class BucketReader:
         """Returns an endless dataset of batches, with the arrays of `windows.batches`.
 
         Args:
-          rows: indices of the rows of each batch to read, for each bucket. `None` means all.
+          rows: indices of the rows of each batch to read [rows], for each bucket. `None` means all.
         """
         import grain
 

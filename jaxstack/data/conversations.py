@@ -167,7 +167,7 @@ def _messages(value: dict[str, Any], shape: str) -> tuple[list[Message], frozens
         if value.get(key) is False:
             raise ConfigError(f"{key} is false, so the answer must not be imitated. Remove the conversation.")
     if value.get("mask") is not None:
-        raise ConfigError("mask does not say which answers are learned. Write a weight of 0 or 1 into each answer.")
+        raise ConfigError(f"mask={quoted(value['mask'])} is not read. Write a weight of 0 or 1 into each answer.")
     learned = _said_learned(value, _WEIGHT_KEYS)
     match shape:
         case "ShareGPT":
@@ -179,10 +179,10 @@ def _messages(value: dict[str, Any], shape: str) -> tuple[list[Message], frozens
         case _:
             messages = value["messages"]
     if not isinstance(messages, list):
-        raise ConfigError("messages is not a list. Write a list of messages.")
+        raise ConfigError(f"messages={quoted(messages)} is not a list. Write a list of messages.")
     if system := value.get("system"):
         if any(isinstance(one, dict) and one.get("role") == "system" for one in messages):
-            raise ConfigError("there is a system message beside the key system. Keep one of them.")
+            raise ConfigError(f"there is a system message beside system={quoted(system)}. Keep one of them.")
         messages = [_message("system", system), *messages]
     checked = []
     answers: list[bool] = []
@@ -200,7 +200,10 @@ def _messages(value: dict[str, Any], shape: str) -> tuple[list[Message], frozens
             )
         checked.append(own)
     if not answers:
-        raise ConfigError("no message is the assistant's, so nothing can be learned. Remove the conversation.")
+        roles = ", ".join(one["role"] for one in checked) or "missing"
+        raise ConfigError(
+            f"no message is the assistant's (the roles are {roles}). Remove the line, which teaches nothing."
+        )
     return checked, frozenset(i for i, answer in enumerate(answers) if not answer)
 
 
@@ -239,7 +242,7 @@ def _check_message(number: int, message: Any) -> None:
 def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
     """Returns the messages of ShareGPT's turns. Keys of a turn whose value is null are ignored."""
     if not isinstance(turns, list):
-        raise ConfigError("conversations is not a list. Write a list of turns with from and value.")
+        raise ConfigError(f"conversations={quoted(turns)} is not a list. Write a list of turns with from and value.")
     messages = []
     for i, turn in enumerate(turns, start=1):
         keys = {key for key, value in turn.items() if value is not None} if isinstance(turn, dict) else set()
@@ -259,9 +262,9 @@ def _from_alpaca(value: dict[str, Any]) -> list[dict[str, Any]]:
     instruction = value["instruction"]
     text = value.get("input") or ""
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ConfigError("history is not a list of pairs. Write [[question, answer], ...].")
+        raise ConfigError(f"history={quoted(history)} is not a list of pairs. Write [[question, answer], ...].")
     if not isinstance(instruction, str) or not isinstance(text, str):
-        raise ConfigError("instruction or input is not text. Write text.")
+        raise ConfigError(f"instruction={quoted(instruction)} and input={quoted(text)} are not both text. Write text.")
     asked = f"{instruction}\n{text}" if text and instruction else instruction or text
     pairs = [*history, [asked, value["output"]]]
     return [_message(role, content) for pair in pairs for role, content in zip(ROLES[1:], pair, strict=True)]

@@ -68,7 +68,7 @@ class Images:
         return len(self.pixels)
 
     def take(self, index_N: np.ndarray) -> "Images":
-        """Returns some of the pictures."""
+        """Returns some of the pictures, given their indices [N]."""
         names = tuple(self.names[i] for i in index_N.tolist())
         boxes = None if self.boxes is None else self.boxes[index_N]
         return replace(self, pixels=self.pixels[index_N], classes=self.classes[index_N], names=names, boxes=boxes)

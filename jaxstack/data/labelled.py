@@ -89,7 +89,7 @@ def _sequence(name: str, value: Any, labels: Labels) -> Example:
     text = _take(value, ("text",), labels)
     label = _take(value, ("label",), labels)
     if not isinstance(text, str) or not text:
-        raise ConfigError("text is empty or not a string. Write text.")
+        raise ConfigError(f"text={quoted(text)} is empty or not a string. Write text.")
     return Example(name, text, None, [labels.index(label)])
 
 
@@ -98,7 +98,7 @@ def _words(name: str, value: Any, labels: Labels) -> Example:
     words = _take(value, ("words", "tokens"), labels)
     each = _take(value, ("labels",), labels)
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
-        raise ConfigError("the words are not a list of strings, or one is empty. Write a list of words.")
+        raise ConfigError(f"words={quoted(words)} are not a list of strings, or one is empty. Write a list of words.")
     if not isinstance(each, list) or len(each) != len(words):
         count = len(each) if isinstance(each, list) else "no list of"
         raise ConfigError(f"there are {count} labels for {len(words)} words. Give each word one, or null.")
@@ -106,7 +106,7 @@ def _words(name: str, value: Any, labels: Labels) -> Example:
     spans = [(start, start + len(word)) for start, word in zip(starts, words, strict=True)]
     found = [-1 if label is None else labels.index(label) for label in each]
     if max(found) < 0:
-        raise ConfigError("no word has a label. Remove the line.")
+        raise ConfigError(f"no word of {quoted(words)} has a label. Remove the line.")
     return Example(name, " ".join(words), spans, found)
 
 

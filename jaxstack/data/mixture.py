@@ -135,14 +135,14 @@ class MixtureReader:
         """Returns an endless dataset of batches, with the arrays of `windows.batches`.
 
         Args:
-          rows: indices of the rows of each batch to read. `None` means all.
+          rows: indices of the rows of each batch to read [rows]. `None` means all.
         """
         import grain
 
         return grain.MapDataset.range(2**62).map(lambda index: self.read(index, rows))
 
     def read(self, index: int, rows: np.ndarray | None = None) -> Batch:
-        """Returns some rows of the batch with this index; `None` means all."""
+        """Returns some rows of the batch with this index, given their indices [rows]; `None` means all."""
         sequences = self._sequences(index)
         return self._read(sequences if rows is None else sequences[rows])
 

@@ -190,8 +190,8 @@ def _pixels(value: Any, folder: Path) -> np.ndarray:
     shaped = array.ndim in (2, 3) and array.size and array.shape[2:] in ((), (1,), (3,))
     if array.dtype.kind not in "iu" or not shaped:
         raise ConfigError(
-            "picture is neither the name of a file nor rows of pixels [H][W] or [H][W][3] of equal length. Write one "
-            "of them."
+            f"picture={quoted(value)} is neither the name of a file nor rows of pixels of equal length. Write a name, "
+            f"or integers [H][W] or [H][W][3]."
         )
     if array.min() < 0 or array.max() > 255:
         raise ConfigError(f"the picture has pixels from {array.min()} to {array.max()}. Use integers from 0 to 255.")
@@ -201,7 +201,7 @@ def _pixels(value: Any, folder: Path) -> np.ndarray:
 def _texts(value: Any, languages: Sequence[str]) -> tuple[str, ...]:
     if not languages:
         texts: list[Any] = [value]
-        wanted = "text is missing, empty or not a string. Write text, or name the languages in data.languages."
+        wanted = f"text={quoted(value)} is empty or not a string. Write text, or name the languages in data.languages."
     else:
         texts = [value.get(name) for name in languages] if isinstance(value, dict) else [None]
         wanted = (
@@ -220,7 +220,9 @@ def _keys(value: Any, texts: Sequence[str], languages: Sequence[str]) -> tuple[t
     by_language = isinstance(value, dict) and bool(languages)
     lists = [value.get(name, []) for name in languages] if by_language else [value] * len(texts)
     if not all(isinstance(words, list) and all(isinstance(word, str) and word for word in words) for words in lists):
-        raise ConfigError('key is neither a list of words nor one for each language. Write ["two", "cats"].')
+        raise ConfigError(
+            f'key={quoted(value)} is neither a list of words nor one for each language. Write ["two", "cats"].'
+        )
     for text, words in zip(texts, lists, strict=True):
         for word in words:
             if not any(_places(word, each) for each in ([text] if by_language else texts)):

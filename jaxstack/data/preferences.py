@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
 from jaxstack.data.conversations import Conversation, Message, check_messages, json_objects, refuse_unsupported
@@ -100,7 +101,7 @@ def read_preferences(path: str) -> Iterator[Preference | Feedback]:
 def _preference(name: str, value: Any) -> Preference | Feedback:
     """Returns the pair, or the completion with its label, of a JSON value after checking it."""
     if not isinstance(value, dict):
-        raise ConfigError("this is not a JSON object. Write an object with prompt, chosen and rejected.")
+        raise ConfigError(f"{quoted(value)} is not a JSON object. Write an object with prompt, chosen and rejected.")
     refuse_unsupported(value)
     if not {"chosen", "rejected"} & value.keys() and {"completion", "label"} <= value.keys():
         return _feedback(name, value)
@@ -114,7 +115,8 @@ def _preference(name: str, value: Any) -> Preference | Feedback:
     margin = value.get("margin")
     number = isinstance(margin, int | float) and not isinstance(margin, bool) and abs(margin) <= _LARGEST_MARGIN
     if margin is not None and not number:
-        raise ConfigError(f"margin is not a number of at most {_LARGEST_MARGIN:g}. Write one, or leave it out.")
+        most = f"{_LARGEST_MARGIN:g}"
+        raise ConfigError(f"margin={quoted(margin)} is not a number of at most {most}. Write one, or leave it out.")
     return Preference(name, messages, chosen, rejected, margin=float(margin or 0))
 
 
@@ -122,7 +124,7 @@ def _feedback(name: str, value: dict[str, Any]) -> Feedback:
     """Returns a completion with its label after checking them."""
     label = value["label"]
     if not isinstance(label, bool):
-        raise ConfigError("label is neither true nor false. Write one of them.")
+        raise ConfigError(f"label={quoted(label)} is neither true nor false. Write one of them.")
     prompt = value.get("prompt")
     if prompt is None:
         if not isinstance(value["completion"], list):
@@ -210,7 +212,7 @@ def prompt_messages(value: dict[str, Any], prompt: Any) -> list[Message]:
     messages = _as_messages("prompt", prompt, "user")
     if system := value.get("system"):
         if any(message["role"] == "system" for message in messages):
-            raise ConfigError("there is a system message beside the key system. Keep one of them.")
+            raise ConfigError(f"there is a system message beside system={quoted(system)}. Keep one of them.")
         messages = [*_as_messages("system", system, "system"), *messages]
     if not messages or messages[-1]["role"] == "assistant":
         last = "is empty" if not messages else "ends with an answer"
@@ -239,7 +241,7 @@ def _as_messages(key: str, value: Any, role: str) -> list[Message]:
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise ConfigError(f"{key} is neither text nor a list of messages. Write one of them.")
+        raise ConfigError(f"{key}={quoted(value)} is neither text nor a list of messages. Write one of them.")
     try:
         return check_messages(value)
     except ConfigError as error:

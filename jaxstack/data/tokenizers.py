@@ -56,11 +56,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: ArrayLike) -> str:
-        """Returns the text that ids represent; invalid UTF-8 becomes U+FFFD."""
+        """Returns the text that ids [tokens] represent; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def num_bytes(self, ids: ArrayLike) -> int:
-        """Returns the number of UTF-8 bytes that ids represent.
+        """Returns the number of UTF-8 bytes that ids [tokens] represent.
 
         Bits per byte are loss in nats * tokens / (ln 2 * bytes).
         """

@@ -70,7 +70,7 @@ class Tokens:
         return sum(self.each_chunk(lambda chunk: int(self.sizes(chunk).sum())))
 
     def sizes(self, which: slice | np.ndarray = slice(None)) -> np.ndarray:
-        """Returns the number of tokens of each document, int64: of all, or of some."""
+        """Returns the number of tokens of each document, int64 [documents]: of all, or of some."""
         return self.ends[which] - self.starts[which]
 
     def each_chunk(self, function: Callable[[slice], _Part]) -> Iterator[_Part]:
@@ -89,7 +89,7 @@ class Tokens:
         return replace(self, starts=self.starts[which], ends=self.ends[which], names=names, domains=domains)
 
     def without(self, numbers: np.ndarray) -> "Tokens":
-        """Returns the documents without some of them, whose numbers ascend."""
+        """Returns the documents without some of them, whose numbers [n] ascend."""
         if isinstance(self.starts, MappedEdges) and isinstance(self.ends, MappedEdges):
             return replace(self, starts=self.starts.without(numbers), ends=self.ends.without(numbers))
         kept = np.ones(self.starts.size, bool)

@@ -592,7 +592,7 @@ def eval_batches(
     Args:
       batch_size: B, the rows of a batch over all devices.
       steps: the largest number of batches.
-      packing: whether batches have `segment_ids` and `positions`, see `batches`.
+      packing: whether batches [B, S] have `segment_ids` and `positions`, see `batches`.
       masking: hides tokens or spans, which are then the targets; a window always has the same. `None`: next tokens.
       sentences: see `SequenceReader`; a window always has the same task, too.
       rows: indices of the rows of each batch to read. `None` means all.

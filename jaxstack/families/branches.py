@@ -177,7 +177,7 @@ def trunk_step(
     inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs one layer of the trunk on both streams, as a `StackStep`."""
+    """Runs one layer of the trunk on both residual streams [B * R, S/n, D], as a `StackStep`."""
     (layer,) = params
     return _run(cfg, ctx, dict.fromkeys(BRANCHES, stack.spec), dict.fromkeys(BRANCHES, layer), x, index, inputs)
 
@@ -192,7 +192,7 @@ def branches_step(
     inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs one layer of each branch on its stream, as a `StackStep`."""
+    """Runs one layer of each branch on its residual stream [B * R, S/n, D], as a `StackStep`."""
     (layer,) = params
     return _run(cfg, ctx, stack.spec, layer, x, depths(cfg)[0] + index, inputs)
 

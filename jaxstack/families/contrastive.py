@@ -237,7 +237,7 @@ def compare(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx:
 def count_right(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx: Context) -> jax.Array:
     """Returns the sum of the weights of pictures whose most similar text of the batch matches; see `compare`.
 
-    Second texts count as pictures do.
+    The result is a scalar, and the features are [B, E]. Second texts count as pictures do.
     """
 
     def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:

@@ -32,7 +32,7 @@ def cross_block(
     mask: AttentionMask,
     cache: PyTree = None,
 ) -> jax.Array:  # [B, T/n, D] -> [B, T/n, D]
-    """Runs one layer: attention, attention to the encoder, and MLP; see `blocks.block`.
+    """Runs one layer on x [B, T/n, D]: attention, attention to the encoder, and MLP; see `blocks.block`.
 
     For `cache` see `layers.attention` and `cross_attention`.
     """

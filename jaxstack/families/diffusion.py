@@ -272,7 +272,10 @@ def picture_block(
     mask: kernels.AttentionMask,
     cache: PyTree = None,
 ) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
-    """Runs attention among all patches, then to a text, then the MLP; the condition modulates what they read."""
+    """Runs attention among all patches, then to a text, then the MLP; the condition modulates what they read.
+
+    x and the result are the residual stream of patches [B, S/n, D].
+    """
     ctx.observe("residual/in", x, *RESIDUAL)
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulations(params["modulation"], inputs.side, ctx)
     h = modulated(cfg, x, shift, scale, ctx)
@@ -318,7 +321,12 @@ def gather_predicted(velocity: jax.Array, ctx: Context) -> jax.Array:
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
-    """Returns the sum `loss` over patches of weight * mean squared error of the velocity's values."""
+    """Returns the sum `loss` over patches of weight * mean squared error of the velocity's values, a float32 scalar.
+
+    Args:
+      hidden: residual stream after the last layer [B, S/n, D].
+      batch: `patches` and `noise` [B, S, P], `gate_ids` and `loss_weights` [B, S]; without a text also `classes`.
+    """
     path = Path.at(cfg.diffusion.path, time_of(cfg, batch["gate_ids"])[..., None])
     wanted = path.velocity(batch["patches"], batch["noise"])
     return {"loss": squared_error(cfg, params, hidden, batch, wanted, ctx)}
@@ -358,7 +366,7 @@ def flops_correction(cfg: ModelConfig, seq_len: int, text_len: int) -> float:
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
-    """Raises a ConfigError: the outputs are velocities and not classes, see `predict`."""
+    """Raises a ConfigError: the outputs are velocities [B, S/n, P] and not classes, see `predict`."""
     raise ConfigError(
         "model.family=diffusion makes pictures and has no logits. Use `jaxstack generate RUN CLASS`, or "
         "jaxstack.generate.pictures in Python."

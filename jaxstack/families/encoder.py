@@ -122,7 +122,7 @@ def block(
     mask: kernels.AttentionMask,
     cache: PyTree = None,
 ) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
-    """Runs one layer: attention and MLP, each normalised before and added to the residual stream; see `blocks.block`.
+    """Runs one layer on x [B, S/n, D]: attention and MLP read norms of it and are added to it; see `blocks.block`.
 
     With `norm_after` the two sums are normalised instead of what attention and MLP read (BERT). Without
     `first_attention_norm` the attention of the first layer reads the residual stream as it is (ModernBERT).
@@ -258,8 +258,8 @@ def _with_bias(declared: Spec, output: Params, ctx: Context) -> jax.Array:
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
     """Returns the sum `loss` of weight * negative log-likelihood of hidden tokens or labels, in nats.
 
-    With tasks on sentences, its name is `masked`, and each task has a sum of its own. For the arguments, see
-    `decoder.loss`.
+    `hidden` [B, S, D] and the arrays of `batch` [B, S] are as in `decoder.loss`. With tasks on sentences, its
+    name is `masked`, and each task has a sum of its own.
     """
     cross_entropy = partial(kernels.cross_entropy, implementation=ctx.ops.cross_entropy)
     total = sum_over_classes(cross_entropy, cfg, params, hidden, (batch["targets"], batch["loss_weights"]), ctx)

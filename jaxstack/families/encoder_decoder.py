@@ -173,7 +173,7 @@ def final_norm(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInpu
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: jax.Array, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
-    """Returns the sum `loss` of weight * negative log-likelihood of the targets, in nats; see `decoder.loss`."""
+    """Returns the sum `loss` of weight * negative log-likelihood of the targets [B, T], in nats; see `decoder.loss`."""
     return decoder.loss(cfg, params, hidden, batch, ctx)
 
 

@@ -28,27 +28,27 @@ class Path(NamedTuple):
 
     @classmethod
     def at(cls, kind: str, time: jax.Array) -> "Path":
-        """Returns the path `model.diffusion.path` at times from 0 to 1."""
+        """Returns the path `model.diffusion.path` at times from 0 to 1, [B, S, 1] or any shape that broadcasts."""
         if kind == "flow":
             return cls(1 - time, time, -jnp.ones_like(time), jnp.ones_like(time))
         a, b = jnp.cos(jnp.pi / 2 * time), jnp.sin(jnp.pi / 2 * time)
         return cls(a, b, -b, a)
 
     def mix(self, clean: jax.Array, noise: jax.Array) -> jax.Array:
-        """Returns the noisy picture."""
+        """Returns the noisy picture [B, S, P], from the picture and noise [B, S, P]."""
         return self.a * clean + self.b * noise
 
     def velocity(self, clean: jax.Array, noise: jax.Array) -> jax.Array:
-        """Returns what the model predicts."""
+        """Returns the velocity [B, S, P], which the model predicts, from the picture and noise [B, S, P]."""
         return self.da * clean + self.db * noise
 
     def solve(self, noisy: jax.Array, velocity: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the picture and the noise that have this noisy picture and this velocity."""
+        """Returns the picture and the noise that have this noisy picture and this velocity, [B, S, P] each."""
         determinant = self.a * self.db - self.b * self.da
         clean = (self.db * noisy - self.b * velocity) / determinant
         return clean, (self.a * velocity - self.da * noisy) / determinant
 
 
 def time_of(cfg: ModelConfig, timesteps: jax.Array) -> jax.Array:
-    """Returns the time of timesteps, float32 above 0 and below 1: the middle of each of the equal parts of time."""
+    """Returns the time of timesteps [...], float32 above 0 and below 1: the middle of each of equal parts of time."""
     return (timesteps.astype(jnp.float32) + 0.5) / cfg.moe.max_timestep

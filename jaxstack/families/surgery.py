@@ -27,7 +27,7 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
     Args:
       cfg: the dense model.
       moe: the experts; `d_ff` is null, since an expert has the width of the dense MLP.
-      key: PRNG key for the router's initial values.
+      key: PRNG key [] for the router's initial values.
 
     Raises:
       ConfigError: a model that already has experts, or experts of another width.
@@ -35,7 +35,7 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
     if cfg.moe.num_experts or not moe.num_experts:
         raise ConfigError(
             f"up-cycling starts from a dense model, but this one has {cfg.moe.num_experts} experts. "
-            f"Name a dense model, and set model.moe.num_experts of the new one"
+            f"Name a dense model, and set model.moe.num_experts of the new one."
         )
     if cfg.delta.every:
         raise ConfigError(
@@ -44,10 +44,10 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
         )
     if moe.swiglu_limit is not None:
         raise ConfigError(
-            f"model.moe.swiglu_limit={moe.swiglu_limit} is another MLP than the dense model's. Leave it null"
+            f"model.moe.swiglu_limit={moe.swiglu_limit} is another MLP than the dense model's. Leave it null."
         )
     if moe.d_ff not in (None, cfg.ff_width):
-        raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null")
+        raise ConfigError(f"model.moe.d_ff={moe.d_ff} differs from the dense model's {cfg.ff_width}. Leave it null.")
     grown = replace(cfg, moe=moe)
     initial = params.init(key, families.spec(grown))
     layers: Params = {}
@@ -79,7 +79,7 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
     if cfg.moe.router not in ("domain", "timestep") or cfg.moe.shared_experts or not cfg.moe.num_experts:
         raise ConfigError(
             f"model.moe.router={cfg.moe.router} with {cfg.moe.shared_experts} shared experts is not a hard gate, so "
-            f"one expert alone is not the model. Use a model with router=domain or timestep and shared_experts=0"
+            f"one expert alone is not the model. Use a model with router=domain or timestep and shared_experts=0."
         )
     if cfg.delta.every:
         raise ConfigError(
@@ -87,12 +87,12 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
             f"without it."
         )
     if not 0 <= expert < cfg.moe.num_experts:
-        raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}")
+        raise ConfigError(f"expert {expert} does not exist. Use one from 0 to {cfg.moe.num_experts - 1}.")
     some = any(False in part.kinds for parts in cfg.expert_segments.values() for part in parts)
     if some and cfg.expert_width != cfg.ff_width:
         raise ConfigError(
             f"model.moe.d_ff={cfg.expert_width} differs from the {cfg.ff_width} of the layers without experts, so one "
-            f"expert alone has layers of two widths. Use a model whose model.moe.d_ff is null"
+            f"expert alone has layers of two widths. Use a model whose model.moe.d_ff is null."
         )
     plain = replace(cfg, moe=MoEConfig(), d_ff=cfg.expert_width)
     kept = {name: value for name, value in values.items() if name not in families.of(cfg).stacks(cfg)}
@@ -137,7 +137,7 @@ class Kept:
     channels: np.ndarray
 
     def index(self, path: str, axis: str) -> np.ndarray | None:
-        """Returns what stays along a logical axis of a parameter; `None` means everything."""
+        """Returns the indices that stay along a logical axis of a parameter, such as [L, H]; `None` means all."""
         match axis:
             case "layers":
                 return self.layers

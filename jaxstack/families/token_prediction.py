@@ -96,7 +96,7 @@ def module_spec(cfg: ModelConfig) -> Spec:
 
 
 def later_tokens(cfg: ModelConfig, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
-    """Returns what each module reads and predicts, see `make_layer_inputs`.
+    """Returns `next_tokens`, `next_targets` and `next_weights` [K, B, S]: what each of K modules reads and predicts.
 
     The weight of a prediction is the weight of its token in the loss of the model. Where that token is in another
     document, or beyond the row, the weight is 0.
@@ -158,7 +158,7 @@ def predict(
     inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs a module, see `blocks.StackStep`. It keeps `mtp_loss`: the sum of weight * loss of its predictions."""
+    """Runs a module, see `blocks.StackStep`. It keeps `mtp_loss` [1]: the sum of weight * loss of its predictions."""
     if "next_tokens" not in inputs.arrays:
         return x, {}
     (module,) = params

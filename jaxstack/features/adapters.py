@@ -44,7 +44,7 @@ def add_adapters(spec: Spec, cfg: LoraConfig, stacks: Sequence[str]) -> Spec:
         if not any(re.fullmatch(pattern, path) for path in matrices):
             raise ConfigError(
                 f"model.lora.targets: the pattern {pattern!r} matches no matrix of a layer. Use names among "
-                f"{', '.join(matrices)}"
+                f"{', '.join(matrices)}."
             )
     targets = {path for path in matrices if any(re.fullmatch(pattern, path) for pattern in cfg.targets)}
 

@@ -47,7 +47,7 @@ class CachedCaptions:
         cls, cfg: ModelConfig, params: PyTree, ctx: Context, *, vocabulary: int, first: jax.Array, patches: jax.Array,
         num_slots: int,
     ) -> "CachedCaptions":  # fmt: skip
-        """Returns the model with its parameters cast."""
+        """Returns the model with its parameters cast, for rows with `first` [B] and `patches` [B, S, P]."""
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, vocabulary, first, patches, num_slots)
 
@@ -72,13 +72,13 @@ class CachedCaptions:
         return jax.lax.scan(read, (logits, cache), later)[0]
 
     def prefill_counted(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns what `prefill` does, and no load: only the experts of a decoder are counted."""
+        """Returns what `prefill` does for the beginnings [B, S], and no load: only a decoder's experts are counted."""
         return *self.prefill(tokens), ()
 
     def decode_counted(
         self, tokens: jax.Array, slot: jax.Array, cache: PyTree, counted: jax.Array | None = None
     ) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns what `decode_token` does, and no load."""
+        """Returns what `decode_token` does for a token of each row [B], and no load."""
         return *self.decode_token(tokens, slot, cache), ()
 
     def no_load(self) -> PyTree:

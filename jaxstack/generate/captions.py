@@ -30,6 +30,8 @@ def make_captions(
 ) -> Callable[[PyTree, np.ndarray, Sequence[str], int], list[str]]:
     """Builds `run(params, pixels, beginnings, seed) -> texts`, which writes a caption of each picture.
 
+    `pixels` are pictures [N, H, W, C] with values from -1 (black) to 1 (white), each with its beginning.
+
     A caption ends with its end token, or has `sample.tokens` tokens more than its beginning, and at most `longest` in
     all. It depends on picture, beginning, and seed, and on how often the same beginning precedes it, up to rounding.
 

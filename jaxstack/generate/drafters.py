@@ -72,11 +72,11 @@ class SmallModel:
     tokens: int
 
     def start(self, tokens: jax.Array, hidden: jax.Array, last: jax.Array) -> PyTree:
-        """Returns the cache of the prompts; see `Drafter.start`."""
+        """Returns the cache of the prompts [B, S]; see `Drafter.start`."""
         return self.model.prefill(tokens)[1]
 
     def draft(self, state: PyTree, last: jax.Array, slot: jax.Array, pick: Pick) -> tuple[jax.Array, jax.Array, PyTree]:
-        """Returns drafted tokens, their distributions and the cache with them; see `Drafter.draft`."""
+        """Returns drafted tokens [G], their distributions [G, V] and the cache with them; see `Drafter.draft`."""
 
         def one(carry: tuple[jax.Array, PyTree], i: jax.Array) -> tuple[PyTree, PyTree]:
             last, cache = carry
@@ -92,7 +92,7 @@ class SmallModel:
     def settle(
         self, state: PyTree, hidden: jax.Array, tokens: jax.Array, accepted: jax.Array, slot: jax.Array
     ) -> PyTree:
-        """Returns the cache as it is: the next tokens overwrite dropped ones. See `Drafter.settle`."""
+        """Returns the cache as it is: the next tokens [B, G + 1] overwrite dropped ones. See `Drafter.settle`."""
         return state
 
 
@@ -124,13 +124,13 @@ class OwnModule:
         return cls(model, cfg, jax.tree.map(lambda a: a[0], cast), tokens)
 
     def start(self, tokens: jax.Array, hidden: jax.Array, last: jax.Array) -> PyTree:
-        """Returns what the head reads for the first draft, and the cache of the prompts; see `Drafter.start`."""
+        """Returns what the head reads for the first draft, and the cache of the prompts [B, S]; see `Drafter.start`."""
         after = jnp.concatenate([tokens[:, 1:], last[:, None]], 1)
         h, new = self.run(self.model.first_batch(after), hidden, {})
         return {"hidden": h[:, -1:], "cache": map_cache(partial(allocate, self.model.last_length), new)}
 
     def draft(self, state: PyTree, last: jax.Array, slot: jax.Array, pick: Pick) -> tuple[jax.Array, jax.Array, PyTree]:
-        """Returns drafted tokens, their distributions and the next state; see `Drafter.draft`.
+        """Returns drafted tokens [G], their distributions [G, V] and the next state; see `Drafter.draft`.
 
         The module has read the newest token already, with the hidden state before it.
         """
@@ -148,7 +148,10 @@ class OwnModule:
     def settle(
         self, state: PyTree, hidden: jax.Array, tokens: jax.Array, accepted: jax.Array, slot: jax.Array
     ) -> PyTree:
-        """Returns what the head reads for the next draft, and the cache with accepted tokens; see `Drafter.settle`."""
+        """Returns what the head reads for the next draft, and the cache with accepted tokens; see `Drafter.settle`.
+
+        `hidden` [B, G + 1, D] and `tokens` [B, G + 1] are of the newest token and of the draft.
+        """
         h, cache = self._read(tokens, hidden, slot, state["cache"])
         return {"hidden": jax.lax.dynamic_slice_in_dim(h, accepted, 1, 1), "cache": cache}
 

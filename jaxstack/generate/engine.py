@@ -197,7 +197,7 @@ class RowSampler:
         """Adds tokens to each row, until it has `count` more or all texts have ended.
 
         Args:
-          count: number of tokens, at most C.
+          count: number of tokens, at most C, as a scalar [].
           wait: whether to stop as soon as any text ends, since a prompt waits for its row.
           scored: whether log-probabilities are wanted.
         """
@@ -337,7 +337,7 @@ def row_keys(seed: jax.Array, marks: jax.Array) -> jax.Array:
 
 
 def is_stop(tokens: jax.Array, stop: Sequence[int]) -> jax.Array:
-    """Returns whether each token is a stop token."""
+    """Returns whether each token [...] is a stop token, bool [...]."""
     return jnp.isin(tokens, jnp.asarray(stop, jnp.int32))
 
 
@@ -439,7 +439,9 @@ class Engine:
     def decoder(
         self, params: Params, copies: PyTree, first: jax.Array, num_slots: int, spare: int = 0
     ) -> CachedDecoder:
-        """Returns the model with a cache; the work of one device. See `CachedDecoder` for the arguments."""
+        """Returns the model with a cache, for rows with `first` [B]; the work of one device. For the others see
+        `CachedDecoder`.
+        """
         model = CachedDecoder.create(
             self.cfg, params, self.ctx, gate=self.gate, vocabulary=self.vocabulary, first=first, num_slots=num_slots,
             token_weights=copies,

@@ -44,7 +44,7 @@ def check_pictures(cfg: ModelConfig, pixels: np.ndarray) -> None:
     size = cfg.contrastive.image
     if pixels.shape[1:] != size:
         raise ConfigError(
-            f"the pictures [N, H, W, C] have the shape {list(pixels.shape)}, but the model reads those of "
+            f"the pictures [N, H, W, C] have the shape {list(pixels.shape)}, but the model reads pictures of "
             f"{'x'.join(map(str, size))}. Resize them."
         )
 

@@ -91,7 +91,13 @@ class CachedDecoder:
         num_slots: int,
         token_weights: TokenWeights | None = None,
     ) -> "CachedDecoder":
-        """Returns a decoder whose parameters are cast and copied once, unless they are already."""
+        """Returns a decoder whose parameters are cast and copied once, unless they are already.
+
+        `first` is the slot of each prompt's first token [B]. For the other arguments, see the class.
+
+        Raises:
+          ConfigError: layers with states, or layers of two kinds, on a pipeline.
+        """
         if cfg.states_key and ctx.layout.pipeline is not None:
             raise ConfigError(
                 f"{cfg.states_key} has states, with which a pipeline does not generate. Use --mesh.pipe=1."
@@ -120,7 +126,7 @@ class CachedDecoder:
         return self.prefill_counted(tokens)[:2]
 
     def prefill_counted(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns what `prefill` does, and this device's `load`, see `decode_counted`."""
+        """Returns what `prefill` does for the prompts [B, S], and this device's `load`, see `decode_counted`."""
         x, cache, load = self.prefill_hidden(tokens)
         return self.logits(x[:, -1:])[:, 0], cache, load
 
@@ -216,7 +222,10 @@ class CachedDecoder:
         return x, self.put_tokens(cache, new, slot, tokens.shape[1])
 
     def put_tokens(self, cache: PyTree, new: PyTree, slot: jax.Array, count: int) -> PyTree:
-        """Returns the cache with the entries of some tokens that begin in a slot, and may be dropped again."""
+        """Returns the cache with the entries of some tokens that begin in a slot, and may be dropped again.
+
+        `new` has the arrays of the cache with `count` slots, such as keys [L/period, B, G, K, count].
+        """
 
         def update(axis: int, a: jax.Array, entries: jax.Array) -> jax.Array:
             T = a.shape[axis]
@@ -232,8 +241,8 @@ class CachedDecoder:
 
         Args:
           cache: from a decoder of any number of slots. Where it has more, the oldest tokens are dropped.
-          slot: the slot after the newest token.
-          to: what this slot is to be called.
+          slot: the slot after the newest token, a scalar [].
+          to: what this slot is to be called, a scalar [].
         """
 
         def move(T: int, axis: int, a: jax.Array) -> jax.Array:
@@ -251,7 +260,7 @@ class CachedDecoder:
         return [move_blocks(group) for group in cache] if self.token_weights is not None else move_blocks(cache)
 
     def with_first(self, first: jax.Array) -> "CachedDecoder":
-        """Returns the model for other rows, given the slot of the first token of each."""
+        """Returns the model for other rows, given the slot of the first token of each [B]."""
         return replace(self, first=first)
 
     def next_batch(
@@ -432,7 +441,10 @@ def _group_cached(stack: Stack, new: Aux) -> list[PyTree]:
 
 
 def map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> PyTree:
-    """Returns `f(slot_axis, array, *other_arrays)` of each array of a cache that has slots; of others the newest."""
+    """Returns `f(slot_axis, array, *other_arrays)` of each array of a cache that has slots, such as [B, G, K, T].
+
+    Of an array without slots it returns the array of the last tree.
+    """
 
     def one(path: tuple[Any, ...], *arrays: jax.Array) -> jax.Array:
         axis = SLOT_AXIS.get(path[-1].key)
@@ -442,7 +454,10 @@ def map_cache(f: Callable[..., jax.Array], cache: PyTree, *others: PyTree) -> Py
 
 
 def allocate(T: int, axis: int, a: jax.Array) -> jax.Array:
-    """Returns a cache of T slots along an axis, with the last T of the S given ones at their indices, or empty ones."""
+    """Returns a cache [..., T, ...] with T slots along an axis, from an array [..., S, ...].
+
+    Token i has slot i % T. If S is above T, the last T tokens stay; otherwise slots at the end are zeros.
+    """
     S = a.shape[axis]
     if S <= T:
         widths = [(0, 0)] * a.ndim

@@ -52,7 +52,7 @@ class CachedPairs:
         cls, cfg: ModelConfig, params: PyTree, ctx: Context, *, gate: int | None, vocabulary: int, first: jax.Array,
         start: int, num_slots: int,
     ) -> "CachedPairs":  # fmt: skip
-        """Returns the model with its parameters cast."""
+        """Returns the model with its parameters cast, for rows with `first` [B]."""
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, gate, vocabulary, first, start, num_slots)
 
@@ -78,13 +78,13 @@ class CachedPairs:
         return self._write(jnp.full_like(tokens[:, 0], self.start), jnp.int32(0), cache)
 
     def prefill_counted(self, tokens: jax.Array) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns what `prefill` does, and no load: only the experts of a decoder are counted."""
+        """Returns what `prefill` does for the inputs [B, S], and no load: only a decoder's experts are counted."""
         return *self.prefill(tokens), ()
 
     def decode_counted(
         self, tokens: jax.Array, slot: jax.Array, cache: PyTree, counted: jax.Array | None = None
     ) -> tuple[jax.Array, PyTree, PyTree]:
-        """Returns what `decode_token` does, and no load."""
+        """Returns what `decode_token` does for a token of each row [B], and no load."""
         return *self.decode_token(tokens, slot, cache), ()
 
     def no_load(self) -> PyTree:

@@ -106,7 +106,9 @@ def _scaled(logits: jax.Array, sample: SampleConfig) -> jax.Array:
 
 
 def apply_repetition_penalty(logits: jax.Array, penalty: float) -> jax.Array:
-    """Returns logits that a penalty above 1 makes less likely (CTRL, Keskar et al. 2019, arXiv:1909.05858, 4.1)."""
+    """Returns logits [...] that a penalty above 1 makes less likely, whatever their sign: it divides positive ones and
+    multiplies negative ones (CTRL, Keskar et al. 2019, arXiv:1909.05858, section 4.1).
+    """
     return jnp.where(logits > 0, logits / penalty, logits * penalty)
 
 

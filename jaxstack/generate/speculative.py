@@ -100,7 +100,7 @@ class Speculation:
         Args:
           prompt: its token ids.
           sample: how tokens are chosen; without beams and repetition penalty.
-          mark: what seeds its samples, from `prompts.row_seeds`. `None` means the seed of the prompt alone.
+          mark: what seeds its samples, uint32 [2] from `prompts.row_seeds`. `None` means the prompt alone.
           stop: tokens that end the text.
           at_once: whether all tokens come at once.
 
@@ -116,7 +116,7 @@ class Speculation:
             if engine.cfg.states_key:
                 raise ConfigError(
                     f"{engine.cfg.states_key} has states, which cannot drop the tokens of a draft. "
-                    f"Leave the draft away, or use models without it."
+                    f"Generate without the draft, or use models without it."
                 )
             check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
         if not sample.tokens:
@@ -270,5 +270,5 @@ def check(sample: SampleConfig) -> None:
     for name, given in (("beams", sample.beams), ("repetition_penalty", sample.repetition_penalty)):
         if given != 1:
             raise ConfigError(
-                f"sample.{name}={given} does not fit a draft. Use sample.{name}=1, or leave the draft away."
+                f"sample.{name}={given} does not fit a draft. Use sample.{name}=1, or generate without the draft."
             )

@@ -42,7 +42,7 @@ class Completion(NamedTuple):
 
     @property
     def mask(self) -> np.ndarray:
-        """`learned`, as an array."""
+        """`learned` as an array, bool [tokens]."""
         return np.ones(len(self.tokens), bool) if self.learned is None else self.learned
 
     @property

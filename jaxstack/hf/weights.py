@@ -749,12 +749,15 @@ def read_param(
     index: tuple[slice, ...] | None = None,
     layers: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns a part of one parameter, float32, from the tensors of a Hugging Face model.
+    """Returns a part of one parameter, float32 [...] of the size of the part, from the tensors of a Hugging Face model.
 
     Args:
+      p: the parameter's declaration.
+      entry: format of the tensor's name, and how the tensor is laid out, from `weight_map`.
+      fetch: (name of a tensor, part of it) -> the part.
       index: the part of the parameter. `None` means all of it.
-      layers: the layer that each row of a stacked parameter holds. -1 marks an empty row, which is filled with zeros.
-        `None` means that the rows are the layers in their order.
+      layers: the layer that each row of a stacked parameter holds [L]. -1 marks an empty row, which is filled with
+        zeros. `None` means that the rows are the layers in their order.
     """
     name, layout = entry
     where = tuple(

@@ -40,7 +40,7 @@ METHODS = ("ring", "all_gather")
 
 
 def order(shards: int, length: int) -> np.ndarray:
-    """Returns the balanced order of `length` tokens, as positions in the sequence.
+    """Returns the balanced order of `length` tokens, as positions in the sequence, int [length].
 
     Entry i * length // shards + j is the position of token j of shard i. Raises ValueError if 2 * shards does not
     divide the length.

@@ -109,7 +109,7 @@ def add_in_float32(x: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def multiply_in_float32(x: jax.Array, factor: jax.Array | float) -> jax.Array:
-    """Returns x * factor in x's dtype, computed in float32 and rounded once; `factor` broadcasts to x.
+    """Returns x * factor [...] in x's dtype, computed in float32 and rounded once; `factor` broadcasts to x.
 
     `x * 0.9` would round 0.9 to x's dtype first: in bfloat16 that changes the scale of all of x by 0.2%. The gradient
     of a factor that broadcasts is a sum, in float32, rounded once. Both arrays are saved for it as they are.

@@ -70,7 +70,10 @@ class StateTokens(NamedTuple):
         beta: jax.Array,
         starts: jax.Array | None = None,
     ) -> "StateTokens":
-        """Returns the tokens of the gated delta rule: queries and keys are divided by their norms, q by sqrt(K)."""
+        """Returns the tokens of the gated delta rule: queries and keys are divided by their norms, q by sqrt(K).
+
+        The arguments have the shapes of the class, such as q and k [B, S, N, K].
+        """
         wide = jnp.promote_types(v.dtype, jnp.float32)
 
         def divided(a: jax.Array) -> jax.Array:

@@ -30,12 +30,12 @@ def read(path: Path, model: ModelConfig, mesh: MeshConfig) -> Placement:
     if model.family != "decoder" or not model.moe.num_experts:
         raise ConfigError(
             f"--placement={path} places experts, but the run has model.family={model.family} and model.moe.num_experts="
-            f"{model.moe.num_experts}. Leave --placement away."
+            f"{model.moe.num_experts}. Remove --placement."
         )
     if model.states_key:
         raise ConfigError(
             f"--placement={path} stores the experts of single layers, but {model.states_key} has "
-            f"units of layers. Leave --placement away."
+            f"units of layers. Remove --placement."
         )
     if not all(model.has_experts):
         raise ConfigError(

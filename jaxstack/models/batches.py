@@ -31,7 +31,7 @@ class BatchArray:
         return jnp.dtype(jnp.float32 if self.values in ("ones", "normal") else jnp.int32)
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """Returns the array of a made-up batch."""
+        """Returns the array of a made-up batch [B, S, ...], as `shape` and `values` declare it."""
         match self.values:
             case "ids":
                 return rng.integers(0, self.below, self.shape).astype(np.int32)

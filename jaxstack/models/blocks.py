@@ -81,7 +81,7 @@ class FeedForward(Protocol):
 
 
 def mlp(cfg: ModelConfig, stack: "Stack", params: Params, x: jax.Array, ctx: Context, inputs: LayerInputs) -> jax.Array:
-    """Returns the output of the layer's MLP, see `layers.mlp`."""
+    """Returns the output of the layer's MLP [B, S/n, D], see `layers.mlp`."""
     return layers.mlp(cfg, params["mlp"], x, ctx)
 
 
@@ -131,7 +131,7 @@ def block(
     mask: AttentionMask,
     cache: PyTree = None,
 ) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
-    """Runs one layer: attention and MLP read norms of the residual stream, and are added to it.
+    """Runs one layer: attention and MLP read norms of the residual stream [B, S/n, D], and are added to it.
 
     With `post_norm` what is added is normalised as well (Gemma 2). For `mask` and `cache` see `layers.attention`.
     """
@@ -155,7 +155,7 @@ def block(
 
 
 def dropout(cfg: ModelConfig, site: str, h: jax.Array, inputs: LayerInputs) -> jax.Array:
-    """Returns what a layer adds to the residual stream, with the dropout of one site of the layer `inputs.layer`."""
+    """Returns what a layer adds to the residual stream [B, S/n, D], after the dropout of a site of `inputs.layer`."""
     if inputs.key is None:
         return h
     assert inputs.layer is not None, "dropout is drawn for a layer"
@@ -174,8 +174,9 @@ def run_layers(
 ) -> tuple[PyTree, Aux]:
     """Runs one step of the loop over layers: one layer for each mask of the stack, in most models one.
 
-    For arguments and results see `StackStep`. If the masks do not divide the layers, the last step has fewer
-    layers. In a pipeline all steps have as many, and the last ones of the last step change nothing.
+    `x` is the residual stream [B, S/n, D], or a tree of several. For arguments and results see `StackStep`. If the
+    masks do not divide the layers, the last step has fewer layers. In a pipeline all steps have as many, and the last
+    layers of the last step change nothing.
     """
     period = stack.period
     whole, rest = divmod(stack.depth, period)
@@ -280,7 +281,7 @@ class Stack:
         mask: AttentionMask,
         cache: PyTree = None,
     ) -> tuple[jax.Array, Aux]:
-        """Runs one layer on its parameters as they are stored; returns the residual stream and the named values.
+        """Runs one layer on its parameters as they are stored; returns the residual stream [B, S/n, D] and values.
 
         `index` is the index of the layer. For `mask` and `cache` see `layers.attention`.
         """

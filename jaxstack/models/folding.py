@@ -49,7 +49,7 @@ def divide_outputs(cfg: ModelConfig, layer: Params, producer: str, factors: jax.
     Args:
       layer: parameters of one layer.
       producer: key of `shared_inputs`.
-      factors: of each output; for a matrix with several output dimensions, of all of them in their order.
+      factors: one for each output [N]; for a matrix with several output dimensions, N is their product.
     """
     group, _, name = producer.partition("/")
     old: Params = layer[group]

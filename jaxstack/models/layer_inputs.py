@@ -59,7 +59,7 @@ class LayerInputs:
         return replace(self.encoder, side=self.side)
 
     def dropout_key(self, *path: str | int | jax.Array) -> jax.Array | None:
-        """Returns the dropout key of a site, or of a layer that has several sites; `None` without dropout.
+        """Returns the dropout key of a site, or of a layer that has several sites: a PRNG key []. `None`: no dropout.
 
         Args:
           path: name of the site within the model, such as `embedding`, or index of the layer in its stack.

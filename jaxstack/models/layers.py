@@ -37,7 +37,7 @@ def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) 
 
 
 def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
-    """Normalises the last axis, in float32."""
+    """Normalises the last axis of x [..., D], in float32; the result has the dtype of x."""
     if (kind or cfg.norm) == "layer":
         scale = params["scale"] + 1 if cfg.norm_unit_offset else params["scale"]
         return kernels.layer_norm(x, scale, params.get("bias"), eps=cfg.norm_eps, implementation=ctx.ops.norm)
@@ -47,7 +47,7 @@ def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str
 
 
 def head_norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S, H, K]
-    """Normalises queries or keys: each head, or with `qk_norm_over=all` all heads of a token (OLMo 2)."""
+    """Normalises queries or keys [B, S, H, K]: each head, or with `qk_norm_over=all` all heads of a token (OLMo 2)."""
     if cfg.qk_norm_over == "head":
         return norm(cfg, params, x, ctx, "rms")
     wide = x.astype(jnp.float32)
@@ -187,7 +187,7 @@ def attention(
 
 
 def clipped(cfg: ModelConfig, x: jax.Array) -> jax.Array:
-    """Returns queries, keys or values whose elements are at most `clip_qkv` in size (OLMo 1)."""
+    """Returns queries, keys or values [B, S, H, K] whose elements are at most `clip_qkv` in size (OLMo 1)."""
     return x if cfg.clip_qkv is None else jnp.clip(x, -cfg.clip_qkv, cfg.clip_qkv)
 
 
@@ -213,7 +213,11 @@ def project_out(cfg: ModelConfig, params: Params, mixed: jax.Array, ctx: Context
 def attention_region(
     ctx: Context, group: str, options: dict[str, Any], arguments: tuple[jax.Array | None, ...]
 ) -> jax.Array:
-    """Runs `_attend` on the arguments from `q` on; `group` begins the names of observed values."""
+    """Returns the values that each head has mixed [B, S, H, K], from queries [B, S, H, K], keys, values [B, S, G, K].
+
+    `options` are keyword arguments of `_attend`, and `arguments` are its arrays from `q` on, in their order. The names
+    of observed values begin with `group`.
+    """
     rows = ("batch", "sequence")
     where = (HEADS, HEADS, HEADS, rows, rows, (None, "heads"), ("heads",))[: len(arguments)]
     mixed: jax.Array = ctx.region(partial(_attend, {**options, "group": group}), arguments, where, HEADS)
@@ -267,7 +271,11 @@ def mlp_spec(cfg: ModelConfig) -> Spec:
 
 
 def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
-    """Applies the non-linearity `ModelConfig.activation`, elementwise."""
+    """Applies the non-linearity `ModelConfig.activation` to each element of x, of any shape [...].
+
+    Raises:
+      ValueError: there is no activation of this name.
+    """
     match name:
         case "silu":
             return jax.nn.silu(x)
@@ -277,11 +285,14 @@ def activate(name: str, x: jax.Array, ctx: Context) -> jax.Array:
             return jax.nn.relu(x)
         case "relu2":
             return jnp.square(jax.nn.relu(x))
-    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh, relu or relu2")
+    raise ValueError(f"activation {name!r} does not exist. Use silu, gelu, gelu_tanh, relu or relu2.")
 
 
 def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S/n, D] -> [B, S/n, D]
-    """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202)."""
+    """Computes two projections with a non-linearity between, or its gated form (Shazeer 2020, arXiv:2002.05202).
+
+    x and the result are this device's part of the residual stream [B, S/n, D].
+    """
     y = mlp_products(cfg, params, ctx.layout.gather_activations(x, "mlp"), ctx)
     y = ctx.layout.reduce_activations(y, "mlp")
     if "b_down" in params:
@@ -291,7 +302,7 @@ def mlp(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Arr
 
 
 def mlp_products(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:  # [B, S, D] -> [B, S, D]
-    """Computes the MLP in a tensor-parallel region: this device's share of the sum over the hidden width."""
+    """Computes the MLP of x [B, S, D] in a tensor-parallel region: this device's share of the sum over hidden units."""
     hidden_axes = ("batch", "sequence", "mlp")
     up = checkpoint_name(linear(cfg, params, "up", x, ctx, "mlp"), "mlp_up")  # [B, S, F/n]
     ctx.observe("mlp/up", up, *hidden_axes)

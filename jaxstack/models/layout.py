@@ -208,7 +208,9 @@ class Layout:
         return collectives.local_slice(x, self.sequence_parallel_axes, x.ndim - 1)
 
     def reduce_activations(self, y: jax.Array, over: str) -> jax.Array:
-        """Sums partial results into the residual stream, over the axis `over` that a tensor-parallel region contracted.
+        """Sums partial results [B, S, D] into the residual stream [B, S/n, D].
+
+        The sum is over the logical axis `over` that a tensor-parallel region contracted.
 
         It is a reduce-scatter over the sequence, or without sequence parallelism an all-reduce.
         """
@@ -352,7 +354,7 @@ class Layout:
         return rows[:, None].astype(jnp.uint32) * row_length + index.astype(jnp.uint32)
 
     def row_indices(self, local_rows: int) -> jax.Array:
-        """Returns the indices of this device's rows in the global batch, int32."""
+        """Returns the indices of this device's rows in the global batch, int32 [local_rows]."""
         return collectives.index(self.axes("batch")) * local_rows + jnp.arange(local_rows, dtype=jnp.int32)
 
     @property

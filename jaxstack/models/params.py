@@ -189,7 +189,7 @@ def pad_to_slots(spec: Spec, stages: Stages | None) -> Spec:
 
 
 def random_key(key: jax.Array, *path: str | int | jax.Array) -> jax.Array:
-    """Returns the PRNG key of one draw, which its path below `key` determines.
+    """Returns the PRNG key [] of one draw, which its path below `key` determines.
 
     Two draws are independent if neither path begins with the other one. Never draw from a key that is also folded or
     split: its children are bits of the draw.
@@ -204,7 +204,7 @@ def random_key(key: jax.Array, *path: str | int | jax.Array) -> jax.Array:
 
 
 def init(key: jax.Array, spec: Spec, stages: Stages | None = None) -> Params:
-    """Draws initial values, float32.
+    """Draws initial values, float32: for each declaration an array of its `shape` [...].
 
     Each array's key is folded from its path and, where layers are stacked, from the layer's index. So values depend
     neither on the mesh, nor on how layers are grouped, nor on which other parameters exist.

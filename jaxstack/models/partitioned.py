@@ -40,7 +40,7 @@ def _fields(layout: Layout) -> dict[str, Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def reshard(to: NamedSharding, back: NamedSharding, x: jax.Array) -> jax.Array:
-    """Returns x with the sharding `to`; its gradient gets the sharding `back`.
+    """Returns x [...] with the sharding `to`; its gradient gets the sharding `back`.
 
     Autodiff would give `to` to the gradient as well. A gather would then sum its gradient over all devices and slice
     it, in place of a reduce-scatter.

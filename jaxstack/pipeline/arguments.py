@@ -140,7 +140,9 @@ def check_layers(stages: Stages, stacked: PyTree) -> None:
     """Raises ScheduleError if the model chunks do not have as many layers as `stacked`."""
     depth = jax.tree.leaves(stacked)[0].shape[0]
     if sum(stages.layers) != depth:
-        raise ScheduleError(f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}")
+        raise ScheduleError(
+            f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}; make them equal"
+        )
 
 
 def check_functions(
@@ -157,10 +159,11 @@ def check_functions(
         raise ScheduleError(f"`embed` must return one array, the input of the first layer, not {describe(x)}; {_ORDER}")
     y = _run("layer", functions, weights, x)
     if not isinstance(y, jax.ShapeDtypeStruct) or (y.shape, y.dtype) != (x.shape, x.dtype):
-        cast = "; cast its result with .astype(x.dtype)" if getattr(y, "shape", None) == x.shape else ""
+        is_cast = getattr(y, "shape", None) == x.shape
+        fix = "cast its result with .astype(x.dtype)" if is_cast else "change what it returns"
         raise ScheduleError(
             f"`layer` ({name_of(functions['layer'])}) got x of {describe(x)} and returned {describe(y)}, but it must "
-            f"return the shape and dtype of x, which the next layer gets{cast}"
+            f"return the shape and dtype of x, which the next layer gets; {fix}"
         )
     check_loss(_run("loss", functions, shared, y, microbatch), _ORDER)
 

@@ -61,7 +61,8 @@ class Costs:
         counts = dict.fromkeys(("forward", "backward", "state_bytes", "stash_bytes"), L) | {"first": 2, "last": 2}
         counts |= {name: L for name in ("weight", "pair_bytes") if getattr(self, name) is not None}
         if (self.weight is None) != (self.pair_bytes is None):
-            raise ConfigError("weight and pair_bytes belong together; give both, or none of them")
+            name = "weight" if self.pair_bytes is None else "pair_bytes"
+            raise ConfigError(f"{name} is given alone, but weight and pair_bytes belong together; give both, or none")
         alone = ["bandwidth", "latency", *(["memory_bytes"] if self.memory_bytes is not None else [])]
         if isinstance(self.boundary_bytes, Real):
             alone.append("boundary_bytes")
@@ -74,9 +75,9 @@ class Costs:
         if self.bandwidth == 0:
             raise ConfigError("bandwidth=0 sends nothing; give the bytes/s of a link")
         if not isinstance(self.spread, bool):
-            raise ConfigError(f"spread={quoted(self.spread)} must be true or false")
+            raise ConfigError(f"spread={quoted(self.spread)} must be true or false; use one of them")
         if not isinstance(self.measured_on, str):
-            raise ConfigError(f"measured_on={quoted(self.measured_on)} must be text, such as the name of the device")
+            raise ConfigError(f"measured_on={quoted(self.measured_on)} must be text; write the name of the device")
 
     @property
     def layers(self) -> int:
@@ -98,7 +99,7 @@ class Costs:
         names = [field.name for field in fields(cls)]
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         if not isinstance(values, dict):
-            raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}")
+            raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}; measure again")
         if missing := [name for name in needed if name not in values]:
             raise ConfigError(f"{path}: {missing[0]} is missing; measure again, or add it")
         if unknown := [name for name in values if name not in names]:

@@ -32,7 +32,7 @@ def even(layers: int, model_chunks: int) -> tuple[int, ...]:
       ConfigError: there are fewer layers than model chunks.
     """
     if layers < 1:
-        raise ConfigError(f"layers={layers} must be 1 or more")
+        raise ConfigError(f"layers={layers} must be 1 or more; give the number of layers")
     if not 1 <= model_chunks <= layers:
         raise ConfigError(
             f"{layers} layers cannot fill {model_chunks} model chunks (stages x chunks) with one or more each; use "
@@ -63,7 +63,7 @@ class Partition:
         G = self.schedule.model_chunks
         if len(self.layers) != G or sum(self.layers) != L or min(self.layers) < 1:
             raise ConfigError(
-                f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}, such as {even(L, G)}"
+                f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}; use such as {even(L, G)}"
             )
 
     @cached_property

@@ -115,8 +115,8 @@ class Program:
 
     @cached_property
     def mixed_T(self) -> np.ndarray:
-        """Whether some stages run weight units in the lanes of forward and backward units. In such a tick, each stage
-        has its own trip counts in these lanes, and a stage without a unit computes nothing."""
+        """Whether some stages run weight units in the lanes of forward and backward units, bool [T]. In such a tick,
+        each stage has its own trip counts in these lanes, and a stage without a unit computes nothing."""
         return (self.schedule.weight_KTP[:WEIGHT] != IDLE).any((0, 2))
 
     @cached_property

@@ -44,7 +44,7 @@ class Replicas:
     def __post_init__(self) -> None:
         if not self.counts or not all(isinstance(n, Integral) and n >= 1 for n in self.counts):
             raise ScheduleError(
-                f"replicas={list(self.counts)} must be an integer of 1 or more for each stage, such as (1, 2, 1)"
+                f"replicas={list(self.counts)} must be an integer of 1 or more for each stage; write them as (1, 2, 1)"
             )
 
     @property
@@ -187,9 +187,11 @@ def replicate(
             f"gradient_bytes has {len(gradient_bytes)} entries, but the costs have {L} layers; make them equal"
         )
     if devices < 1 or microbatches < 1:
-        raise ConfigError(f"devices={devices} and microbatches={microbatches} must be 1 or more")
+        raise ConfigError(f"devices={devices} and microbatches={microbatches} must be 1 or more; raise them")
     if stages is not None and not 1 <= stages <= most:
-        raise ConfigError(f"stages={stages} must be from 1 to {most}: there are {L} layers and {devices} devices")
+        raise ConfigError(
+            f"stages={stages} must be from 1 to {most}: there are {L} layers and {devices} devices; change one of them"
+        )
     seconds_RIJ = _seconds(costs, devices, microbatches, gradient_bytes)
 
     layers, replicas = _choose(seconds_RIJ, range(stages or 1, (stages or most) + 1))

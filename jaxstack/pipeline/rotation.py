@@ -109,7 +109,11 @@ def rotate(
 ) -> tuple[PyTree, PyTree]:
     """Runs all groups through all layers `passes` times, and returns the last state and stored values.
 
-    `axis` is the mesh axis of the stages. `state` is equal on all stages, and `stored` belongs to this stage.
+    Args:
+      axis: mesh axis of the stages.
+      passes: how often, an int32 scalar []. `RotationFns.leave` may lower it.
+      state: a tree of arrays that are equal on all stages.
+      stored: a tree of arrays that belong to this stage, such as its part of a cache.
     """
     stage = lax.axis_index(axis)
     final = rotation.stages - 1

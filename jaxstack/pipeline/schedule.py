@@ -124,7 +124,7 @@ class Schedule:
 
     @property
     def last_MG(self) -> np.ndarray:
-        """Tick of each microbatch's last unit in each model chunk: its weight unit if there is one."""
+        """Tick of each microbatch's last unit in each model chunk, int [M, G]: its weight unit if there is one."""
         return self.backward_MG if self.weight_MG is None else self.weight_MG
 
     @property
@@ -183,7 +183,7 @@ class Schedule:
         return self.stash_slots(range(self.chunks))
 
     def stash_slots(self, chunks: range) -> np.ndarray:
-        """Returns `slots_MG` where only these chunks of a stage share slots; the other units have slot 0.
+        """Returns `slots_MG` [M, G] where only these chunks of a stage share slots; the other units have slot 0.
 
         This is interval colouring: a unit takes the lowest free slot of its stage. The slot is free again in the tick
         after the backward unit.
@@ -286,7 +286,7 @@ class Schedule:
         """Returns the time at which the last stage finishes if stages do not run in lockstep.
 
         Each stage runs its units in the table's order, each as soon as its input has arrived. The arguments are the
-        times of a unit in each model chunk, in one unit of time. `None` means 0.
+        times of a unit in each model chunk [G], all in one unit of time. `None` means 0.
         """
         seconds = (forward_G, backward_G, np.zeros(self.model_chunks) if weight_G is None else weight_G)
         ready = np.zeros(self.stages)
@@ -360,7 +360,7 @@ def _make(
     """Builds a schedule from functions (m, g) -> tick of microbatch m in model chunk g."""
     for key, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, Integral) or value < 1:
-            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more")
+            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more; use one")
     both = [
         np.array([[tick(m, g) for g in range(stages * chunks)] for m in range(microbatches)])
         for tick in (forward, backward)

@@ -208,8 +208,8 @@ def _head_loops(stage: _Stage, x: PyTree) -> Loops:
 def part_program(job: Job, name: str) -> Callable[[PyTree, Batch, int], jax.Array]:
     """Builds `run(values, batch, turns)`, which runs `turns` microbatches through one part of the model.
 
-    Turns alternate between the two groups, slots and microbatches. The result depends on everything that was computed,
-    so that XLA cannot remove it.
+    Turns alternate between the two groups, slots and microbatches. The result, a float32 scalar, depends on everything
+    that was computed, so that XLA cannot remove it.
     """
 
     def local(values: PyTree, batch: Batch, turns: jax.Array) -> jax.Array:

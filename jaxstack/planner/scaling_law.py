@@ -176,9 +176,9 @@ def fit(
     has several minima.
 
     Args:
-      parameters: N of each run.
-      tokens: D of each run.
-      losses: final loss of each run in nats per token.
+      parameters: N of each run [runs].
+      tokens: D of each run [runs].
+      losses: final loss of each run in nats per token [runs].
       samples: number of bootstrap samples.
       seed: of the samples.
 

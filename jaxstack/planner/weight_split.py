@@ -102,7 +102,7 @@ def choose(job: Job, needed: float) -> WeightSplit:
             if not any(is_split((pattern,), path) for path in names):
                 raise ConfigError(
                     f"pipeline.split: the pattern {pattern!r} matches no matrix of a layer that is trained and may "
-                    f"wait. Use names among {', '.join(names) or '(none)'}"
+                    f"wait. Use names among {', '.join(names) or '(none)'}."
                 )
         split = find_readers(job, lambda path: is_split(patterns, path))
         return WeightSplit(tuple(split), tuple(find_readers(job, lambda path: not is_split(patterns, path))), None)

@@ -92,7 +92,7 @@ MARKS = {"spike": "^", "skipped": "x", "rolled back": "<", "resumed": ">"}
 
 
 def thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `MAX_POINTS` points of a curve: its ends, and the minimum and maximum of equal intervals.
+    """Returns at most `MAX_POINTS` points of a curve [N]: its ends, and the minimum and maximum of equal intervals.
 
     No spike is lost.
     """
@@ -111,7 +111,7 @@ def smoothing_width(lines: int) -> int:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of each value and its neighbors, equally many on both sides; see `smoothing_width`.
+    """Returns the mean of each value [N] and its neighbors, equally many on both sides; see `smoothing_width`.
 
     There are fewer towards the ends, so that a falling curve is not distorted there. No running sum is used: it would
     be inexact after a loss of 1e30.

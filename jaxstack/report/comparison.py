@@ -39,12 +39,12 @@ class LossCurves:
 
     @property
     def training(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and training losses."""
+        """Steps and training losses, [N] each."""
         return self._scaled("loss")
 
     @property
     def held_out(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and held-out losses."""
+        """Steps and held-out losses, [N] each."""
         return self._scaled("eval_loss")
 
     @property

@@ -111,7 +111,7 @@ class LoggedRun:
         return goodput.spent(self.records)
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns steps and values of the lines in which `key` is a finite number."""
+        """Returns steps and values, [N] each, of the lines in which `key` is a finite number."""
         return self._columns.get(key, (np.array([]), np.array([])))
 
     @cached_property

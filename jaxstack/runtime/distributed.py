@@ -385,7 +385,7 @@ def barrier() -> None:
 
 
 def local_rows(sharding: "jax.sharding.Sharding", rows: int) -> np.ndarray:
-    """Returns the rows of a batch that the devices of this process hold, in ascending order.
+    """Returns the rows of a batch that the devices of this process hold, int [local rows] in ascending order.
 
     A process reads only these rows.
 

@@ -1,15 +1,19 @@
 """Settings that must be made before JAX starts: the number of CPU devices, their XLA flags, and the memory of GPUs.
 
 JAX is not imported here. Variables that the user has set (`JAX_PLATFORMS`, `JAX_NUM_CPU_DEVICES`, `XLA_FLAGS`,
-`XLA_PYTHON_CLIENT_MEM_FRACTION`) are not changed.
+`XLA_PYTHON_CLIENT_MEM_FRACTION`) are not changed. `XLA_FLAGS` are checked before XLA reads them.
 """
 
 import math
 import os
+import re
+import subprocess
+import sys
 import time
 
 import psutil
 
+from jaxstack.common.errors import shortened
 from jaxstack.config import ConfigError, MeshConfig
 
 MAX_CPU_DEVICES = 8  # every device holds its own copy of the state
@@ -21,6 +25,11 @@ _FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 _MOST_DEVICES = 4096  # simulated ones; each needs threads
 _MOST_OF_A_MACHINE = 64
 """More devices than any machine has for a process. A CPU simulates more only if the user asks for them."""
+ACCEPTED_FLAGS = "JAXSTACK_ACCEPTED_XLA_FLAGS"
+"""Variable with the `XLA_FLAGS` that XLA has accepted, so that processes that this one starts do not ask again."""
+_READ_FLAGS = "from jaxlib.xla_client import CompileOptions; CompileOptions()"
+_REASON = re.compile(r"^[EF]\d{4} [^\]]*flags\w*\.cc:\d+\] (.*)$", re.MULTILINE)
+"""XLA's line about a flag. An error line about a value (E) comes before the line with which the process ends (F)."""
 
 
 def cpu_devices(mesh: MeshConfig, batch: int, processes: int = 1) -> int:
@@ -58,8 +67,10 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
       processes: number of processes that share the mesh.
 
     Raises:
-      ConfigError: JAX_NUM_CPU_DEVICES is not a number of devices; or the mesh needs more than a machine has.
+      ConfigError: XLA refuses XLA_FLAGS; JAX_NUM_CPU_DEVICES is not a number of devices; or the mesh needs more than
+        a machine has.
     """
+    check_xla_flags()
     if not {*_FRACTION_NAMES, "XLA_PYTHON_CLIENT_PREALLOCATE"} & os.environ.keys():
         os.environ[_FRACTION_NAMES[0]] = str(GPU_MEMORY_FRACTION)
     given = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
@@ -80,6 +91,35 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
         os.environ["XLA_FLAGS"] = f"--{'='.join(CPU_FLAG)}"  # each device has its own core
         # XLA's threads: with one a core, all may wait in collectives that others must begin.
         os.environ.setdefault("NPROC", str(2 * devices))
+
+
+def check_xla_flags() -> None:
+    """Asks XLA whether it accepts the user's `XLA_FLAGS`, in a process of its own: a wrong flag ends the process.
+
+    Without `XLA_FLAGS` nothing is asked. A process that fails for another reason says nothing about the flags.
+
+    Raises:
+      ConfigError: XLA does not know a flag or its value, or cannot read the file that the variable names.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not flags.strip() or flags == os.environ.get(ACCEPTED_FLAGS):
+        return
+    asked = subprocess.run(
+        [sys.executable, "-c", _READ_FLAGS],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if not asked.returncode:
+        os.environ[ACCEPTED_FLAGS] = flags
+    elif reason := _REASON.search(asked.stderr):
+        raise ConfigError(
+            f"XLA_FLAGS={shortened(flags)} is refused by XLA: {reason[1].partition(' (')[0].rstrip('.')}. Correct the "
+            f"flag, or unset XLA_FLAGS."
+        )
 
 
 def seconds_since_start() -> float:

@@ -20,8 +20,12 @@ from jaxstack.serve.replies import Piece, Reply, Usage
 from jaxstack.serve.requests import MAX_LOGPROBS, JsonValue, Model, TextRequest
 from jaxstack.serve.worker import PromptScores, Worker
 
-SHUTTING_DOWN = ApiError("the server is shutting down.", status=503, code="shutting_down", retry_after=10)
-FAILED = ApiError("the model has failed, and the server ends.", status=500, code="server_error")
+SHUTTING_DOWN = ApiError(
+    "the server is shutting down. Send the request again later.", status=503, code="shutting_down", retry_after=10
+)
+FAILED = ApiError(
+    "the model has failed, and the server ends. Read its log, and start it again.", status=500, code="server_error"
+)
 ABORT = "jaxstack.abort"
 """Key of the ASGI scope: a function that closes the connection at once, without what was not sent."""
 _LATE_S = 5

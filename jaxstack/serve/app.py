@@ -208,7 +208,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 async def _receive(request: Request, most: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site cannot send it without being asked for permission
-        raise ApiError("the header Content-Type is not application/json. Send JSON with it.", status=415)
+        shown = repr(kind[:60])
+        raise ApiError(f"the header Content-Type is {shown}. Send JSON with application/json.", status=415)
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -216,7 +217,7 @@ async def _receive(request: Request, most: int) -> bytes:
             if len(body) > most:
                 raise ApiError(f"the body has more than {most} bytes. Send less.", status=413)
     except ClientDisconnect:
-        raise ApiError("the client has gone before its request was complete.") from None
+        raise ApiError("the client has gone before its request was complete. Send the whole body.") from None
     return bytes(body)
 
 
@@ -268,4 +269,5 @@ async def send_error(_: Request, error: Exception) -> Response:
 
 async def send_failure(_: Request, error: Exception) -> Response:
     """Sends an error of the server."""
-    return error_response(ApiError("the server has failed at this request.", status=500, code="server_error"))
+    text = "the server has failed at this request. Its log has the traceback; report it with the request."
+    return error_response(ApiError(text, status=500, code="server_error"))

@@ -89,7 +89,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is not HTTP."""
-        self._refuse(ApiError(f"this is not a request of HTTP/1.1: {msg} Send another."))
+        self._refuse(ApiError(f"this is not a request of HTTP/1.1: {msg.rstrip('.')}. Send another."))
 
     def _watch(self) -> None:
         """Starts the clock unless the application works on a complete request."""

@@ -59,15 +59,19 @@ def embeddings(model: Loaded, fields: RequestFields) -> JsonValue:
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
     if not isinstance(given, list) or not 1 <= len(given) <= MOST_INPUTS:
-        raise ApiError(f"input is neither a text, nor token ids, nor a list of up to {MOST_INPUTS} of them.", "input")
+        raise ApiError(
+            f"input={shown_value(given)} is neither text nor token ids. Send a text, ids, or a list of up to "
+            f"{MOST_INPUTS} of them.",
+            "input",
+        )
     style = fields.take("encoding_format", "float")
     if style not in ("float", "base64"):
-        raise ApiError(f"encoding_format={shown_value(style)} is neither float nor base64.", "encoding_format")
+        raise ApiError(f"encoding_format={shown_value(style)} is not known. Use float or base64.", "encoding_format")
     fields.finish({})
     rows = [_ids_of(model, one) for one in given]
     if model.config.model.family == "contrastive":
         if not all(isinstance(one, str) for one in given):
-            raise ApiError("input has token ids, but this model reads texts. Send texts.", "input")
+            raise ApiError(f"input={shown_value(given)} has token ids. Send texts, which this model reads.", "input")
         vectors = model.features(given)
     else:
         vectors = model.encoder.embeddings(rows)
@@ -85,7 +89,7 @@ def _ids_of(model: Loaded, given: JsonValue) -> list[int]:
     if isinstance(given, list) and given and all(type(i) is int for i in given):
         return given
     if not isinstance(given, str) or not given:
-        raise ApiError("the input has an item that is neither text nor token ids, or is empty.", "input")
+        raise ApiError(f"input has the item {shown_value(given)}. Send a text or token ids, not empty.", "input")
     return model.ids(given)
 
 
@@ -153,11 +157,14 @@ def translation(model: Loaded, fields: RequestFields) -> JsonValue:
     options = _parameters(fields, {})
     language = options.take("tgt_lang")
     if language is not None and not isinstance(language, str):
-        raise ApiError(f"tgt_lang={shown_value(language)} is not text.", "tgt_lang")
+        raise ApiError(f"tgt_lang={shown_value(language)} is not text. Send the name of a language.", "tgt_lang")
     own = model.config.sample
     generate = options.take("generate_parameters", {})
     if not isinstance(generate, dict):
-        raise ApiError("generate_parameters is not an object.", "generate_parameters")
+        raise ApiError(
+            f"generate_parameters={shown_value(generate)} is not an object. Send one, or leave it out.",
+            "generate_parameters",
+        )
     more = RequestFields.of(generate)
     both = [options, more]  # `transformers` has them in one object, and the client of the hub in two
     beams = _integer(both, "num_beams", own.beams, 1, 64)
@@ -179,7 +186,7 @@ def images(model: Loaded, fields: RequestFields) -> JsonValue:
     """Answers `/v1/images/generations`: pictures of a class, or of a text if the model reads texts."""
     prompt = fields.take("prompt")
     if not isinstance(prompt, str) or not prompt:
-        raise ApiError("prompt is not a text.", "prompt")
+        raise ApiError(f"prompt={shown_value(prompt)} is not a text. Send one.", "prompt")
     count = fields.integer("n", 1, 1, MOST_PICTURES)
     own = model.config.sample
     steps = fields.integer("steps", own.steps, 1, 1000)
@@ -213,7 +220,10 @@ def _inputs(fields: RequestFields) -> tuple[list[str], bool]:
     given = fields.take("inputs")
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not 1 <= len(texts) <= MOST_INPUTS or not all(_is_text(one) for one in texts):
-        raise ApiError(f"inputs is neither a text nor a list of up to {MOST_INPUTS} texts.", "inputs")
+        raise ApiError(
+            f"inputs={shown_value(given)} is neither a text nor a list of texts. Send one to {MOST_INPUTS} texts.",
+            "inputs",
+        )
     return texts, isinstance(given, str)
 
 
@@ -225,7 +235,7 @@ def _parameters(fields: RequestFields, harmless: dict[str, tuple[JsonValue, ...]
     """Returns the object `parameters` of a request, after checking that nothing else is left."""
     given = fields.take("parameters", {})
     if not isinstance(given, dict):
-        raise ApiError("parameters is not an object.", "parameters")
+        raise ApiError(f"parameters={shown_value(given)} is not an object. Send one, or leave it out.", "parameters")
     fields.finish({"options": ({}, {"wait_for_model": True}, {"use_cache": True}), **harmless})
     return RequestFields.of(given)
 

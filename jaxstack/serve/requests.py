@@ -228,12 +228,13 @@ class RequestFields:
             found = json.loads(body, parse_constant=float, object_pairs_hook=_object)
             wrong = [] if _is_unicode(found) else [name for name in found if not _is_unicode({name: found[name]})]
         except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is not JSON: {error}.") from None
+            raise ApiError(f"the body is not JSON: {error}. Send a JSON object.") from None
         if not isinstance(found, dict):
-            raise ApiError("the body is not a JSON object.")
+            raise ApiError(f"the body is {shown_value(found)}, not a JSON object. Send an object.")
         if wrong:
             param = wrong[0] if _is_unicode(wrong[0]) else None
-            raise ApiError(f"{shown_value(wrong[0])} has half of a surrogate pair, which is not a character.", param)
+            name = shown_value(wrong[0])
+            raise ApiError(f"{name} has half of a surrogate pair, which is not a character. Send whole ones.", param)
         self._left: dict[str, JsonValue] = {key: value for key, value in found.items() if value is not None}
 
     @classmethod
@@ -256,7 +257,7 @@ class RequestFields:
         """Returns a number from `least` to `most`."""
         found = self.take(name, default)
         if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
-            raise ApiError(f"{name}={shown_value(found)} is not a number from {least} to {most}.", name)
+            raise ApiError(f"{name}={shown_value(found)} is not a number from {least} to {most}. Use one.", name)
         if name == "top_p" and not found:
             raise ApiError("top_p=0 leaves no token. Use temperature=0 for the most probable token.", name)
         return float(found)
@@ -265,14 +266,14 @@ class RequestFields:
         """Returns an integer from `least` to `most`, or the default."""
         found = self.take(name, default)
         if found is not default and (type(found) is not int or not least <= found <= most):
-            raise ApiError(f"{name}={shown_value(found)} is not an integer from {least} to {most}.", name)
+            raise ApiError(f"{name}={shown_value(found)} is not an integer from {least} to {most}. Use one.", name)
         return found
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false."""
         found = self.take(name, default)
         if not isinstance(found, bool):
-            raise ApiError(f"{name}={shown_value(found)} is neither true nor false.", name)
+            raise ApiError(f"{name}={shown_value(found)} is neither true nor false. Use one of them.", name)
         return found
 
     def usage(self, stream: bool) -> bool:
@@ -284,7 +285,11 @@ class RequestFields:
         )
         wanted = valid and bool(options.get("include_usage"))
         if not valid or (wanted and not stream):
-            raise ApiError('stream_options may be {"include_usage": true}, in a stream.', "stream_options")
+            raise ApiError(
+                f"stream_options={shown_value(options)} is not supported. Leave it out, or send "
+                '{"include_usage": true} with stream=true.',
+                "stream_options",
+            )
         return wanted
 
     def finish(self, harmless: dict[str, tuple[JsonValue, ...]]) -> None:
@@ -345,7 +350,8 @@ def read_prompts(fields: RequestFields, model: Model, key: str = "prompt") -> tu
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ApiError(f"{key} is neither a string, nor a list of token ids, nor a list of prompts.", key)
+        shown = shown_value(given)
+        raise ApiError(f"{key}={shown} is not a prompt. Send a string, token ids, or a list of prompts.", key)
     framed = fields.flag("add_special_tokens", True)
     prompts = []
     texts = []
@@ -356,7 +362,8 @@ def read_prompts(fields: RequestFields, model: Model, key: str = "prompt") -> tu
         elif isinstance(one, list) and one and all(type(i) is int and 0 <= i < model.vocabulary for i in one):
             ids = one
         else:
-            raise ApiError(f"{key} has an item that is neither text nor ids below {model.vocabulary}.", key)
+            shown = shown_value(one)
+            raise ApiError(f"{key} has the item {shown}. Send text, or token ids below {model.vocabulary}.", key)
         prompts.append(ids)
         texts.append(one if isinstance(one, str) else model.tokenizer.decode(ids))
     return prompts, texts
@@ -384,26 +391,29 @@ def read_messages(given: JsonValue) -> list[Message]:
       ApiError: they are not a list of messages.
     """
     if not isinstance(given, list) or not given:
-        raise ApiError("messages is not a list of one or more messages.", "messages")
+        shown = shown_value(given)
+        raise ApiError(f"messages={shown} is not a list of messages. Send one or more messages.", "messages")
     return [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
 
 
 def _message(given: JsonValue, where: str) -> Message:
     if not isinstance(given, dict):
-        raise ApiError(f"{where} is not an object with role and content.", where)
+        raise ApiError(f"{where}={shown_value(given)} is not an object. Give it role and content.", where)
     if extra := sorted(key for key in given if key not in ("role", "content") and not _is_empty(given[key])):
         raise ApiError(f"{where}.{extra[0]} is not supported. A message has role and content.", f"{where}.{extra[0]}")
     role = given.get("role")
     content = given.get("content")
     if role not in ROLES:
-        raise ApiError(f"{where}.role={shown_value(role)} is not one of {', '.join(ROLES)}.", f"{where}.role")
+        raise ApiError(
+            f"{where}.role={shown_value(role)} is not a role. Use one of {', '.join(ROLES)}.", f"{where}.role"
+        )
     if isinstance(content, list):  # parts
         if not all(map(_is_text_part, content)):
-            raise ApiError(f"{where}.content has a part that is not text.", f"{where}.content")
+            raise ApiError(f"{where}.content has a part without text. Send text.", f"{where}.content")
         texts = [one["text"] for one in content]
         content = "".join(texts) if all(isinstance(one, str) for one in texts) else None
     if not isinstance(content, str):
-        raise ApiError(f"{where}.content is not text.", f"{where}.content")
+        raise ApiError(f"{where}.content={shown_value(content)} is not text. Send text.", f"{where}.content")
     return {"role": role, "content": content}
 
 
@@ -448,7 +458,11 @@ def _stop(fields: RequestFields) -> tuple[str, ...]:
     given = fields.take("stop", [])
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or len(given) > 4 or not all(isinstance(one, str) and one for one in given):
-        raise ApiError("stop is neither a string nor a list of up to 4 strings that are not empty.", "stop")
+        raise ApiError(
+            f"stop={shown_value(given)} does not say where a text ends. Send a string, or up to 4 strings that are not "
+            f"empty.",
+            "stop",
+        )
     return tuple(given)
 
 
@@ -464,5 +478,5 @@ def _logprobs(fields: RequestFields, chat: bool) -> int | None:
     wanted = fields.flag("logprobs", False)
     top: int = fields.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
     if top and not wanted:
-        raise ApiError("top_logprobs needs logprobs=true.", "top_logprobs")
+        raise ApiError(f"top_logprobs={top} needs logprobs=true. Add it, or leave top_logprobs out.", "top_logprobs")
     return top if wanted else None

@@ -25,7 +25,15 @@ from jaxstack.serve.access import Access
 from jaxstack.serve.answer import FAILED, SHUTTING_DOWN
 from jaxstack.serve.app import Limits, Server
 from jaxstack.serve.errors import ApiError, too_late
-from jaxstack.serve.requests import JsonValue, Model, RequestFields, read_messages, read_prompts, unknown_model
+from jaxstack.serve.requests import (
+    JsonValue,
+    Model,
+    RequestFields,
+    read_messages,
+    read_prompts,
+    shown_value,
+    unknown_model,
+)
 
 
 class ScoreRequest(NamedTuple):
@@ -85,7 +93,8 @@ def _pairs(fields: RequestFields, model: Model) -> Rows:
         value = fields.take(key)
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-            raise ApiError(f"{key} is neither a text nor a list of texts.", key)
+            shown = shown_value(value)
+            raise ApiError(f"{key}={shown} is neither a text nor a list of texts. Send one of them.", key)
         sides.append(texts)
     prompts, answers = sides
     if len(prompts) == 1:
@@ -107,7 +116,11 @@ def _texts(fields: RequestFields, model: Model) -> Rows:
         return read_prompts(fields, model, "input")[0]
     *before, last = read_messages(messages)
     if last["role"] != "assistant" or not before:
-        raise ApiError("messages do not end with an answer of the assistant, which has the score.", "messages")
+        roles = ", ".join(message["role"] for message in (*before, last))
+        raise ApiError(
+            f"the roles of messages are {roles}. Send a prompt, and then the answer of the assistant that is scored.",
+            "messages",
+        )
     return _rendered([(before, last["content"])], model, "messages")
 
 

@@ -69,7 +69,7 @@ class Objective:
     def share(self, term: Term, value: jax.Array, totals: BatchTotals) -> jax.Array:
         """Returns what a sum of one term adds to the objective, or what a gradient of the sum does; see `shares`.
 
-        Of a term that is only logged, it is the mean.
+        `value` is a scalar, or a gradient [...]. Of a term that is only logged, the result is the mean.
         """
         total = totals.weights[term.name]
         if len(self.terms) > 1:
@@ -85,7 +85,7 @@ class Objective:
         return {term.name: self.share(term, sums[term.name], totals) for term in self.terms}
 
     def total(self, shares: Sums) -> jax.Array:
-        """Returns the objective without `Extras.loss`, from `shares`."""
+        """Returns the objective without `Extras.loss`, a float32 scalar, from `shares`."""
         return functools.reduce(operator.add, (shares[term.name] for term in self.terms if term.scale))
 
     def metrics(self, shares: Sums) -> Metrics:

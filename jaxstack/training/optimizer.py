@@ -162,7 +162,7 @@ def orthogonalized(p: Param, x: jax.Array, sharding: NamedSharding | None = None
 
     Args:
       p: the parameter's declaration.
-      x: its momentum, sharded like the parameter.
+      x: its momentum, of the shape [layers, experts, *in, *out] of the parameter, and sharded like it.
       sharding: how it is sharded. `None` means one device.
     """
     lead = p.batch_axes

@@ -43,9 +43,9 @@ class Probe:
         """Returns metrics of a step.
 
         Args:
-          sums: of the gradients.
-          grads: before they are clipped.
-          grad_norm: their norm.
+          sums: the sums of the step, see `gradients.over_devices`.
+          grads: the gradients before they are clipped.
+          grad_norm: norm of the gradients, a float32 scalar.
           updated: what `updates` returned.
         """
         return {}
@@ -67,7 +67,7 @@ def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Returns whether every float of a tree is finite: one decision for all devices."""
+    """Returns whether every float of a tree is finite, a bool scalar: one decision for all devices."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()
 
@@ -75,7 +75,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 def check_update(
     optimizer: optax.GradientTransformation, good: jax.Array, grads: Params, params: Params, opt_state: PyTree
 ) -> jax.Array:
-    """Returns whether a step is good and its update leaves parameters and optimizer state finite.
+    """Returns whether a step is good and its update leaves parameters and optimizer state finite, a bool scalar.
 
     It computes the update without storing it, and reads parameters, state and gradients once more than the step does.
     """
@@ -88,12 +88,12 @@ def check_update(
 
 
 def dropout_key(model: ModelConfig, seed: int, step: jax.Array | int) -> jax.Array | None:
-    """Returns the key that all dropout masks of a step derive from; `None` without dropout.
+    """Returns the PRNG key [] that all dropout masks of a step derive from; `None` without dropout.
 
     Args:
       model: has the probability.
       seed: of the run.
-      step: number of steps before it, `TrainState.step`.
+      step: number of steps before it, a scalar: `TrainState.step`.
     """
     return parameters.random_key(jax.random.key(seed), "dropout", step) if model.dropout else None
 

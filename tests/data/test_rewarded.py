@@ -38,12 +38,12 @@ def test_prompts_keep_their_fields_and_end_where_an_answer_begins(tmp_path):
     [
         ([1], "item 1: this is not a JSON object with a prompt"),
         ({"question": "1"}, "this is not a JSON object with a prompt"),
-        ({"prompt": 3}, "prompt is neither text nor a list of messages"),
+        ({"prompt": 3}, "prompt=3 is neither text nor a list of messages"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, "the prompt ends with an answer"),
         ({"prompt": [{"role": "user"}]}, "content"),
         ({"prompt": "a", "tools": [1]}, "tools is not supported"),
-        ({"prompt": [{"role": "system", "content": "a"}], "system": "b"}, "system message beside the key system"),
+        ({"prompt": [{"role": "system", "content": "a"}], "system": "b"}, "system message beside system='b'"),
     ],
 )
 def test_what_is_not_a_prompt_is_named_with_its_line(tmp_path, value, message):

@@ -152,5 +152,5 @@ def test_a_mistake_is_one_line(run_path, tmp_path, flags, message):
 def test_a_dense_model_has_no_experts_to_place(tmp_path):
     begin_run(tmp_path, MODELS["llama3"])
     for flag in ("--placement=x.json", "--expert_load=x.json"):
-        with pytest.raises(ConfigError, match=re.escape(flag) + r".*model.moe.num_experts=0. Leave --\w+ away"):
+        with pytest.raises(ConfigError, match=re.escape(flag) + r".*model.moe.num_experts=0. Remove --\w+"):
             execute(["generate", str(tmp_path), "ab", *FLAGS, flag])

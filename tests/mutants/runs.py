@@ -241,3 +241,20 @@ mistakes(
     ("if not settled or identity[2] < _LEAST_EARLY", "if identity[2] < _LEAST_EARLY"),
     ("return early.get(_identity(checkpoint / name)) or _sha256", "return _sha256"),
 )
+
+mistakes(
+    "runs",
+    "runtime/platform.py",
+    "runtime/test_xla_options.py -k 'refuses or accepted or code_2'",
+    ("    if not asked.returncode:\n", "    if True:\n"),
+    ("os.environ[ACCEPTED_FLAGS] = flags", "pass"),
+    ("^[EF]\\d{4} [^", "^[F]\\d{4} [^"),
+    ("reason[1].partition(' (')[0]", "reason[1]"),
+)
+
+mistakes(
+    "runs",
+    "cli/parser.py",
+    "runtime/test_xla_options.py -k code_2",
+    ("if name.split()[0] not in WITHOUT_XLA:", "if name.split()[0] in WITHOUT_XLA:"),
+)

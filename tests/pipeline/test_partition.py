@@ -217,7 +217,9 @@ def test_layers_are_spread_evenly():
 
 def test_a_partition_holds_every_layer_once():
     for layers in ((2, 2, 2), (2, 2, 2, 1), (8, 0, 0, 0)):
-        with pytest.raises(ConfigError, match=r"must be 4 counts of 1 or more with the sum 8, such as \(2, 2, 2, 2\)"):
+        with pytest.raises(
+            ConfigError, match=r"must be 4 counts of 1 or more with the sum 8; use such as \(2, 2, 2, 2\)"
+        ):
             Partition(PLAIN, one_f_one_b(4, 8), layers)
 
 

@@ -272,7 +272,7 @@ def test_the_command_prints_and_writes_the_figures(capsys, tmp_path, monkeypatch
         (["--target=a100:1", "--config=llama3_8b", "--weights=fp8"], "--weights=fp8 multiplies in float8"),
         (["--target=t4:1", "--config=llama3_8b"], "no copy of the model fits t4:1"),
         (["--target=h100:4", "--config=llama3_8b", "--batch=[0]"], "--batch=[0] has a batch without sequences"),
-        (["--target=h100:4", "--config=llama3_8b", "--mesh.tensor=4", "--mesh.expert=2"], "have no copy of the model"),
+        (["--target=h100:4", "--config=llama3_8b", "--mesh.tensor=4", "--mesh.expert=2"], "no number of copies of"),
         (["--target=h100:4", "--config=diffusion_digits"], "model.family=diffusion is not served"),
         (["--config=llama3_8b"], "--target is missing"),
     ],

@@ -1,10 +1,14 @@
 """XLA's options for several GPUs and for generation: jaxlib has them, and the user's XLA_FLAGS win."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxstack.config import MeshConfig
+from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.runtime import platform, xla_options
 from jaxstack.runtime.xla_options import CACHE_OPTION, GPU_OPTIONS, XlaOptions, select_decode_options, select_options
 
@@ -80,3 +84,48 @@ def test_generation_on_a_cpu_has_an_option_unless_the_user_sets_it(monkeypatch):
     assert select_decode_options("gpu") == select_decode_options("tpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{CACHE_OPTION}=false")
     assert select_decode_options("cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--xla_bogus=1", "Unknown flag in XLA_FLAGS: --xla_bogus=1"),
+        ("--xla_cpu_multi_thread_eigen=false --xla_bogus", "Unknown flag in XLA_FLAGS: --xla_bogus"),
+        ("--xla_cpu_multi_thread_eigen=maybe", "Couldn't interpret value maybe for flag xla_cpu_multi_thread_eigen"),
+        ("no_file", 'Could not open file "no_file" to read flags for environment variable "XLA_FLAGS"'),
+    ],
+)
+def test_a_flag_that_xla_refuses_is_named_before_xla_ends_the_process(monkeypatch, flags, reason):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with pytest.raises(ConfigError) as error:
+        platform.check_xla_flags()
+    assert str(error.value) == (f"XLA_FLAGS={flags} is refused by XLA: {reason}. Correct the flag, or unset XLA_FLAGS.")
+
+
+def test_flags_that_xla_has_accepted_are_not_checked_again(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    monkeypatch.setenv(platform.ACCEPTED_FLAGS, "")
+    asked = []
+    run = subprocess.run
+    monkeypatch.setattr(
+        platform.subprocess, "run", lambda *args, **options: asked.append(args) or run(*args, **options)
+    )
+    for _ in range(2):
+        platform.check_xla_flags()
+    assert len(asked) == 1
+    monkeypatch.setenv("XLA_FLAGS", " ")
+    platform.check_xla_flags()
+    assert len(asked) == 1
+
+
+def test_a_command_ends_with_one_line_and_code_2():
+    env = {**os.environ, "XLA_FLAGS": "--xla_bogus=1"}
+    words = ["train", "--run.dir=unused", "--print_shardings"]
+    ended = subprocess.run([sys.executable, "-m", "jaxstack", *words], env=env, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "train: error: XLA_FLAGS=--xla_bogus=1 is refused" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    shown = subprocess.run(
+        [sys.executable, "-m", "jaxstack", "schedule", "1f1b", "--stages=2"], env=env, capture_output=True
+    )
+    assert shown.returncode == 0, "a command that compiles nothing does not ask"

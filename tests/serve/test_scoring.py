@@ -123,20 +123,20 @@ def test_other_routes_and_mistakes(running):
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        ("score", {}, "text_1 is neither"),
-        ("score", {"text_1": "a", "text_2": 3}, "text_2 is neither"),
-        ("score", {"text_1": "a", "text_2": []}, "text_2 is neither"),
+        ("score", {}, "text_1=null is neither"),
+        ("score", {"text_1": "a", "text_2": 3}, "text_2=3 is neither"),
+        ("score", {"text_1": "a", "text_2": []}, r"text_2=\[\] is neither"),
         ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 has 2 prompts and text_2 has 1 answers"),
         ("score", {"text_1": "a", "text_2": "x" * 99}, "text 0 has .* tokens, but the context"),
         ("score", {"text_1": "a", "text_2": "b", "softmax": True}, "softmax is not supported"),
         ("score", {"text_1": "a", "text_2": "b\0"}, "zero byte"),
         ("score", {"text_1": "a", "text_2": "b", "model": "other"}, 'the model "other" does not exist'),
-        ("pooling", {}, "input is neither"),
-        ("pooling", {"input": [256]}, "input has an item|input is neither"),
+        ("pooling", {}, "input=null is not a prompt"),
+        ("pooling", {"input": [256]}, "input has the item"),
         ("pooling", {"input": "a", "dimensions": 3}, "dimensions is not supported"),
-        ("pooling", {"messages": []}, "messages is not a list"),
-        ("pooling", {"messages": [{"role": "user", "content": "a"}]}, "do not end with an answer"),
-        ("pooling", {"messages": [{"role": "assistant", "content": "a"}]}, "do not end with an answer"),
+        ("pooling", {"messages": []}, r"messages=\[\] is not a list"),
+        ("pooling", {"messages": [{"role": "user", "content": "a"}]}, "the roles of messages are user"),
+        ("pooling", {"messages": [{"role": "assistant", "content": "a"}]}, "the roles of messages are assistant"),
     ],
 )
 def test_a_request_that_is_wrong_is_named(kind, body, message):

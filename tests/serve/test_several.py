@@ -240,15 +240,15 @@ def test_pictures(running):
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/v1/embeddings", {"model": "labels", "input": []}, 400, "input is neither"),
-        ("/v1/embeddings", {"model": "encoder", "input": [""]}, 400, "is empty"),
+        ("/v1/embeddings", {"model": "labels", "input": []}, 400, "input=[] is neither"),
+        ("/v1/embeddings", {"model": "encoder", "input": [""]}, 400, 'input has the item ""'),
         ("/v1/embeddings", {"model": "encoder", "input": "x", "dimensions": 4}, 400, "dimensions is not supported"),
         ("/v1/embeddings", {"model": "encoder", "input": [[999]]}, 400, "id 999"),
         ("/v1/embeddings", {"model": "diffusion", "input": "x"}, 400, "does text-to-image at /v1/images/generations"),
         ("/v1/embeddings", {"model": "encoder", "input": "x" * 6000}, 413, "the body has more than 5000 bytes"),
         ("/models/encoder", {"inputs": "no mask"}, 400, "has no [MASK]"),
         ("/models/encoder", {"inputs": "[MASK]", "parameters": {"top_k": 0}}, 400, "top_k=0 is not an integer"),
-        ("/models/labels", {"inputs": 3}, 400, "inputs is neither a text"),
+        ("/models/labels", {"inputs": 3}, 400, "inputs=3 is neither a text"),
         ("/models/labels", {"inputs": "x", "parameters": {"other": 1}}, 400, "other is not supported"),
         ("/models/none", {"inputs": "x"}, 404, 'the model "none" does not exist'),
         ("/v1/images/generations", {"model": "diffusion", "prompt": "cat"}, 400, "'cat' is not a class"),
