@@ -32,7 +32,7 @@ mistakes(
 
 mistakes(
     "compress", "compress/prune.py", PRUNE,
-    ("largest(groups.sum(-1), sizes.kv_heads)", "largest(groups.max(-1), sizes.kv_heads)"),
+    ("largest(groups.sum(-1), small.kv_heads)", "largest(groups.max(-1), small.kv_heads)"),
     ("out = min(losses", "out = max(losses"),
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ mistakes(
 
 mistakes(
     "models", "families/surgery.py", PRUNE,
-    ("factor = (cfg.d_model / len(kept.channels)) ** 0.5", "factor = cfg.d_model / len(kept.channels)"),
+    ("factor = (cfg.d_model / small.d_model) ** 0.5", "factor = cfg.d_model / small.d_model"),
 )  # fmt: skip
 
 mistakes(
