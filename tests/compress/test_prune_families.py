@@ -4,6 +4,7 @@ A part whose output weights are zero leaves without a trace, all stacks keep the
 cut once. The run that is made is trained, used and exported like any other.
 """
 
+import json
 from dataclasses import replace
 
 import jax
@@ -11,23 +12,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_meshes
-from test_every_family import batches_of, drawn
+from test_every_family import batches_of, drawn, flags_of
 
+import jaxstack as js
 from jaxstack import families
+from jaxstack.cli.compress_quantize import calibration
+from jaxstack.cli.parser import execute
 from jaxstack.common.tree import flatten
 from jaxstack.compress import order, prune
 from jaxstack.compress.calibrate import Walk
 from jaxstack.compress.importance import Importance, OfStack, measure
 from jaxstack.config import ConfigError
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.families import contrastive, diffusion, surgery
 from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.train import main
 
 MODELS = test_meshes.MODELS
 HALF = {"heads": 4, "d_ff": 48}
 CASES = {
     "t5": (MODELS["t5"], {**HALF, "layers": 1, "encoder_layers": 2}),
-    "t5_softmax": (replace(MODELS["t5_softmax"], num_kv_heads=4), {"heads": 6, "d_ff": 20, "experts": 5, "layers": 1}),
+    "t5_sigmoid": (
+        replace(MODELS["t5_sigmoid"], num_kv_heads=4, moe=replace(test_meshes.EXPERTS["sigmoid"], num_groups=2)),
+        {"heads": 6, "d_ff": 20, "experts": 4, "layers": 1},
+    ),
     "dit": (MODELS["dit"], {**HALF, "layers": 1}),
     "dit_text": (replace(MODELS["dit_text"], num_kv_heads=4), {**HALF, "layers": 1, "text_layers": 2}),
     "dit_experts": (MODELS["dit_experts"], {**HALF}),
@@ -93,8 +102,8 @@ def remove_parts(cfg, sizes, values, rng):
                 for one in w[layer] if units[path].batch_axes else [w[layer]]:
                     one[not_kept(rng, len(one), keep)] = 0
             if "moe" in layers and small.moe.num_experts < cfg.moe.num_experts:
-                layers["moe"]["w_down"][layer, 0] = 0  # of eight experts, three are never chosen
-                layers["moe"]["w_up"][layer, 0] = 0
+                for first in (0, 4):  # of each group, two of four experts are never chosen
+                    layers["moe"]["balance"][layer, first + rng.permutation(4)[:2]] = -50
         for layer in set(range(depth)) - {*stay[name]}:
             for path, leaf in flatten(layers).items():
                 if path.rpartition("/")[2] in order.OUTPUTS:
@@ -107,7 +116,6 @@ def remove_parts(cfg, sizes, values, rng):
 def test_parts_that_add_nothing_are_found_and_leave_without_a_trace(name, seed):
     """Heads, hidden units and layers without output weights have no importance, and the rest computes the same."""
     cfg, given = CASES[name]
-    given = {key: size for key, size in given.items() if key != "experts"}
     values, rng = writable(drawn(cfg, seed)), np.random.default_rng(seed)
     sizes = prune.smaller_sizes(cfg, given)
     stay = remove_parts(cfg, sizes, values, rng)
@@ -295,3 +303,103 @@ def test_parts_that_cannot_be_removed(name, given, text):
     }
     with pytest.raises(ConfigError, match=text):
         prune.smaller_sizes(models[name], given)
+
+
+USES = {
+    "encoder_decoder": (
+        "--model.activation=relu --model.gated=false --model.qk_norm=false --model.tied_embeddings=true "
+        f"--model.head_scale={32**-0.5} --data.eval_fraction=0.2",
+        "--layers=1 --d_model=24",
+    ),
+    "diffusion": ("--model.diffusion.patch_size=2 --optim.lr=0.01", "--layers=1"),
+    "contrastive": ("--model.contrastive.caption_layers=2 --optim.lr=0.01", "--encoder_layers=1 --caption_layers=1"),
+}
+
+
+def trained_run(folder, family):
+    """Trains a run on what can be learned."""
+    flags = [*flags_of(folder, family), *USES[family][0].split()]
+    rng, labels = np.random.default_rng(0), np.arange(200) % 3
+    bars = np.stack([np.zeros((8, 8)), np.eye(8), 1 - np.eye(8)])
+    np.savez(folder / "F.npz", images=bars[labels] * 0.8 + 0.2 * rng.random((200, 8, 8)), labels=labels)
+    more = ["--train.steps=60", "--train.eval_every=60", "--checkpoint.every=60"]
+    main(parse_config([*flags, *more, f"--run.dir={folder / 'run'}"]))
+
+
+def negative(tree):
+    return jax.tree.map(lambda a: -a, tree)
+
+
+def loss_of(run, given, found):
+    """Returns the held-out loss of a run that keeps what is most important."""
+    sizes = prune.smaller_sizes(run.model, given)
+    small = prune.smaller_model(run.model, sizes)
+    new = prune.keep(run.model, small, run.context, run.params, prune.choose(run.model, sizes, found))
+    return replace(run, config=replace(run.config, model=small), params=new).evaluate().loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", USES)
+def test_a_pruned_run_of_each_family_is_a_run_like_any_other(family, tmp_path, capsys):
+    """What matters least hurts least; the smaller run is used, trained on and exported."""
+    trained_run(tmp_path, family)
+    out = tmp_path / "small"
+    whole = js.load(tmp_path / "run")
+    found = measure(Walk.of(whole.model, whole.context), whole.params, calibration(whole, 32))
+    reverse = Importance(
+        {
+            name: replace(own, heads=negative(dict(own.heads)), neurons=negative(dict(own.neurons)))
+            for name, own in found.stacks.items()
+        },
+        negative(dict(found.channels)),
+    )
+    for given in ({"heads": 2}, {"d_ff": 20}, {"d_model": 24}):
+        assert loss_of(whole, given, found) < loss_of(whole, given, reverse), given
+    capsys.readouterr()
+    words = ["compress", "prune", str(tmp_path / "run"), str(out), "--heads=3", "--d_ff=24", "--sequences=16"]
+    execute([*words, *USES[family][1].split()])
+    said = capsys.readouterr().out
+    small = js.load(out)
+    count = sum(a.size for a in jax.tree.leaves(small.params))
+    assert f"{sum(a.size for a in jax.tree.leaves(whole.params)):,} parameters before, {count:,} after" in said
+    assert "left out " in said
+    assert ("distill.teacher" in said) == (family != "contrastive")
+    described = json.loads((out / "importance.json").read_text())
+    assert (out / "importance.png").read_bytes()[:4] == b"\x89PNG"
+    before = small.evaluate().loss
+    assert f"{before:.4f} after" in said or f"{small.evaluate().bits_per_byte:.4f} after" in said
+    pictures = np.load(tmp_path / "F.npz")["images"][:3, ..., None] * 2 - 1
+    if family == "encoder_decoder":
+        assert (small.model.num_layers, small.model.encoder_depth, small.model.d_model) == (1, 1, 24)
+        assert len(described["decoder"]["heads of cross"]["kept"]) == len(described["encoder"]["layers"]["kept"]) == 1
+        assert len(small.translate(["ab1", "ab2"], language="up")) == 2
+        same_in_transformers(small, out, tmp_path / "hf")
+    elif family == "diffusion":
+        assert small.model.num_layers == len(described["layers"]["kept"]) == 1
+        assert len(described["channels of time"]["kept"]) == 32
+        assert small.draw(["0", "2"], steps=4).shape == (2, 8, 8, 1)
+    else:
+        assert (small.model.encoder_layers, small.model.num_layers) == (1, 2)
+        assert described["text"]["layers"]["kept"] == [0, 1]
+        assert small.features(pictures).shape == small.features(["0", "1", "2"]).shape == (3, 32)
+        assert len(small.captions(pictures)) == 3
+        execute(["export", str(out), str(tmp_path / "program"), "--format=stablehlo"])
+    assert small.model.num_heads == small.model.kv_heads == 3
+    execute(["train", f"--config={out / 'config.yaml'}", "--train.steps=20", "--train.eval_every=20"])
+    assert js.load(out).evaluate().loss < before
+
+
+def same_in_transformers(small, out, folder):
+    """Exports a T5, and compares its logits with the ones of transformers, which takes a factor from the width."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    execute(["export", str(out), str(folder)])
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder)
+    assert theirs.config.d_model == 24
+    rng = np.random.default_rng(0)
+    texts, tokens = rng.integers(1, 200, (2, 7)), rng.integers(1, 200, (2, 5))
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(texts), decoder_input_ids=torch.tensor(tokens)).logits.numpy()
+    batch = {"encoder_tokens": texts, "tokens": tokens}
+    batch |= {f"{side}segment_ids": np.ones_like(batch[f"{side}tokens"]) for side in ("encoder_", "")}
+    got = outputs(small.model, small.params, jax.tree.map(jnp.asarray, batch))[0]
+    np.testing.assert_allclose(got[..., : expected.shape[-1]], expected, atol=1e-4 * np.abs(expected).max())
