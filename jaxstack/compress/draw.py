@@ -22,12 +22,12 @@ OUT = drawing.RED
 def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> None:
     """Writes a PNG with a chart of the layers, one of the heads, one of hidden units, and one of experts or channels.
 
-    With several stacks it has a row of three charts for each, experts are left out, and channels have the last row.
+    With several stacks or kinds of channels, each stack has a row of three charts, and channels have the last row.
 
     Args:
       losses: of the model without each step of layers, if they were measured.
     """
-    if len(found.stacks) > 1:
+    if len(found.stacks) > 1 or len(found.channels) > 1:
         _draw_stacks(found, kept, losses, path)
         return
     ((name, own),) = found.stacks.items()

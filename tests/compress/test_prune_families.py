@@ -5,6 +5,7 @@ cut once. The run that is made is trained, used and exported like any other.
 """
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -316,6 +317,15 @@ USES = {
 }
 
 
+@contextmanager
+def on_one_device():
+    """Lets commands that train see one of the eight devices that tests have."""
+    every = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *a: every(*a) if a else every()[:1])
+        yield
+
+
 def trained_run(folder, family):
     """Trains a run on what can be learned."""
     flags = [*flags_of(folder, family), *USES[family][0].split()]
@@ -323,7 +333,8 @@ def trained_run(folder, family):
     bars = np.stack([np.zeros((8, 8)), np.eye(8), 1 - np.eye(8)])
     np.savez(folder / "F.npz", images=bars[labels] * 0.8 + 0.2 * rng.random((200, 8, 8)), labels=labels)
     more = ["--train.steps=60", "--train.eval_every=60", "--checkpoint.every=60"]
-    main(parse_config([*flags, *more, f"--run.dir={folder / 'run'}"]))
+    with on_one_device():
+        main(parse_config([*flags, *more, f"--run.dir={folder / 'run'}", "--mesh.data=1"]))
 
 
 def negative(tree):
@@ -385,7 +396,8 @@ def test_a_pruned_run_of_each_family_is_a_run_like_any_other(family, tmp_path, c
         assert len(small.captions(pictures)) == 3
         execute(["export", str(out), str(tmp_path / "program"), "--format=stablehlo"])
     assert small.model.num_heads == small.model.kv_heads == 3
-    execute(["train", f"--config={out / 'config.yaml'}", "--train.steps=20", "--train.eval_every=20"])
+    with on_one_device():
+        execute(["train", f"--config={out / 'config.yaml'}", "--train.steps=20", "--train.eval_every=20"])
     assert js.load(out).evaluate().loss < before
 
 
