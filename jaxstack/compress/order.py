@@ -250,11 +250,11 @@ def read_layers_of(order: Mapping[str, object], stacks: Mapping[str, Stack]) -> 
     return {name: read_layers(_of_stack(order, "layers", name), one.depth) for name, one in stacks.items()}
 
 
-def _of_stack(order: Mapping[str, object], kind: str, stack: str) -> dict[str, object]:
+def _of_stack(order: Mapping[str, object], kind: str, name: str) -> dict[str, object]:
     """Returns the rows of a stack of an order; what is not a list of rows has none."""
     rows: Any = order.get(kind, ())
     known = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    return {kind: [row for row in rows if row.get("stack") == stack] if known else []}
+    return {kind: [row for row in rows if row.get("stack") == name] if known else []}
 
 
 def _table(order: Mapping[str, object], kind: str, shape: tuple[int, ...]) -> np.ndarray:

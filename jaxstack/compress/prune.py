@@ -85,10 +85,10 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
       ConfigError: a size that the model cannot have.
     """
     if cfg.family not in surgery.COUNTS:
-        raise ConfigError(
-            f"model.family={cfg.family}: pruning does not remove parts of such a model. Use --sparsity alone, or a "
-            f"model of another family."
-        )
+        advice = "Use --sparsity alone, or another family."
+        if cfg.family == "branches":
+            advice = "Export a branch with `jaxstack export --branch`, and prune it."
+        raise ConfigError(f"model.family={cfg.family}: pruning does not remove parts of such a model. {advice}")
     if cfg.latent.kv_rank:
         raise ConfigError(
             f"model.latent.kv_rank={cfg.latent.kv_rank}: pruning does not remove parts of latent attention. Use "

