@@ -45,7 +45,7 @@ CASES = {
     "clip": (MODELS["clip"], {**HALF, "layers": 1}),
     "unix2": (MODELS["unix2"], {**HALF, "encoder_layers": 1}),
 }
-SLOW = [name if name in ("t5", "dit_text", "coca") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+SLOW = [name if name in ("t5", "coca") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
 def outputs(cfg, values, batch):
