@@ -60,7 +60,7 @@ def main() -> None:
     """Trains, measures and records; results are written after each run."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments.add_argument("--steps", type=int, default=400)
+    arguments.add_argument("--steps", type=int, default=1500)
     arguments.add_argument("--name", default="caption_pairs")
     arguments.add_argument("flags", nargs="*")
     given = arguments.parse_args()

@@ -2,7 +2,8 @@
 
 Both models are dense. Each seed trains them in bfloat16 and with `train.quant=int8` on the same batches, on the CPU.
 The result has the training loss and the held-out loss of each run, and for each seed the difference of the last
-held-out losses (`benchmarks/results/int8_families.json`). It compares losses and not speed, because CPUs have no fast
+held-out losses (`benchmarks/results/int8_families.json`). Seeds that are recorded already and that `--seeds` does not
+name are kept. It compares losses and not speed, because CPUs have no fast
 8-bit products. It needs the extras [translate] and [images].
 
 `--compile` runs nothing. In the environment of the extra `[cuda13]` it compiles the training step of a larger model of
@@ -42,7 +43,7 @@ TRANSLATION = [
 DIFFUSION = ["--config=configs/diffusion_digits.yaml", "--model.moe.num_experts=0", "--train.steps=240"]
 MODELS = {"translation": TRANSLATION, "diffusion": [*DIFFUSION, "--sample.pictures=0", "--train.ngram_baseline=false"]}
 COMPILED = [
-    "--kernels.attention=xla",
+    "--kernels.attention=chunked",
     "--kernels.cross_entropy=xla",
     "--train.ngram_baseline=false",
     "--optim.name=adamw",
@@ -127,6 +128,22 @@ def compile_step(name: str, quant: str) -> dict[str, Any]:
     }
 
 
+def kept_cases(seeds: list[int]) -> list[dict[str, Any]]:
+    """Returns the recorded cases of other seeds that had the same flags, which are not run again."""
+    path = record.RESULTS / "int8_families.json"
+    recorded = json.loads(path.read_text()) if path.exists() else {"flags": None, "cases": []}
+    return [case for case in recorded["cases"] if recorded["flags"] == MODELS and case["seed"] not in seeds]
+
+
+def differences(cases: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Returns the last held-out loss of int8 above bfloat16 for each model, in the order of the seeds."""
+    found: dict[str, list[float]] = {name: [] for name in MODELS}
+    for case in sorted(cases, key=lambda case: case["seed"]):
+        apart = case["int8"]["held_out"][-1][1] - case["bfloat16"]["held_out"][-1][1]
+        found[case["model"]].append(round(apart, 5))
+    return found
+
+
 def main() -> None:
     """Trains or compiles, and records; results are written after each run."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -144,13 +161,12 @@ def main() -> None:
                 record.record("int8_families_h100", compiled)
         print(record.record("int8_families_h100", compiled))
         return
-    result: dict[str, Any] = {"flags": MODELS, "int8_above_bfloat16": {}, "cases": []}
+    result: dict[str, Any] = {"flags": MODELS, "int8_above_bfloat16": {}, "cases": kept_cases(given.seeds)}
     for seed in given.seeds:
         for name in MODELS:
             curves = {quant: train(name, seed, quant) for quant in ("none", "int8")}
             result["cases"].append({"model": name, "seed": seed, "bfloat16": curves["none"], "int8": curves["int8"]})
-            apart = curves["int8"]["held_out"][-1][1] - curves["none"]["held_out"][-1][1]
-            result["int8_above_bfloat16"].setdefault(name, []).append(round(apart, 5))
+            result["int8_above_bfloat16"] = differences(result["cases"])
             print(name, seed, {quant: curve["held_out"] for quant, curve in curves.items()}, flush=True)
             record.record("int8_families", result)
     print(record.record("int8_families", result))
