@@ -65,10 +65,11 @@ def remove_thirds(run: TrainedRun, sequences: int) -> list[dict[str, Any]]:
     search = prune.LayerSearch(run.config, run.context, run.params, batches)
     for given in THIRDS:
         sizes = prune.smaller_sizes(run.model, given)
-        steps = search.leave_out(sizes.layers)[0] if "layers" in given else None
+        steps = search.leave_out({"layers": sizes.layers})[0] if "layers" in given else None
         kept = prune.choose(run.model, sizes, found, steps)
         cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
-        small = replace(run, config=cfg, params=prune.keep(run.model, run.context, run.params, kept))
+        values = prune.keep(run.model, cfg.model, run.context, run.params, kept)
+        small = replace(run, config=cfg, params=values)
         loss, count = small.evaluate().bits_per_byte, params.count(families.spec(cfg.model))
         rows.append({"sizes": given, "parameters": count, "bits_per_byte": round(loss, 5)})
         print(f"{' '.join(flags(given))}: {count:,} parameters, {loss:.4f} bits per byte", flush=True)

@@ -84,8 +84,6 @@ def row(kind: str, name: str, model: ModelConfig) -> list[str]:
         quantised = "own"
     writes = "no" if model.family == "encoder" else "yes"
     prunes = whether(lambda: smaller_sizes(model, {}))
-    if model.family not in ("decoder", "encoder"):
-        prunes = "weights" if quantised != "no" else "no"
     return [f"`{kind}`", name, shown, writes, quantised, prunes, *(split_over(model, axis) for axis in AXES)]
 
 

@@ -29,6 +29,8 @@ from jaxstack.config.reading.parse import Parser
 from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
+    import numpy as np
+
     from jaxstack.common.tree import Batch
     from jaxstack.compress.importance import Importance
     from jaxstack.compress.prune import Losses
@@ -38,7 +40,11 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.loaded.trained_run import TrainedRun
 
 SIZES = {
-    "layers": "layers that stay",
+    "layers": "layers that stay; of a model with an encoder and a decoder, of the decoder",
+    "encoder_layers": "layers that stay of an encoder beside a decoder, or of the tower for pictures; null means as "
+    "many as --layers if model.encoder_layers is null, or else all",
+    "text_layers": "layers that stay of those that read a text for a picture",
+    "caption_layers": "layers that stay of those that write captions",
     "heads": "query heads that stay in each layer",
     "kv_heads": "key and value heads that stay; null means that each keeps its number of query heads if possible",
     "d_ff": "hidden units of each MLP, or of each expert, that stay",
@@ -114,7 +120,9 @@ def main(args: Namespace) -> None:
         before, after = (params.count(families.spec(one.model)) for one in (opened, new))
         print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
     print_losses(opened.evaluate(), new.evaluate(), opened.model.objective.unit)
-    print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml --distill.teacher={args.run}`")
+    compares = new.model.family == "contrastive"  # whole batches, which no teacher does
+    teacher = "" if compares else f" --distill.teacher={args.run}"
+    print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml{teacher}`")
 
 
 def _given(args: Namespace) -> dict[str, int]:
@@ -136,24 +144,20 @@ def open_run(args: Namespace) -> "TrainedRun":
     if args.sparsity is None and not _given(args):
         raise ConfigError(f"the command names nothing to remove. Use --{', --'.join(SIZES)} or --sparsity.")
     check_mesh(args.mesh)
-    if (family := cfg.model.family) not in ("decoder", "encoder") and _given(args):
-        raise ConfigError(
-            f"{run} has model.family={family}, and parts are removed from decoders and encoders. Use --sparsity alone, "
-            f"or name another run."
-        )
     _check_order(args)
 
     def check(on_mesh: Config, placement: object) -> None:
         from jaxstack.compress import prune, sparsify
+        from jaxstack.families import surgery
 
-        if family not in ("decoder", "encoder"):
-            sparsify.check_groups(cfg.model.base, settings(args).pattern)
-            return
-        sizes = prune.smaller_sizes(cfg.model, _given(args))
-        for each in (cfg, on_mesh):  # the mesh of the run, and the mesh of the calibration
-            replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
+        small = cfg.model.base
+        if _given(args) or cfg.model.family in surgery.COUNTS:
+            sizes = prune.smaller_sizes(cfg.model, _given(args))
+            for each in (cfg, on_mesh):  # the mesh of the run, and the mesh of the calibration
+                replace(_without_adapters(each), model=prune.smaller_model(each.model.base, sizes))
+            small = prune.smaller_model(small, sizes)
         if args.sparsity is not None:
-            sparsify.check_groups(prune.smaller_model(cfg.model.base, sizes), settings(args).pattern)
+            sparsify.check_groups(small, settings(args).pattern)
 
     plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
     opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
@@ -220,33 +224,49 @@ class Report(NamedTuple):
 
 def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple["TrainedRun", Report]:
     """Returns the run with the parts that matter most."""
+    from jaxstack import families
     from jaxstack.compress import prune
     from jaxstack.compress.calibrate import Walk
     from jaxstack.compress.importance import measure
-    from jaxstack.compress.order import read_experts, read_layers
+    from jaxstack.compress.order import read_experts_of, read_layers_of
     from jaxstack.families.context import make_context
 
     sizes = prune.smaller_sizes(run.model, _given(args))
     found = measure(Walk.of(run.model, run.context), run.params, batches)
-    steps = None
-    losses = None
     order = read_order(args)
-    if args.experts_by == "load" and run.model.moe.num_experts:
-        found = replace(found, experts=found.load)
+    if args.experts_by == "load":
+        found = _by_experts(found, {name: own.load for name, own in found.stacks.items() if own.experts.size})
     if args.experts_by == "order":
-        found = replace(found, experts=read_experts(order, *found.experts.shape))
+        routed = {name: stack for name, stack in Walk.of(run.model, run.context).stacks.items() if "moe" in stack.spec}
+        found = _by_experts(found, read_experts_of(order, routed, run.model.moe.num_experts))
+    small = prune.smaller_model(run.model, sizes)
+    stacks = families.of(run.model).stacks(run.model)
+    stay = {name: own.depth // own.period for name, own in families.of(small).stacks(small).items()}
+    fewer = {name: count for name, count in stay.items() if count < stacks[name].depth // stacks[name].period}
+    steps = {}
+    losses = None
     if args.layers_by == "order":
-        above = read_layers(order, run.model.num_layers)
-        steps = prune.largest(above.reshape(len(found.turns), -1).sum(-1), sizes.layers // len(run.model.windows))
-    if sizes.layers < run.model.num_layers and args.layers_by == "loss":
+        above = read_layers_of(order, stacks)
+        summed = {name: own.reshape(-1, stacks[name].period).sum(-1) for name, own in above.items()}
+        steps = {name: prune.largest(own, stay[name]) for name, own in summed.items()}
+    if fewer and args.layers_by == "loss":
         search = prune.LayerSearch(run.config, run.context, run.params, batches)
-        steps, losses = search.leave_out(sizes.layers // len(run.model.windows), partial(print, flush=True))
+        steps, losses = search.leave_out(fewer, partial(print, flush=True))
     kept = prune.choose(run.model, sizes, found, steps)
-    cfg = replace(run.config, model=prune.smaller_model(run.model, sizes))
+    cfg = replace(run.config, model=small)
     assert run.context.layout.mesh is not None
     context = make_context(cfg, run.context.layout.mesh)
-    return replace(run, config=cfg, context=context, params=prune.keep(run.model, context, run.params, kept)), Report(
-        found, kept, losses
+    values = prune.keep(run.model, small, context, run.params, kept)
+    return replace(run, config=cfg, context=context, params=values), Report(found, kept, losses)
+
+
+def _by_experts(found: "Importance", experts: "dict[str, np.ndarray]") -> "Importance":
+    """Returns the importance with another importance of experts, by the name of their stack."""
+    return replace(
+        found,
+        stacks={
+            name: replace(own, experts=experts[name]) if name in experts else own for name, own in found.stacks.items()
+        },
     )
 
 

@@ -237,15 +237,24 @@ def read_experts_of(order: Mapping[str, object], stacks: Mapping[str, Stack], ex
     Raises:
       ConfigError: the JSON of `describe` has other layers or experts.
     """
-    rows: Any = order.get("experts", ())
-    known = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    found = {name: [row for row in rows if row.get("stack") == name] if known else [] for name in stacks}
-    return {name: read_experts({"experts": found[name]}, one.depth, experts) for name, one in stacks.items()}
+    return {name: read_experts(_of_stack(order, "experts", name), one.depth, experts) for name, one in stacks.items()}
 
 
 def read_layers(order: Mapping[str, object], layers: int) -> np.ndarray:
     """Returns by how much the loss rises without each layer [L], from the JSON of `describe`; see `read_experts`."""
     return _table(order, "layers", (layers,))
+
+
+def read_layers_of(order: Mapping[str, object], stacks: Mapping[str, Stack]) -> dict[str, np.ndarray]:
+    """Returns by how much the loss rises without each layer [L], by the name of its stack; see `read_experts_of`."""
+    return {name: read_layers(_of_stack(order, "layers", name), one.depth) for name, one in stacks.items()}
+
+
+def _of_stack(order: Mapping[str, object], kind: str, name: str) -> dict[str, object]:
+    """Returns the rows of a stack of an order; what is not a list of rows has none."""
+    rows: Any = order.get(kind, ())
+    known = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    return {kind: [row for row in rows if row.get("stack") == name] if known else []}
 
 
 def _table(order: Mapping[str, object], kind: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -140,7 +140,7 @@ def enter_text(
     text = decoder.embed(cfg, params, inputs, ctx)[0]
     side = None
     if cfg.contrastive.caption_layers:
-        side = {"encoded": jnp.repeat(ctx.layout.gather_activations(x, "heads"), len(text) // len(image), 0)}
+        side = {"encoded": jnp.repeat(ctx.layout.gather_activations(x, "heads"), text.shape[0] // image.shape[0], 0)}
     return {"image": image, "text": text}, side
 
 
@@ -186,7 +186,7 @@ def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx
 
     image = project("image")
     texts = project("text")
-    each = texts.reshape(len(image), -1, texts.shape[-1])
+    each = texts.reshape(image.shape[0], -1, texts.shape[-1])
     return image, *(each[:, i] for i in range(each.shape[1]))
 
 

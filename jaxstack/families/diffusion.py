@@ -188,18 +188,31 @@ def condition(
       classes: class of each row [B, any]; `cfg.vocab` means no class. `None` with a text.
     """
     values = ctx.layout.gather_params(spec(cfg)["condition"], params["condition"])
+    h = kernels.linear(
+        time_units(cfg, values, gate_ids, ctx),
+        values["w_out"].astype(ctx.dtype),
+        values["b_out"],
+        implementation=ctx.ops.linear,
+    )
+    if classes is not None:
+        h = h + kernels.embedding_lookup(values["classes"].astype(ctx.dtype), classes[:, :1])
+    return {"condition": jax.nn.silu(h)}
+
+
+def time_units(cfg: ModelConfig, values: Params, gate_ids: jax.Array, ctx: Context) -> jax.Array:
+    """Returns the hidden layer [B, 1, D] that reads sines and cosines of each row's timestep.
+
+    Args:
+      values: the gathered group `condition`.
+      gate_ids: see `condition`.
+    """
     half = TIME_FEATURES // 2
     # Angles go to 1000, where float32 has steps of 6e-5: one product with constants is rounded alike in every program.
     frequencies = np.exp(np.arange(half) * (-math.log(MAX_PERIOD) / half)) * (1000 / cfg.moe.max_timestep)
     angles = (gate_ids[:, :1, None].astype(jnp.float32) + 0.5) * frequencies.astype(np.float32)
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(ctx.dtype)
     h = kernels.linear(features, values["w_time"].astype(ctx.dtype), values["b_time"], implementation=ctx.ops.linear)
-    h = kernels.linear(
-        jax.nn.silu(h), values["w_out"].astype(ctx.dtype), values["b_out"], implementation=ctx.ops.linear
-    )
-    if classes is not None:
-        h = h + kernels.embedding_lookup(values["classes"].astype(ctx.dtype), classes[:, :1])
-    return {"condition": jax.nn.silu(h)}
+    return jax.nn.silu(h)
 
 
 def embed(

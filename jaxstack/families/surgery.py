@@ -1,5 +1,6 @@
 """Makes one model from another: up-cycles to experts, extracts one expert, or keeps a part of layers and widths."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,64 +116,120 @@ def _without_experts(layers: Params, expert: int) -> Params:
     return {**dense, "mlp": {name: w[:, expert] for name, w in layers["moe"].items()}}
 
 
+COUNTS: dict[str, dict[str, str]] = {
+    "decoder": {"layers": "layers"},
+    "encoder": {"layers": "layers"},
+    "encoder_decoder": {"encoder": "encoder_layers", "decoder": "layers"},
+    "diffusion": {"text": "text_layers", "layers": "layers"},
+    "contrastive": {"image": "encoder_layers", "text": "layers", "caption": "caption_layers"},
+}
+"""For each family of which parts are removed: the name of the number of layers of each stack, as flags have it."""
+
+_WIDTHS = {
+    "contrastive": {"image": r"picture/|image/|image_norm/|projection/image|caption/cross/w_[kv]", "text": ""},
+    "diffusion": {
+        "text": r"text|layers/cross/w_[kv]",
+        "time": r"condition/(w_time|b_time|w_out:embed)",
+        "condition": r"condition/|.*modulation/w:embed",
+        "picture": "",
+    },
+}
+"""For families with several vectors of the model's width: how parameters and axes begin that have channels of each."""
+
+
+def width_of(family: str, path: str, axis: str) -> str:
+    """Returns the name of the vectors whose channels a parameter has along an axis of the model's width.
+
+    A tower has a residual stream of its own, and so have pictures beside texts. The condition of a diffusion model is
+    another vector, and so is the hidden layer that reads the timestep. The two residual streams of an encoder-decoder
+    begin with rows of one table, so they have the same channels.
+    """
+    widths = _WIDTHS.get(family, {"residual": ""})
+    return next(name for name, pattern in widths.items() if re.match(pattern, f"{path}:{axis}"))
+
+
 @dataclass(frozen=True)
-class Kept:
-    """The parts of a decoder that stay, as increasing indices in the old model. Layers may keep different ones.
+class KeptLayers:
+    """The parts of a stack that stay, as increasing indices in the old model. Layers may keep different ones.
 
     Attributes:
       layers: [L].
-      heads: query heads of each layer that stays [L, H]. Each key head that stays has equally many of its own.
-      kv_heads: key and value heads [L, G].
+      heads: query heads of each layer that stays [L, H], by their group of parameters: `attention`, and `cross`, which
+        attends to another stack. Each key head that stays has equally many of its own.
+      kv_heads: key and value heads of the same groups [L, G].
       neurons: hidden units of MLPs by their group of parameters: `mlp` [L, F], `moe` [L, E, F] of each expert that
         stays, `moe/shared` [L, F].
-      experts: [L, E]; with E = 0 in a dense model.
-      channels: of the residual stream [D].
+      experts: [L, E]; with E = 0 in a stack without experts.
     """
 
     layers: np.ndarray
-    heads: np.ndarray
-    kv_heads: np.ndarray
+    heads: Mapping[str, np.ndarray]
+    kv_heads: Mapping[str, np.ndarray]
     neurons: Mapping[str, np.ndarray]
     experts: np.ndarray
-    channels: np.ndarray
 
     def index(self, path: str, axis: str) -> np.ndarray | None:
-        """Returns the indices that stay along a logical axis of a parameter, such as [L, H]; `None` means all."""
+        """Returns the indices that stay along a logical axis of a parameter of the layers, such as [L, H]; `None` means all."""
         match axis:
             case "layers":
                 return self.layers
             case "heads":
-                return self.heads
+                return self.heads[path.partition("/")[0]]
             case "kv_heads":
-                return self.kv_heads
+                return self.kv_heads[path.partition("/")[0]]
             case "mlp":
-                return self.neurons[path.rpartition("/")[0].partition("/")[2]]
+                return self.neurons[path.rpartition("/")[0]]
             case "experts" | "router":
                 return self.experts
-            case "embed" | "expert_embed" | "input_embed" | "norm":
-                return self.channels
         return None
 
 
-def keep(cfg: ModelConfig, values: Params, kept: Kept) -> Params:
-    """Returns the parameters of a decoder of which a part stays.
+@dataclass(frozen=True)
+class Kept:
+    """The parts of a model that stay.
 
-    Where embeddings are multiplied by the root of the width, the table makes up for the change of this factor.
+    Attributes:
+      stacks: parts of the layers, by the name of their stack.
+      channels: increasing indices in the old model [D], by the name of the vectors, see `width_of`.
+    """
+
+    stacks: Mapping[str, KeptLayers]
+    channels: Mapping[str, np.ndarray]
+
+    def index(self, family: str, path: str, axis: str) -> np.ndarray | None:
+        """Returns what stays along a logical axis of a parameter; `None` means everything."""
+        if axis in ("embed", "expert_embed", "input_embed", "norm"):
+            return self.channels[width_of(family, path, axis)]
+        group, _, rest = path.partition("/")
+        if group == "relative" and axis == "heads":  # all layers of a stack share the table, and keep the same heads
+            return self.stacks[rest].heads["attention"][0]
+        return self.stacks[group].index(rest, axis) if group in self.stacks else None
+
+
+def keep(cfg: ModelConfig, small: ModelConfig, values: Params, kept: Kept) -> Params:
+    """Returns the parameters of a model of which a part stays.
+
+    Where a factor on embeddings or on what the head reads depends on the width, parameters make up for its change.
+
+    Args:
+      cfg: the model.
+      small: the smaller model.
     """
 
     def one(keys: tuple[Any, ...], p: Param, a: jax.Array) -> jax.Array:
         for dim, axis in enumerate(p.axes):
-            index = kept.index(path_of(keys), axis)
+            index = kept.index(cfg.family, path_of(keys), axis)
             a = a if index is None else _take(a, jnp.asarray(index), dim)
         return a
 
     spec = families.spec(cfg)
     new: Params = jax.tree_util.tree_map_with_path(one, spec, values, is_leaf=lambda x: isinstance(x, Param))
-    factor = (cfg.d_model / len(kept.channels)) ** 0.5
-    if not cfg.embedding_scale or factor == 1:
-        return new
-    new["embedding"] = {**new["embedding"], "tokens": factor * new["embedding"]["tokens"]}
-    return divide_outputs(cfg, new, "final_norm", jnp.asarray(factor)) if cfg.tied_embeddings else new
+    read = small.head_scale / cfg.head_scale  # by which what the head reads would grow
+    factor = (cfg.d_model / small.d_model) ** 0.5
+    if cfg.embedding_scale and factor != 1:
+        new["embedding"] = {**new["embedding"], "tokens": factor * new["embedding"]["tokens"]}
+        read *= factor if cfg.tied_embeddings else 1
+    return divide_outputs(cfg, new, "final_norm", jnp.asarray(read)) if read != 1 and "final_norm" in new else new
 
 
 def _take(a: jax.Array, index: jax.Array, dim: int) -> jax.Array:

@@ -195,7 +195,7 @@ def test_parts_of_an_encoder_that_add_nothing_leave_without_a_trace(name, seed):
         hidden, _ = families.of(model).hidden_states(model, params, batch)
         return families.of(model).logits(model, params, hidden)
 
-    expected, got = logits(cfg, values), logits(small, prune.keep(cfg, Context(), values, kept))
+    expected, got = logits(cfg, values), logits(small, prune.keep(cfg, small, Context(), values, kept))
     np.testing.assert_allclose(got, expected, atol=1e-4 * float(jnp.abs(expected).max()))  # sums in another order
 
 
@@ -260,9 +260,6 @@ def test_a_run_of_each_family_is_quantised_stored_and_trained_on(family, tmp_pat
     after = flatten(js.load(tmp_path / "kept").params)
     for path in matrices:  # the loaded run is rounded too, which makes more zeros than pruning has made
         assert np.mean(np.asarray(after[path]) == 0) >= 0.5, path
-    if family not in ("encoder", "gpt2"):
-        with pytest.raises(ConfigError, match="parts are removed from decoders and encoders"):
-            execute(["compress", "prune", str(tmp_path / "run"), str(tmp_path / "no"), "--d_ff=8"])
     for wrong, message in (("--method=awq", "awq moves factors|"), ("--weights=nf4 --group=64", "nf4 is stored as")):
         if family != "gpt2" or "nf4" in wrong:
             with pytest.raises(ConfigError, match=message):

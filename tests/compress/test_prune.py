@@ -15,9 +15,9 @@ from jaxstack import families
 from jaxstack.common.tree import flatten
 from jaxstack.compress import prune
 from jaxstack.compress.calibrate import Walk
-from jaxstack.compress.importance import Importance, measure
+from jaxstack.compress.importance import Importance, OfStack, measure
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
-from jaxstack.families.surgery import Kept
+from jaxstack.families.surgery import KeptLayers
 from jaxstack.models import params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import objective_of
@@ -47,7 +47,7 @@ def mask(size: int, kept: np.ndarray) -> np.ndarray:
     return np.isin(np.arange(size), kept).astype(np.float32)
 
 
-def without_outputs(cfg: ModelConfig, layers: Any, kept: Kept) -> None:
+def without_outputs(cfg: ModelConfig, layers: Any, kept: KeptLayers) -> None:
     """Sets the output weights of the layers, heads, units and experts that leave to zero, in place."""
     outputs = [("attention", "w_o"), ("attention", "b_o"), ("mlp", "w_down"), ("mlp", "b_down"), ("moe", "w_down")]
     outputs += [("moe", "b_down")]
@@ -57,7 +57,7 @@ def without_outputs(cfg: ModelConfig, layers: Any, kept: Kept) -> None:
         for leaf in dense:
             leaf[layer] = 0
     for row, layer in enumerate(kept.layers):
-        layers["attention"]["w_o"][layer] *= mask(cfg.num_heads, kept.heads[row])[:, None, None]
+        layers["attention"]["w_o"][layer] *= mask(cfg.num_heads, kept.heads["attention"][row])[:, None, None]
         for group, units in kept.neurons.items():
             w = layers["moe"]["shared"]["w_down"] if group == "moe/shared" else layers[group]["w_down"]
             if group != "moe":
@@ -80,22 +80,23 @@ def test_parts_that_add_nothing_leave_without_a_trace(name: str, rng: np.random.
     units = {"moe": rng.random((L, E, F))} if E else {"mlp": rng.random((L, F))}
     units |= {"moe/shared": rng.random((L, F))} if cfg.moe.shared_experts else {}
     turns, heads = rng.random(L // len(cfg.windows)), rng.random((L, cfg.num_heads))
-    kept = prune.choose(cfg, sizes, Importance(turns, heads, units, rng.random((L, E)), rng.random(cfg.d_model)))
-    assert prune.sizes_of_kept(kept) == sizes
-    without_outputs(cfg, values["layers"], kept)
-    channels = mask(cfg.d_model, kept.channels)
+    found = OfStack(turns, {"attention": heads}, units, rng.random((L, E)))
+    kept = prune.choose(cfg, sizes, Importance({"layers": found}, {"residual": rng.random(cfg.d_model)}))
+    without_outputs(cfg, values["layers"], kept.stacks["layers"])
+    channels = mask(cfg.d_model, kept.channels["residual"])
     for path, p in params.flat_spec(families.spec(cfg)).items():
         leaf = flatten(values)[path]
         for dim, axis in enumerate(p.axes):
             if axis in ("embed", "expert_embed", "input_embed"):
                 leaf *= channels.reshape(-1, *(1,) * (leaf.ndim - dim - 1))
-    new = jax.tree.map(np.array, prune.keep(cfg, Context(), values, kept))
+    small = prune.smaller_model(cfg, sizes)
+    assert prune.sizes_of(small) == sizes
+    new = jax.tree.map(np.array, prune.keep(cfg, small, Context(), values, kept))
     for path, leaf in flatten(new).items():  # a root mean square over fewer channels is larger
         if path.endswith("norm/scale") and leaf.shape[-1] == sizes.d_model:
             offset = float(cfg.norm_unit_offset)
             leaf[...] = (offset + leaf) * (cfg.d_model / sizes.d_model) ** 0.5 - offset
     tokens = jnp.asarray(rng.integers(0, cfg.vocab, (2, 20)))
-    small = prune.smaller_model(cfg, sizes)
     expected, got = (jax.jit(partial(families.forward, c))(v, tokens)[0] for c, v in ((cfg, values), (small, new)))
     np.testing.assert_allclose(got, expected, atol=1e-4 * float(jnp.abs(expected).max()))  # float32 sums, other order
 
@@ -107,20 +108,22 @@ def test_the_parts_that_matter_most_stay() -> None:
     heads = np.array([[9, 0, 4, 1, 4, 4, 0, 3]] * 2, float)  # key heads: 9, 5, 8, 3
     heads[1] = heads[0, ::-1]
     units = np.arange(24.0).reshape(2, 4, 3) % 5
-    found = Importance(
-        np.array([0.3, 0.1]), heads, {"moe": units}, np.array([[1, 2, 4, 3], [2, 1, 3, 4.0]]), np.array([3, 1, 2, 4.0])
-    )
+    experts = np.array([[1, 2, 4, 3], [2, 1, 3, 4.0]])
+    of_layers = OfStack(np.array([0.3, 0.1]), {"attention": heads}, {"moe": units}, experts)
+    found = Importance({"layers": of_layers}, {"residual": np.array([3, 1, 2, 4.0])})
     sizes = prune.smaller_sizes(cfg, {"heads": 2, "kv_heads": 2, "experts": 2, "d_ff": 1, "d_model": 3})
-    kept = prune.choose(cfg, sizes, found)
+    chosen = prune.choose(cfg, sizes, found)
+    kept = chosen.stacks["layers"]
     assert kept.layers.tolist() == [0, 1]
-    assert kept.kv_heads.tolist() == [[0, 2], [1, 3]]
-    assert kept.heads.tolist() == [[0, 4], [2, 7]]
+    assert kept.kv_heads["attention"].tolist() == [[0, 2], [1, 3]]
+    assert kept.heads["attention"].tolist() == [[0, 4], [2, 7]]
     assert kept.experts.tolist() == [[1, 2], [0, 3]]
     assert kept.neurons["moe"].tolist() == [[[1], [2]], [[2], [2]]]
-    assert kept.channels.tolist() == [0, 2, 3]
+    assert chosen.channels["residual"].tolist() == [0, 2, 3]
     sizes = prune.smaller_sizes(cfg, {"layers": 1, "heads": 4})
-    assert (sizes.kv_heads, prune.choose(cfg, sizes, found).layers.tolist()) == (2, [0])
-    assert prune.choose(cfg, sizes, found, np.array([1])).layers.tolist() == [1]
+    assert (sizes.kv_heads, prune.choose(cfg, sizes, found).stacks["layers"].layers.tolist()) == (2, [0])
+    given = prune.choose(cfg, sizes, found, {"layers": np.array([1])})
+    assert given.stacks["layers"].layers.tolist() == [1]
 
 
 def test_importance_is_the_size_of_what_a_part_adds(rng: np.random.Generator) -> None:
@@ -139,14 +142,15 @@ def test_importance_is_the_size_of_what_a_part_adds(rng: np.random.Generator) ->
         return layer
 
     list(walk.run(values, batches, look))
-    found = measure(walk, values, batches)
+    every = measure(walk, values, batches)
+    found = every.stacks["layers"]
     gram, first = grams[0], jax.tree.map(lambda a: np.asarray(a[0], np.float64), values["layers"])
     assert found.turns[1] == pytest.approx(0, abs=1e-6)
     assert found.turns[0] > 0.01
-    assert not any(part[1].any() for part in (found.heads, found.experts, found.neurons["moe"]))
+    assert not any(part[1].any() for part in (found.heads["attention"], found.experts, found.neurons["moe"]))
     squares = np.diag(gram["attention/w_o"]).reshape(8, 8).sum(1)
     np.testing.assert_allclose(
-        found.heads[0], np.sqrt(squares * (first["attention"]["w_o"] ** 2).sum((1, 2))), rtol=1e-4
+        found.heads["attention"][0], np.sqrt(squares * (first["attention"]["w_o"] ** 2).sum((1, 2))), rtol=1e-4
     )
     down = first["moe"]["shared"]["w_down"]
     units = np.sqrt(np.diag(gram["moe/shared/w_down"]) * (down**2).sum(1))
@@ -157,7 +161,7 @@ def test_importance_is_the_size_of_what_a_part_adds(rng: np.random.Generator) ->
     outputs = [np.trace(w.T @ g @ w) for w, g in zip(down, own, strict=True)]
     np.testing.assert_allclose(found.experts[0], np.sqrt(outputs), rtol=1e-4)
     channels = sum(np.sqrt(np.diag(g[path])) for g in grams for path in ("attention/w_q", "moe/shared/w_up"))
-    np.testing.assert_allclose(found.channels, channels, rtol=1e-4)
+    np.testing.assert_allclose(every.channels["residual"], channels, rtol=1e-4)
 
 
 def test_the_loss_without_a_layer_is_that_of_a_layer_that_adds_nothing(rng: np.random.Generator) -> None:
@@ -166,7 +170,8 @@ def test_the_loss_without_a_layer_is_that_of_a_layer_that_adds_nothing(rng: np.r
     tokens = rng.integers(0, cfg.model.vocab, (8, 17)).astype(np.int32)
     batch: Any = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_weights": np.ones((8, 16), np.float32)}
     ctx = Context()
-    left, losses = prune.LayerSearch(cfg, ctx, jax.tree.map(jnp.asarray, values), [batch, batch]).leave_out(1)
+    search = prune.LayerSearch(cfg, ctx, jax.tree.map(jnp.asarray, values), [batch, batch])
+    left, losses = search.leave_out({"layers": 1})
     whole = jax.jit(lambda values: evaluate(objective_of(cfg.model), cfg.model, values, batch, ctx).losses)
 
     def loss(out: list[int]) -> float:
@@ -176,10 +181,10 @@ def test_the_loss_without_a_layer_is_that_of_a_layer_that_adds_nothing(rng: np.r
         return float(sum(whole({**values, "layers": layers}).values())) / (8 * 16)
 
     assert losses.whole == pytest.approx(loss([]), rel=1e-5)
-    np.testing.assert_allclose(losses.without, [loss([out]) for out in range(3)], rtol=1e-5)
-    first = int(np.argmin(losses.without))
+    np.testing.assert_allclose(losses.without["layers"], [loss([out]) for out in range(3)], rtol=1e-5)
+    first = int(np.argmin(losses.without["layers"]))
     second = min((loss([first, out]), out) for out in range(3) if out != first)[1]
-    assert left.tolist() == sorted({0, 1, 2} - {first, second})
+    assert left["layers"].tolist() == sorted({0, 1, 2} - {first, second})
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ mistakes(
 
 mistakes(
     "compress", "compress/prune.py", PRUNE,
-    ("largest(groups.sum(-1), sizes.kv_heads)", "largest(groups.max(-1), sizes.kv_heads)"),
+    ("largest(groups.sum(-1), small.kv_heads)", "largest(groups.max(-1), small.kv_heads)"),
     ("out = min(losses", "out = max(losses"),
 )  # fmt: skip
 
@@ -48,7 +48,33 @@ mistakes(
 
 mistakes(
     "models", "families/surgery.py", PRUNE,
-    ("factor = (cfg.d_model / len(kept.channels)) ** 0.5", "factor = cfg.d_model / len(kept.channels)"),
+    ("factor = (cfg.d_model / small.d_model) ** 0.5", "factor = cfg.d_model / small.d_model"),
+)  # fmt: skip
+
+STACKS = "compress/test_prune_families.py -k 'not trace and not like_any_other and not channels'"
+CHANNELS = "compress/test_prune_families.py -k 'channels and t5'"
+
+mistakes(
+    "models", "families/surgery.py", STACKS,
+    ('return self.stacks[rest].heads["attention"][0]', 'return self.stacks["decoder"].heads["attention"][0]'),
+    ('"text": r"text|layers/cross/w_[kv]",', '"text": r"text",'),
+    ("read = small.head_scale / cfg.head_scale", "read = 1.0", CHANNELS),
+    ("|projection/image|caption/cross/w_[kv]", "|projection/image", "compress/test_prune_families.py -k 'channels and unix2'"),
+)  # fmt: skip
+
+mistakes(
+    "compress", "compress/prune.py", STACKS,
+    ("groups = np.broadcast_to(groups.sum(0), groups.shape)", "groups = np.broadcast_to(groups.max(0), groups.shape)"),
+    ("if old.encoder_layers and cfg.encoder_layers is None and", "if old.encoder_layers and"),
+    ("too_many = [name for name in too_many if len(left[name]) > keep[name]]",
+     "too_many = [name for name in too_many if len(left[name]) > min(keep.values())]"),
+    ("scale = sizes.d_model**-0.5", "scale = cfg.d_model**-0.5", CHANNELS),
+)  # fmt: skip
+
+mistakes(
+    "compress", "compress/importance.py", STACKS,
+    ('"cross/w_q", "cross/w_k", ', '"cross/w_q", '),
+    ('channels["condition"] = weights * ', 'channels["condition"] = '),
 )  # fmt: skip
 
 mistakes(
