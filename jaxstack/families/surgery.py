@@ -169,7 +169,7 @@ class KeptLayers:
     experts: np.ndarray
 
     def index(self, path: str, axis: str) -> np.ndarray | None:
-        """Returns the indices that stay along a logical axis of a parameter of the layers, such as [L, H]; `None` means all."""
+        """Returns what stays along a logical axis of a parameter of the layers, such as [L, H]; `None` means all."""
         match axis:
             case "layers":
                 return self.layers
