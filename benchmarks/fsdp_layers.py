@@ -28,8 +28,10 @@ import record
 import train_gpu
 from collective_windows import by_kind, format_overlap, read_overlap
 
+from jaxstack import families
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config import Config, DataConfig, KernelsConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxstack.config.reading.parse import parse_config
 from jaxstack.planner import aot, step_bytes
 from jaxstack.runtime import xla_options
 
@@ -37,18 +39,18 @@ LLAMA_8B = ModelConfig(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=128256, rope_theta=500000.0
 )
 DEEP = ModelConfig(num_layers=56, d_model=2048, num_heads=16, d_ff=5632, vocab_size=32768)
-SCATTERS = "reduce-scatter of the next layer during this one"
-PIPELINED = {
-    True: (
-        ("xla_gpu_enable_pipelined_reduce_scatter", True),
-        ("xla_gpu_pipeline_reduce_scatter", "COLLECTIVE_PIPELINING_MODE_ON"),
-    ),
-    False: (
-        ("xla_gpu_enable_pipelined_reduce_scatter", False),
-        ("xla_gpu_pipeline_reduce_scatter", "COLLECTIVE_PIPELINING_MODE_OFF"),
-    ),
+OF_NEXT_LAYER = {
+    "gathers": "all-gather of the next layer during this one",
+    "scatters": "reduce-scatter of the next layer during this one",
 }
-"""Both values of the option that pipelines reduce-scatters, by the names of different versions of jaxlib."""
+"""The options that pipeline collectives, by the attribute of a case that sets them."""
+
+
+def pipelined(attribute: str, on: bool) -> tuple[tuple[str, bool | str], ...]:
+    """Returns an option that pipelines collectives, or does not, by its names in different versions of jaxlib."""
+    kind = {"gathers": "all_gather", "scatters": "reduce_scatter"}[attribute]
+    mode = f"COLLECTIVE_PIPELINING_MODE_{'ON' if on else 'OFF'}"
+    return (f"xla_gpu_enable_pipelined_{kind}", on), (f"xla_gpu_pipeline_{kind}", mode)
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,13 @@ class Case:
     """A step to compile.
 
     Attributes:
-      model: `8b`, `1b` or `deep`.
+      model: `8b`, `1b`, `deep`, or the name of a configuration in configs/models, which has its own batch and `remat`.
       layers: `kernels.layers`.
       remat: `train.remat`.
       target: devices, all of which FSDP and the replicas cover.
       memory: part of a GPU's memory that XLA plans with.
-      scatters: whether reduce-scatters are pipelined, as they are in a run.
+      scatters: whether reduce-scatters are pipelined. `None` is as in a run.
+      gathers: the same for all-gathers.
       documents: most of them in a row; 0 means that rows are not packed.
       replicas: `mesh.data`; FSDP covers the devices of a replica.
     """
@@ -71,7 +74,8 @@ class Case:
     remat: str = "selective"
     target: str = "h100:1x1x8"
     memory: float = 0.92
-    scatters: bool = True
+    scatters: bool | None = None
+    gathers: bool | None = None
     documents: int = 0
     replicas: int = 1
 
@@ -95,6 +99,12 @@ CASES = {
     "1b_unrolled": Case("1b", "unrolled"),
     "deep_scan": Case("deep", "scan"),
     "deep_scan_scatters_stay": Case("deep", "scan", scatters=False),
+    "gemma2": Case("gemma2_2b", "scan"),
+    "gemma2_pipelined": Case("gemma2_2b", "scan", scatters=True, gathers=True),
+    "gpt_oss": Case("gpt_oss_20b", "scan"),
+    "gpt_oss_pipelined": Case("gpt_oss_20b", "scan", scatters=True, gathers=True),
+    "qwen3_next": Case("qwen3_next_80b_a3b", "scan", target="h100:1x8x8"),
+    "qwen3_next_pipelined": Case("qwen3_next_80b_a3b", "scan", target="h100:1x8x8", scatters=True, gathers=True),
 }
 
 GPU_CASES = [name for name, case in CASES.items() if case.target.startswith("h100")]
@@ -105,6 +115,9 @@ def config(case: Case) -> Config:
     devices = len(aot.devices(case.target))
     mesh = MeshConfig(data=case.replicas, fsdp=devices // case.replicas)
     kernels = KernelsConfig(layers=case.layers)  # type: ignore[arg-type]
+    if case.model not in ("1b", "8b", "deep"):
+        axes = [f"--mesh.{axis}={size}" for axis, size in mesh.sizes.items() if size > 1 or axis == "data"]
+        return parse_config([f"--config={case.model}", f"--kernels.layers={case.layers}", *axes])
     if case.model == "1b":
         job = train_gpu.config(train_gpu.JOBS["dense_2048"], 2 * devices, case.remat, {})
         return replace(job, mesh=mesh, kernels=kernels)
@@ -122,10 +135,16 @@ def config(case: Case) -> Config:
 def measure(case: Case) -> dict[str, Any]:
     """Compiles the step of a case, and returns its memory, bytes, products and what hides its collectives."""
     cfg = config(case)
-    options = xla_options.GPU_OPTIONS | {SCATTERS: PIPELINED[case.scatters]}
+    options_of_case = {
+        purpose: pipelined(attribute, on)
+        for attribute, purpose in OF_NEXT_LAYER.items()
+        if (on := getattr(case, attribute)) is not None
+    }
     begin, work = time.perf_counter(), time.process_time()
+    several = families.runs_several(cfg.model) and not options_of_case  # a case may set what a run leaves out
     with (
-        mock.patch.dict(xla_options.GPU_OPTIONS, options, clear=True),
+        mock.patch.dict(xla_options.GPU_OPTIONS, options_of_case),
+        mock.patch.object(families, "runs_several", return_value=several),
         mock.patch.object(aot, "GPU_MEMORY_FRACTION", case.memory),
     ):
         compiled = aot.compile(cfg, case.target)

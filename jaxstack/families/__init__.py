@@ -124,6 +124,11 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
     }
 
 
+def runs_several(cfg: ModelConfig) -> bool:
+    """Returns whether a turn of a loop over layers runs several layers, in any stack of a model."""
+    return any(stack.runs_several for stack in of(cfg).stacks(cfg).values())
+
+
 def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """Returns the name and the stack of a model with one stack of layers.
 

@@ -53,8 +53,8 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
 
     Args:
       f: a layer, or several; outside of a pipeline its first argument is the residual stream.
-      in_loop: whether the result is called in a loop. The loop keeps XLA from merging the recomputation with the first
-        pass; otherwise barriers must.
+      in_loop: whether the result is all that a turn of a loop calls. The loop keeps XLA from merging the recomputation
+        with the first pass; otherwise barriers must.
     """
     if ctx.remat == "none" and not ctx.layout.gathers_params:
         return f
@@ -99,7 +99,8 @@ def recompute_layers(
         def layer(x: jax.Array, params: Params | LayerOfStep) -> Tree:
             return run(params.take() if isinstance(params, LayerOfStep) else params, x)
 
-        recomputed = remat(ctx, layer, in_loop)
+        # The barriers also keep XLA from recomputing all layers of a turn at once.
+        recomputed = remat(ctx, layer, in_loop=False)
         return lambda params, x: recomputed(x, params)
 
     return partial(step, replace(ctx, around_layer=around_layer))

@@ -299,10 +299,11 @@ def _traced_parts(job: Job) -> dict[str, float]:
     if _pipelines_collectives(job.ctx):
         if job.train.grad_accum > 1:  # see `_copied_bytes`
             parts["copies of what the layers save"] = saved
-        # The trace has the weights and the gradients of one layer, and the program those of the next one, too.
-        weights = count_weights(job.model, job.ctx)
-        parts["weights and gradients of the next layer"] = (4 + itemsize(job.train)) * weights.gathered_layer
-        parts["gradients of head and token table, float32"] = _table_gradients(weights)
+        if not families.runs_several(job.model):
+            # The trace has the weights and the gradients of one layer, and the program those of the next one, too.
+            weights = count_weights(job.model, job.ctx)
+            parts["weights and gradients of the next layer"] = (4 + itemsize(job.train)) * weights.gathered_layer
+            parts["gradients of head and token table, float32"] = _table_gradients(weights)
     spec = shards.flat_params(job.model, job.ctx)
     trained = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in spec.values() if not p.frozen)
     update = _muon_bytes(job, trained)
@@ -424,8 +425,8 @@ def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float,
     # The first turn of the backward pass begins before the loss: its residuals are read or recomputed.
     first_turn = _saved_bytes(job, acts, remat)
     in_head = (4 + e) * _logits(job, acts) + sums + e * weights.head + 2 * e * acts.stream + first_turn
-    # Weights and their float32 gradients of this turn and of the next one.
-    turns = 2 * (4 + e) * weights.gathered_layer
+    # Weights and their float32 gradients of this turn and of the next one; in turns of several layers, of one layer.
+    turns = (1 if families.runs_several(job.model) else 2) * (4 + e) * weights.gathered_layer
     # Scores are freed before the gradients of the weights are complete.
     in_attention = (12 + e) * acts.scores + 2 * e * acts.stream
     again = first_turn if job.train.remat == "full" else 0

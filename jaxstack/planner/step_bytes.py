@@ -270,6 +270,8 @@ def _part(i: Instruction, inside: dict[str, Instruction]) -> str:
 def _flops(i: Instruction, inside: dict[str, Instruction]) -> float:
     """Returns the FLOPs of a matrix product, and NaN for a kernel that does not say them."""
     shapes = [arrays_of(inside[name].type) for name in i.operands if name in inside]
+    if "__cublas$triangularSolve" in i.rest:  # half of the products of a matrix [n, n] with the right side
+        return shapes[0][0][1][-1] * math.prod(arrays_of(i.type)[0][1])
     if i.op == "dot" or 'custom_call_target="__cublas' in i.rest:
         contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', i.rest)
         assert contracted, i

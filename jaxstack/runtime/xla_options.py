@@ -46,6 +46,17 @@ A stage gathers its weights before its first tick. XLA would gather the embeddin
 then note no trip count for the loop over ticks.
 """
 
+OFF_FOR_SEVERAL = NOT_IN_PIPELINES, "reduce-scatter of the next layer during this one"
+"""The options that are off for a loop whose turns run several layers.
+
+XLA would gather the weights of all layers of a turn during the turn before, and keep their gradients in float32 for the
+turn after. Without these options, it can still hide a collective of one layer of a turn behind another layer. Where
+they are left out, some collectives are pipelined all the same.
+"""
+
+OFF: Mapping[Value, Value] = {True: False, "COLLECTIVE_PIPELINING_MODE_ON": "COLLECTIVE_PIPELINING_MODE_OFF"}
+"""The value with which an option is off, by the one with which it is on."""
+
 CACHE_OPTION = "xla_cpu_copy_insertion_use_region_analysis"
 """The analysis with which XLA:CPU sees that a token's keys are written after the earlier keys have been read.
 
@@ -72,11 +83,14 @@ class XlaOptions(NamedTuple):
         return "; ".join(f"{why}, so jaxstack leaves out {', '.join(names)}" for why, names in reasons.items())
 
 
-def select_options(platform_name: str, mesh: Mesh | AbstractMesh | None) -> XlaOptions:
+def select_options(platform_name: str, mesh: Mesh | AbstractMesh | None, runs_several: bool = False) -> XlaOptions:
     """Returns the options of a step on a mesh of `cpu`, `gpu` or `tpu`; a mesh of `None` is one device.
 
     XLA needs no options on TPUs. On CPUs, `platform.configure` has set what a step needs, unless the user set
     `XLA_FLAGS`.
+
+    Args:
+      runs_several: whether a turn of a loop over layers runs several layers.
     """
     devices = mesh.size if mesh is not None else 1
     has_stages = mesh is not None and mesh.shape.get("pipe", 1) > 1
@@ -85,8 +99,14 @@ def select_options(platform_name: str, mesh: Mesh | AbstractMesh | None) -> XlaO
     left_out: dict[str, str] = {}
     if platform_name == "cpu" and devices > 1 and given and given.get(platform.CPU_FLAG[0]) != platform.CPU_FLAG[1]:
         left_out["=".join(platform.CPU_FLAG)] = "XLA_FLAGS is set"
-    wanted = [names for purpose, names in GPU_OPTIONS.items() if not (has_stages and purpose == NOT_IN_PIPELINES)]
-    for names in wanted if platform_name == "gpu" and devices > 1 else ():
+    wanted = {
+        purpose: tuple((name, OFF[value]) for name, value in names)
+        if runs_several and purpose in OFF_FOR_SEVERAL
+        else names
+        for purpose, names in GPU_OPTIONS.items()
+        if not (has_stages and purpose == NOT_IN_PIPELINES)
+    }
+    for names in wanted.values() if platform_name == "gpu" and devices > 1 else ():
         theirs = next((name for name, _ in names if name in given), None)
         known = next(((name, value) for name, value in names if _exists(name, value)), None)
         if theirs is not None:

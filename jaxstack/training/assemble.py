@@ -138,7 +138,8 @@ def jit_train_step(
         donate_argnums=0,
         # Process 0 reads all statistics, which XLA might otherwise leave on the stages of their layers.
         out_shardings=(shardings, None if watched is None else ctx.layout.sharding(PartitionSpec())),
-        compiler_options=select_options(ctx.ops.platform, ctx.layout.mesh).used or None,
+        compiler_options=select_options(ctx.ops.platform, ctx.layout.mesh, families.runs_several(cfg.model)).used
+        or None,
     )
 
 

@@ -260,6 +260,28 @@ def test_recomputation_saves_the_input_of_each_layer_of_a_step():
         assert saved[1] == pytest.approx(saved[0], rel=0.02), remat
 
 
+def test_a_model_says_whether_a_turn_of_its_loop_runs_several_layers():
+    assert all(families.runs_several(cfg) for cfg in OF_SEVERAL.values())
+    assert not families.runs_several(dataclasses.replace(FAMILIES["llama3"], windows=(8,)))
+
+
+def test_the_layers_of_a_step_are_recomputed_in_turn():
+    """A barrier has the layer's input and the gradient of its output: XLA cannot recompute all layers at once."""
+    tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
+    for windows in ((8,), (8, 0, 8)):
+        cfg = dataclasses.replace(FAMILIES["llama3"], num_layers=6, windows=windows)
+        ctx = Context(ops=Ops(layers="scan"), remat="full")
+
+        def loss(values, tokens, cfg=cfg, ctx=ctx):
+            return families.forward(cfg, values, tokens, ctx)[0].mean()
+
+        text = jax.jit(jax.grad(loss)).lower(params.abstract(families.spec(cfg)), tokens).as_text()
+        barriers = [line.partition(" : ")[2] for line in text.splitlines() if "optimization_barrier" in line]
+        assert len(barriers) == (len(windows) if len(windows) > 1 else 0)
+        stream = f"tensor<2x24x{cfg.d_model}xf32>"
+        assert all(types.count(stream) == 2 for types in barriers)
+
+
 def test_remat_policies_recompute_what_they_say():
     """Saved residuals: `none` keeps the most, `dots` the matmul outputs, `full` each layer's input alone."""
     cfg = FAMILIES["llama3"]

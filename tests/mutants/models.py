@@ -143,7 +143,9 @@ mistakes(
     ("return run(params.take() if isinstance(params, LayerOfStep) else params, x)", "return run(params, x)"),
     ("return LayerOfStep(self.stacked[name], self.index)", "return LayerOfStep(self.stacked[name], 0)",
      "models/test_model.py -k 'several and units'"),
-    ("recomputed = remat(ctx, layer, in_loop)", "recomputed = layer"),
+    ("recomputed = remat(ctx, layer, in_loop=False)", "recomputed = layer"),
+    ("recomputed = remat(ctx, layer, in_loop=False)", "recomputed = remat(ctx, layer, in_loop)",
+     "models/test_model.py -k in_turn"),
 )  # fmt: skip
 
 mistakes(

@@ -220,6 +220,23 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "runtime", "runtime/xla_options.py", "runtime/test_xla_options.py",
+    ("if runs_several and purpose in OFF_FOR_SEVERAL", "if False"),
+    ("if runs_several and purpose in OFF_FOR_SEVERAL", "if runs_several"),
+    ("if not (has_stages and purpose == NOT_IN_PIPELINES)", "if True"),
+)  # fmt: skip
+
+mistakes(
+    "model", "families/__init__.py", "models/test_model.py -k says_whether",
+    ("return any(stack.runs_several for", "return all(not stack.runs_several for"),
+)  # fmt: skip
+
+mistakes(
+    "planner", "planner/step_bytes.py", "planner/test_step_bytes.py -k triangular",
+    ('if "__cublas$triangularSolve" in i.rest:', "if False:"),
+)  # fmt: skip
+
+mistakes(
     "training", "training/services/init_from.py", "training/test_keep_zeros.py",
     ("(p.unpadded or p.shape)[p.stacked :]\n        return jnp.any", "p.shape[p.stacked :]\n        return jnp.any"),
     ("if spec[path].kind == \"matrix\"}", "if spec[path].kind}"),

@@ -4,8 +4,8 @@ import memory_of_kinds
 import pytest
 
 ROWS = memory_of_kinds.load()
-TOO_LOW = {"qwen3_next_80b_a3b": 0.52}
-"""Cases that miss the bar, and by how much: XLA gathers the experts of all four layers of the loop's body at once."""
+TOO_LOW = {"qwen3_next_80b_a3b": 0.79, "granite4_h_small": 0.82}
+"""Cases that miss the bar, and by how much: the trace has not what several layers with states need in one turn."""
 
 
 def test_most_kinds_of_layers_are_compiled():

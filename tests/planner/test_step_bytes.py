@@ -42,6 +42,20 @@ def test_a_product_reads_its_operands_once_and_writes_its_result():
     assert flops == 2 * ROWS * WIDTH * 64
 
 
+def test_a_triangular_system_has_half_the_flops_of_a_product():
+    """Row i of a lower triangular matrix needs i products and i sums for each column of the right side."""
+    text = """HloModule solve
+ENTRY %main (a: f32[4,64,64], b: f32[4,64,256]) -> (f32[4,64,256], s8[64]) {
+  %a = f32[4,64,64]{2,1,0} parameter(0)
+  %b = f32[4,64,256]{2,1,0} parameter(1)
+  ROOT %solve = (f32[4,64,256]{2,1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"
+}
+"""
+    _, _, flops = step_bytes.by_part(step_bytes.read_program(text))["gemm"]
+    by_hand = 4 * 256 * sum(2 * i for i in range(64))  # the diagonal is one, so nothing is divided
+    assert flops == pytest.approx(by_hand, rel=1 / 60)
+
+
 def test_a_fused_elementwise_function_reads_and_writes_once():
     found = program(lambda x, y: jnp.sin(x) * y + 1, (ROWS, WIDTH), (ROWS, WIDTH))
     assert moved(found) == {"pointwise": (2 * ARRAY, ARRAY)}

@@ -47,6 +47,16 @@ def test_a_pipeline_does_without_gathers_a_turn_ahead():
     assert select_options("gpu", AbstractMesh((1, 2), ("pipe", "data"))) == select_options("gpu", mesh(2))
 
 
+def test_turns_of_several_layers_do_without_collectives_a_turn_ahead():
+    """XLA would keep the weights of all layers of a turn, and their float32 gradients, for one turn more."""
+    one, several = (select_options("gpu", mesh(8), several).used for several in (False, True))
+    assert one.keys() == several.keys()
+    changed = [name for name in one if one[name] != several[name]]
+    assert [name.rsplit("_", 2)[-2:] for name in changed] == [["all", "gather"], ["reduce", "scatter"]]
+    assert all(several[name] in (False, "COLLECTIVE_PIPELINING_MODE_OFF") for name in changed)
+    assert jax.jit(lambda x: 2 * x, compiler_options=several)(21) == 42
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_flags_of_the_user_win(in_file, monkeypatch, tmp_path):
     """A flag may have any name that some jaxlib gives an option; XLA_FLAGS may be the path of a file."""

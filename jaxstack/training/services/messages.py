@@ -26,7 +26,8 @@ def print_header(
       last_holder: a line about a process that held the lock of the run directory before, if there was one.
     """
     cfg = setup.cfg
-    left_out = xla_options.select_options(setup.ctx.ops.platform, setup.mesh).explain()
+    several = families.runs_several(cfg.model)
+    left_out = xla_options.select_options(setup.ctx.ops.platform, setup.mesh, several).explain()
     warning = schedule_warning(cfg.optim, cfg.train.steps)
     for line in _model_lines(setup):
         console.print(line)
