@@ -116,8 +116,9 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
     each = old.heads // old.kv_heads
     if "heads" in wanted and "kv_heads" not in wanted and wanted["heads"] % each == 0:
         wanted["kv_heads"] = wanted["heads"] // each
-    if old.encoder_layers and cfg.encoder_layers is None and "layers" in wanted:
-        wanted.setdefault("encoder_layers", wanted["layers"])
+    layers = wanted.get("layers")
+    if old.encoder_layers and cfg.encoder_layers is None and layers is not None:
+        wanted.setdefault("encoder_layers", layers)
     new = old._replace(**wanted)
     _check(cfg, new)
     return new
@@ -394,18 +395,18 @@ def keep(cfg: ModelConfig, small: ModelConfig, ctx: Context, params: Params, kep
 
 def describe(found: Importance, kept: Kept, losses: Losses | None) -> dict[str, Any]:
     """Returns the importance of every part and what stays, as JSON; with several stacks, their parts by the stack."""
-    stacks = {name: _describe(own, kept.stacks[name]) for name, own in found.stacks.items()}
+    measured: dict[str, dict[str, Any]] = {}
     if losses is not None:
-        for name, without in losses.without.items():
-            stacks[name]["layers"] |= {"loss": losses.whole, "loss_without": without}
+        measured = {n: {"loss": losses.whole, "loss_without": without} for n, without in losses.without.items()}
+    stacks = {name: _describe(own, kept.stacks[name], measured.get(name, {})) for name, own in found.stacks.items()}
     channels = {"channels" if name == "residual" else f"channels of {name}": name for name in found.channels}
     widths = {shown: _part(found.channels[name], kept.channels[name]) for shown, name in channels.items()}
     return (stacks if len(stacks) > 1 else next(iter(stacks.values()))) | widths
 
 
-def _describe(found: OfStack, kept: KeptLayers) -> dict[str, Any]:
+def _describe(found: OfStack, kept: KeptLayers, losses: dict[str, Any]) -> dict[str, Any]:
     """Returns the importance of every part of a stack and what stays."""
-    parts = {"layers": {"one_minus_cosine": found.turns.tolist(), "kept": kept.layers.tolist()}}
+    parts = {"layers": {"one_minus_cosine": found.turns.tolist(), "kept": kept.layers.tolist()} | losses}
     for group, own in kept.heads.items():
         parts["heads" if group == "attention" else f"heads of {group}"] = _part(found.heads[group], own)
     if found.experts.size:

@@ -33,7 +33,7 @@ def test_each_family_has_its_row(rows):
 def test_what_differs_between_families_is_as_their_files_say(rows):
     """Known from the papers and files: GPT-2 stores matrices transposed, Gemma 2B has one head of keys, and so on."""
     assert rows["gpt2"]["quantise"] == rows["bert"]["quantise"] == "own"
-    assert (rows["t5"]["quantise"], rows["t5"]["prune"]) == ("own", "weights")
+    assert (rows["t5"]["quantise"], rows["t5"]["prune"]) == ("own", "yes")
     assert rows["llama"]["quantise"] == "yes"
     assert rows["gemma"]["`tensor`"] == "no"
     assert rows["gemma2"]["`tensor`"] == "yes"
