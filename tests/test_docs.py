@@ -143,7 +143,7 @@ RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that
     (r"--profile\.steps=", [*SHORT, "--profile.steps=1:2"]),
     (r"--model\.base_width", [*SHORT, "--optim.name=adamw"]),  # SGD is refused
     (r"--data\.(mask_phrases|source=triples)", [*STEPS, *ALONE, "--data.batch_size=8"]),  # longer than 32 bytes
-    (r"(diffusion|contrastive)_(digits|captions)\.yaml", [*STEPS, "--sample.pictures=1"]),
+    (r"(diffusion|contrastive)_(digits|captions)\b", [*STEPS, "--sample.pictures=1"]),
     (r"^train\b", SHORT),
     (r"^python docs/examples/", []),
     (r"^supervise", [*SHORT, "--train.steps=4"]),

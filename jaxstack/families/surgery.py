@@ -197,7 +197,7 @@ class Kept:
     channels: Mapping[str, np.ndarray]
 
     def index(self, family: str, path: str, axis: str) -> np.ndarray | None:
-        """Returns what stays along a logical axis of a parameter; `None` means everything."""
+        """Returns what stays along a logical axis of a parameter, such as [L, H]; `None` means everything."""
         if axis in ("embed", "expert_embed", "input_embed", "norm"):
             return self.channels[width_of(family, path, axis)]
         group, _, rest = path.partition("/")

@@ -1,0 +1,74 @@
+"""Each command of docs/systems.md runs and ends without an error, in a short form."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_docs import ROOT, RUN, STEPS, in_sandbox, table_below
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+
+COMMANDS = [row[3].strip("`") for row in table_below("docs/systems.md", "| system | method |")]
+NOT_RUN = {
+    r"^not built": "the row says why",
+    r"^python benchmarks/": "minutes to hours; the page quotes the committed results",
+    r"^jaxstack serve": "a server, which does not end; tests/serve",
+}
+MADE_BY = {
+    "runs/quickstart": "jaxstack train",
+    "runs/deeper": "jaxstack train --model.num_layers=8 --run.dir=runs/deeper",
+    "runs/encoder_quickstart": "jaxstack train --config encoder_quickstart",
+    "runs/translate_quickstart": "jaxstack train --config translate_quickstart",
+    "runs/facts": "python docs/examples/stdlib_facts.py runs/facts",
+}
+"""What other commands read, and the command that makes it."""
+LONGER = {
+    r"^train --config translate": [*STEPS, "--data.batch_size=32"],
+    r"^train --config branches": [*STEPS, "--data.batch_size=8"],
+    r"^compress": ["--sequences=4"],
+    r"^profile": ["--data.seq_len=32"],
+}
+"""Flags that make a command short; the others are in `test_docs.RUN`."""
+RUNS = [
+    pytest.param(command, id=f"{i}_{'_'.join(command.split()[1:3])}")
+    for i, command in enumerate(COMMANDS)
+    if not any(re.search(pattern, command) for pattern in NOT_RUN)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A directory with what the commands read."""
+    path = in_sandbox(tmp_path_factory.mktemp("systems"))
+    (path / "my_evaluation.txt").write_text("What is the largest number of devices that a mesh may have?\n")
+    return path
+
+
+def run(folder: Path, command: str) -> None:
+    """Runs a command of a page, after the commands that make what it reads."""
+    for made, by in MADE_BY.items():
+        if made in command and by != command and not (folder / made).exists() and f"--run.dir={made}" not in command:
+            run(folder, by)
+    program, *words = shlex.split(command)
+    text = shlex.join(words)
+    pairs = [*LONGER.items(), *RUN] if program == "jaxstack" else []
+    short = next((flags for pattern, flags in pairs if re.search(pattern, text)), [])
+    start = [sys.executable, "-m", "jaxstack"] if program == "jaxstack" else [sys.executable]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([*start, *words, *short], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if done.returncode == 2 and (extra := re.search(r"pip install [^`]*\[\w+\]", done.stderr)):
+        pytest.skip(f"needs {extra[0]}")
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_command_of_the_table_runs(command, folder):
+    run(folder, command)
+
+
+def test_most_rows_run():
+    assert len(RUNS) >= 40
