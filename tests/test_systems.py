@@ -44,7 +44,8 @@ RUNS = [
 def folder(tmp_path_factory) -> Path:
     """A directory with what the commands read."""
     path = in_sandbox(tmp_path_factory.mktemp("systems"))
-    (path / "my_evaluation.txt").write_text("What is the largest number of devices that a mesh may have?\n")
+    question = "What is the largest number of devices that a mesh may have, and who says so in which file?"
+    (path / "my_evaluation.txt").write_text(f"{question}\n")  # overlaps are of 13 words
     return path
 
 
