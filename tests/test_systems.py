@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,8 @@ def run(folder: Path, command: str) -> None:
         if made in command and by != command and not (folder / made).exists() and f"--run.dir={made}" not in command:
             run(folder, by)
     program, *words = shlex.split(command)
+    if words[:2] == ["data", "clean"]:  # several rows write the same folder, and nothing is overwritten
+        shutil.rmtree(folder / words[3], ignore_errors=True)
     text = shlex.join(words)
     pairs = [*LONGER.items(), *RUN] if program == "jaxstack" else []
     short = next((flags for pattern, flags in pairs if re.search(pattern, text)), [])
