@@ -25,8 +25,12 @@ MADE_BY = {
     "runs/encoder_quickstart": "jaxstack train --config encoder_quickstart",
     "runs/translate_quickstart": "jaxstack train --config translate_quickstart",
     "runs/facts": "python docs/examples/stdlib_facts.py runs/facts",
+    "sorting_pairs.jsonl": "python docs/examples/sorting.py",
+    "runs/sft_quickstart": "jaxstack train --config=configs/sft_quickstart.yaml",
 }
 """What other commands read, and the command that makes it."""
+READS = {"dpo_quickstart": "sorting_pairs.jsonl runs/sft_quickstart", "grpo_quickstart": "runs/sft_quickstart"}
+"""What a configuration reads, by a word of the command."""
 LONGER = {
     r"^train --config translate": [*STEPS, "--data.batch_size=32"],
     r"^train --config branches": [*STEPS, "--data.batch_size=8"],
@@ -52,8 +56,9 @@ def folder(tmp_path_factory) -> Path:
 
 def run(folder: Path, command: str) -> None:
     """Runs a command of a page, after the commands that make what it reads."""
+    read = " ".join([command, *(files for word, files in READS.items() if word in command)])
     for made, by in MADE_BY.items():
-        if made in command and by != command and not (folder / made).exists() and f"--run.dir={made}" not in command:
+        if made in read and by != command and not (folder / made).exists() and f"--run.dir={made}" not in command:
             run(folder, by)
     program, *words = shlex.split(command)
     if words[:2] == ["data", "clean"]:  # several rows write the same folder, and nothing is overwritten
