@@ -99,7 +99,16 @@ def planner() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("section", [quality, speed, planner], ids=lambda section: section.__name__)
+def mutants() -> dict[str, str]:
+    summary = result("mutations")["summary"]
+    run = summary["mutants"]
+    return {
+        "mutants of the code that the tests ran against": f"{run:,} of {run + summary['not_run']:,}",
+        "mutants that the tests kill, equivalent ones left out": f"{summary['killed_fraction']:.1%}",
+    }
+
+
+@pytest.mark.parametrize("section", [quality, speed, planner, mutants], ids=lambda section: section.__name__)
 def test_the_page_has_the_figures_of_the_committed_results(section):
     for what, figure in section().items():
         assert FIGURES[what] == figure, what

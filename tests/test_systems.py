@@ -19,7 +19,7 @@ NOT_RUN = {
     r"^python benchmarks/": "minutes to hours; the page quotes the committed results",
     r"^jaxstack serve": "a server, which does not end; tests/serve",
 }
-MADE_BY = {
+WRITERS = {
     "runs/quickstart": "jaxstack train",
     "runs/deeper": "jaxstack train --model.num_layers=8 --run.dir=runs/deeper",
     "runs/encoder_quickstart": "jaxstack train --config encoder_quickstart",
@@ -28,7 +28,7 @@ MADE_BY = {
     "sorting_pairs.jsonl": "python docs/examples/sorting.py",
     "runs/sft_quickstart": "jaxstack train --config=configs/sft_quickstart.yaml",
 }
-"""What other commands read, and the command that makes it."""
+"""Files that commands read, and the command that writes each."""
 READS = {"dpo_quickstart": "sorting_pairs.jsonl runs/sft_quickstart", "grpo_quickstart": "runs/sft_quickstart"}
 """What a configuration reads, by a word of the command."""
 LONGER = {
@@ -57,9 +57,9 @@ def folder(tmp_path_factory) -> Path:
 def run(folder: Path, command: str) -> None:
     """Runs a command of a page, after the commands that make what it reads."""
     read = " ".join([command, *(files for word, files in READS.items() if word in command)])
-    for made, by in MADE_BY.items():
-        if made in read and by != command and not (folder / made).exists() and f"--run.dir={made}" not in command:
-            run(folder, by)
+    for file, writer in WRITERS.items():
+        if file in read and writer != command and not (folder / file).exists() and f"--run.dir={file}" not in command:
+            run(folder, writer)
     program, *words = shlex.split(command)
     if words[:2] == ["data", "clean"]:  # several rows write the same folder, and nothing is overwritten
         shutil.rmtree(folder / words[3], ignore_errors=True)

@@ -26,6 +26,7 @@ from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
 from jaxstack.config.reading.parse import Parser
+from jaxstack.config.training import TAUGHT_FAMILIES
 from jaxstack.loaded import load_run
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
@@ -43,8 +44,8 @@ SIZES = {
     "layers": "layers that stay; of a model with an encoder and a decoder, of the decoder",
     "encoder_layers": "layers that stay of an encoder beside a decoder, or of the tower for pictures; null means as "
     "many as --layers if model.encoder_layers is null, or else all",
-    "text_layers": "layers that stay of those that read a text for a picture",
-    "caption_layers": "layers that stay of those that write captions",
+    "text_layers": "layers that stay in a diffusion model's stack for texts",
+    "caption_layers": "layers that stay in a contrastive model's stack for captions",
     "heads": "query heads that stay in each layer",
     "kv_heads": "key and value heads that stay; null means that each keeps its number of query heads if possible",
     "d_ff": "hidden units of each MLP, or of each expert, that stay",
@@ -120,8 +121,7 @@ def main(args: Namespace) -> None:
         before, after = (params.count(families.spec(one.model)) for one in (opened, new))
         print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
     print_losses(opened.evaluate(), new.evaluate(), opened.model.objective.unit)
-    compares = new.model.family == "contrastive"  # whole batches, which no teacher does
-    teacher = "" if compares else f" --distill.teacher={args.run}"
+    teacher = f" --distill.teacher={args.run}" if new.model.family in TAUGHT_FAMILIES else ""
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml{teacher}`")
 
 

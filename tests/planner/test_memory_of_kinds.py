@@ -5,7 +5,7 @@ import pytest
 
 ROWS = memory_of_kinds.load()
 TOO_LOW = {"qwen3_next_80b_a3b": 0.79, "granite4_h_small": 0.82}
-"""Cases that miss the bar, and by how much: the trace has not what several layers with states need in one turn."""
+"""Cases that miss the bar, and by how much: the trace misses arrays of layers with states, several in a turn."""
 
 
 def test_most_kinds_of_layers_are_compiled():
