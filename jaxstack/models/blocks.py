@@ -190,7 +190,8 @@ def run_layers(
         earlier = {**cache[i], "distance": inputs.distance[i]} if cache else cache
         before = h
         read = replace(inputs, rope=rope)
-        run = partial(stack.run_layer, cfg, ctx, index=index * period + i, inputs=read, mask=mask, cache=earlier)
+        at = index * period + i
+        run = partial(stack.run_layer, cfg, ctx.layer(i, period), index=at, inputs=read, mask=mask, cache=earlier)
         with layer_scope(i, period):
             h, of_layer = ctx.around_layer(run)(layer, h)
         if ctx.layout.pipeline is not None and 0 < rest <= i:
@@ -287,7 +288,8 @@ class Stack:
         """
         ctx, values = ctx.collecting()
         inputs = replace(inputs, layer=index + self.first if self.first else index)
-        return self.block(cfg, self, self.gather(ctx, params), x, ctx, inputs, mask=mask, cache=cache), values
+        weights, x = ctx.before_layer(self.gather(ctx, params), x)
+        return self.block(cfg, self, weights, x, ctx, inputs, mask=mask, cache=cache), values
 
 
 def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
@@ -318,7 +320,8 @@ def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
             layer = replace(kind, spec=stack.spec[name], prepare=stack.prepare)
             with layer_scope(i, len(kinds)):
                 held = [cache[i]] if cache else cache
-                x, values = kind.step(cfg, ctx, layer, [unit[name]], x, index * len(kinds) + i, inputs, held)
+                at = index * len(kinds) + i
+                x, values = kind.step(cfg, ctx.layer(i, len(kinds)), layer, [unit[name]], x, at, inputs, held)
             parts.append(within(name, values))
         return x, join(parts)
 

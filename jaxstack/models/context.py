@@ -30,6 +30,10 @@ class Observer(Protocol):
         """
 
 
+def _unchanged(weights: PyTree, x: jax.Array) -> tuple[PyTree, jax.Array]:
+    return weights, x
+
+
 @dataclass(frozen=True)
 class Context:
     """How a model is computed; passed to its functions with the parameters. The default is one device in float32.
@@ -41,6 +45,7 @@ class Context:
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
       checkpoint: `jax.checkpoint`, or a function with its arguments that stores what it saves elsewhere.
       around_layer: changes the function that runs a layer, where a step of the loop over layers runs several.
+      before_layer: gets the weights of a layer and the residual stream, and returns both.
       observer: measures activations of the layers. `None` measures nothing: the program is then the same.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
       values: collects the named values of a layer, see `collecting`. `None` outside of what collects them.
@@ -53,6 +58,7 @@ class Context:
     remat: Literal["none", "selective", "dots", "full"] = "none"
     checkpoint: Callable[..., Any] = jax.checkpoint
     around_layer: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] = lambda run: run
+    before_layer: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]] = _unchanged
     observer: Observer | None = None
     placement: Placement | None = None
     values: Aux | None = field(default=None, compare=False, repr=False)
@@ -65,6 +71,13 @@ class Context:
         """
         values: Aux = {}
         return replace(self, values=values, shown={}), values
+
+    def layer(self, index: int, count: int) -> "Context":
+        """Returns this context for one of the layers of a step.
+
+        The backward pass of a step ends with its first layer, so this one waits for nothing.
+        """
+        return replace(self, before_layer=_unchanged) if index == 0 and count > 1 else self
 
     def keep(self, name: str, value: PyTree) -> None:
         """Adds a named value of the layer."""

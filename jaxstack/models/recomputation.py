@@ -10,6 +10,7 @@ import jax
 from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 from jaxstack.sharding import BATCH_AXES
+from jaxstack.sharding.collectives import varies_along, varying
 
 Tree = TypeVar("Tree")
 
@@ -92,6 +93,8 @@ def recompute_layers(
       step: gets a context, and then the arguments of the result.
       runs_several: whether a step runs several layers.
     """
+    if ctx.ops.platform == "gpu" and ctx.layout.gathers_params and (in_loop or runs_several):
+        ctx = replace(ctx, before_layer=gradients_at_once)
     if not runs_several:
         return remat(ctx, partial(step, ctx), in_loop)
 
@@ -104,3 +107,37 @@ def recompute_layers(
         return lambda params, x: recomputed(x, params)
 
     return partial(step, replace(ctx, around_layer=around_layer))
+
+
+def gradients_at_once(weights: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+    """Returns its arguments. Their gradients are all computed before one of them is used.
+
+    XLA would compute the gradients of a layer's weights, which no other layer reads, at the end of the turn. It would
+    keep what they are computed from until then, for all layers of a turn. The gradients of the weights are summed over
+    devices after that, while the layer before runs.
+
+    Args:
+      weights: of a layer, gathered.
+      x: its residual stream [B, S/n, D]. Weights that vary along more mesh axes than `x` are left out.
+    """
+    axes = varies_along(x)
+    # Of a vector that is typed as equal on all devices, the gradient would be a sum, for which the barrier would wait.
+    return _gradients_at_once(jax.tree.map(lambda w: varying(w, axes), weights), x)
+
+
+@jax.custom_vjp
+def _gradients_at_once(weights: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+    return weights, x
+
+
+def _barrier(_: None, gradients: tuple[Params, jax.Array]) -> tuple[Params, jax.Array]:
+    leaves, structure = jax.tree.flatten(gradients)
+    axes = varies_along(gradients[1])
+    together = [i for i, leaf in enumerate(leaves) if varies_along(leaf) == axes]
+    for i, leaf in zip(together, jax.lax.optimization_barrier([leaves[i] for i in together]), strict=True):
+        leaves[i] = leaf
+    both: tuple[Params, jax.Array] = jax.tree.unflatten(structure, leaves)
+    return both
+
+
+_gradients_at_once.defvjp(lambda weights, x: ((weights, x), None), _barrier)

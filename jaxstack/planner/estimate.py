@@ -299,11 +299,11 @@ def _traced_parts(job: Job) -> dict[str, float]:
     if _pipelines_collectives(job.ctx):
         if job.train.grad_accum > 1:  # see `_copied_bytes`
             parts["copies of what the layers save"] = saved
+        weights = count_weights(job.model, job.ctx)
+        parts["gradients of head and token table, float32"] = _table_gradients(weights)
         if not families.runs_several(job.model):
             # The trace has the weights and the gradients of one layer, and the program those of the next one, too.
-            weights = count_weights(job.model, job.ctx)
             parts["weights and gradients of the next layer"] = (4 + itemsize(job.train)) * weights.gathered_layer
-            parts["gradients of head and token table, float32"] = _table_gradients(weights)
     spec = shards.flat_params(job.model, job.ctx)
     trained = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in spec.values() if not p.frozen)
     update = _muon_bytes(job, trained)
@@ -429,8 +429,7 @@ def _peeled_bytes(job: Job, weights: Weights, acts: Activations) -> tuple[float,
     turns = (1 if families.runs_several(job.model) else 2) * (4 + e) * weights.gathered_layer
     # Scores are freed before the gradients of the weights are complete.
     in_attention = (12 + e) * acts.scores + 2 * e * acts.stream
-    again = first_turn if job.train.remat == "full" else 0
-    return in_head, sums + max(turns + again + e * (3 * acts.hidden + 7 * acts.stream), in_attention)
+    return in_head, sums + max(turns + e * (3 * acts.hidden + 7 * acts.stream), in_attention)
 
 
 def _attention_bytes(job: Job, weights: Weights, acts: Activations) -> float:

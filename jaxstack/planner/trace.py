@@ -4,6 +4,7 @@ The program is a jaxpr. Its equations run in their order. An array takes memory 
 last one that reads it, unless it is never written: XLA computes elementwise operations, broadcasts and slices within
 whatever reads them, see `FUSED`. Such an array keeps alive what it is computed from. It is written as soon as an
 operation reads it that does not compute its operands itself, such as a matmul. Loops write what they carry in place.
+What is spread from a small array, such as a mask, they compute in each of their turns.
 """
 
 import math
@@ -120,6 +121,11 @@ class _Value:
     last: int = -1
 
     @property
+    def is_spread(self) -> bool:
+        """Whether it is computed from much smaller arrays. XLA then computes it again in each turn of a loop."""
+        return not self.written and 4 * sum(source.array.bytes for source in self.sources) < self.array.bytes
+
+    @property
     def root(self) -> "_Value":
         """The value that has the memory."""
         return self if self.place is None else self.place.root
@@ -138,6 +144,7 @@ class _Walk:
       trips: mean trip counts of `while` loops by the name of their scope.
       copies: whether loops read copies of arguments.
       times: how often the equations run.
+      known: results of operations that write none, and copies of operands of matmuls.
     """
 
     labels: Mapping[str, str]
@@ -149,6 +156,7 @@ class _Walk:
     inner: dict[int, Counter[Array]] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     copied: dict[int, _Value] = field(default_factory=dict)
+    known: dict[Any, list[_Value]] = field(default_factory=dict)
     waiting: Counter[Array] = field(default_factory=Counter)
 
     def read(self, value: _Value | None, fused: bool, where: str = "") -> None:
@@ -204,13 +212,13 @@ class _Walk:
             if name == "name":
                 inputs[0].array = inputs[0].array._replace(name=equation.params["name"])
             return [inputs[0]]
-        results = [self.value(variable, name, where, inputs) for variable in equation.outvars]
         if name in FUSED:
-            for result in results:
-                result.sources = _sources(inputs)
-            return list(results)
+            return self.fused(equation, inputs, where)
+        results = [self.value(variable, name, where, inputs) for variable in equation.outvars]
         for value in inputs:
             self.read(value, name in READS_FUSED, where)
+        if name == "dot_general":
+            self.reorder(equation, inputs)
         for k, result in enumerate(results):
             self.write(result)
             if name in IN_PLACE and k < len(inputs):
@@ -219,6 +227,26 @@ class _Walk:
         read = tuple(_array(x, v.array.label, v.array.name) for v, x in pairs if v is not None)
         self.runs.append(Run(name, where, read, tuple(v.array for v in results), self.times, equation.params))
         return list(results)
+
+    def fused(self, equation: Any, inputs: Values, where: str) -> Values:
+        """Returns the values of the results of an operation that writes none. Equal operations have the same values."""
+        key = _key(equation, inputs)
+        if key not in self.known:
+            results = [self.value(variable, equation.primitive.name, where, inputs) for variable in equation.outvars]
+            for result in results:
+                result.sources = _sources(inputs)
+            self.known[key] = results
+        return list(self.known[key])
+
+    def reorder(self, equation: Any, inputs: Values) -> None:
+        """Writes copies of the operands of a batched matmul in which neither rows nor columns are side by side."""
+        for value, dims in zip(inputs, _dims(equation), strict=True):
+            if value is None or dims.count("fc") + dims.count("cf") < 2:
+                continue
+            (copy,) = self.known.setdefault((value, dims), [_Value(value.array)])
+            if not copy.written:
+                self.write(copy)
+            copy.last = self.step
 
     def loop(self, equation: Any, inputs: Values, where: str) -> Values:
         """Walks the turns of a loop, or the branches of a condition. What they need on the way is freed behind them."""
@@ -242,8 +270,10 @@ class _Walk:
         if name == "scan" and turns == 1:  # XLA removes the loop
             return self.run(bodies[0], inputs, where)
         inputs = [self.copy(value) for value in inputs]
-        for value in inputs:
-            self.read(value, False, where)
+        first = constants if name == "scan" else len(inputs) - carry
+        for k, value in enumerate(inputs):
+            carried = first <= k < first + carry
+            self.read(value, not carried and value is not None and value.is_spread, where)
         results = [self.value(variable, name, where, []) for variable in equation.outvars]
         labels = {} if any(part in where for part in self.labels) else self.labels
         walks = [_Walk(labels, self.trips, times=self.times * turns) for _ in bodies]
@@ -252,7 +282,6 @@ class _Walk:
         self.inner[self.step] = most.peak()
         self.runs += most.runs
         self.waiting += most.wait()
-        first = constants if name == "scan" else len(inputs) - carry
         for k, result in enumerate(results):
             result.array = result.array._replace(name=names[k] or name)
             self.write(result)
@@ -324,6 +353,20 @@ def _sources(inputs: Values) -> tuple[_Value, ...]:
     """Returns the written values that a value is computed from."""
     found = [s for value in inputs if value is not None for s in ((value,) if value.written else value.sources)]
     return tuple({id(source): source for source in found}.values())
+
+
+def _key(equation: Any, inputs: Values) -> Any:
+    """Returns what is equal for operations with equal results."""
+    pairs = zip(inputs, equation.invars, strict=True)
+    operands = (repr(getattr(atom, "val", atom)) if value is None else value for value, atom in pairs)
+    return equation.primitive, str(equation.params), *operands
+
+
+def _dims(equation: Any) -> list[str]:
+    """Returns for each operand of a `dot_general` its dimensions without batches, as `f` if free, `c` if contracted."""
+    contracted, batches = equation.params["dimension_numbers"]
+    operands = zip(equation.invars, contracted, batches, strict=True)
+    return ["".join("fc"[i in c] for i in range(v.aval.ndim) if i not in b) for v, c, b in operands]
 
 
 def _outside(variable: Any, label: str = "") -> _Value:

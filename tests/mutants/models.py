@@ -149,6 +149,22 @@ mistakes(
 )  # fmt: skip
 
 mistakes(
+    "model", "models/recomputation.py", "sharding/test_gradients_at_once.py -k 'barrier and (dense or windows or units)'",
+    ('ctx.ops.platform == "gpu" and ctx.layout.gathers_params and', "ctx.layout.gathers_params and"),
+    ('ctx.ops.platform == "gpu" and ctx.layout.gathers_params and', 'ctx.ops.platform == "gpu" and'),
+    ("and (in_loop or runs_several)", "and runs_several"),
+    ("jax.lax.optimization_barrier([leaves[i] for i in together])", "[leaves[i] for i in together]"),
+    ("leaves[i] = leaf", "leaves[i] = leaves[together[0]]"),
+)  # fmt: skip
+
+mistakes(
+    "model", "models/context.py", "sharding/test_gradients_at_once.py -k 'a_turn'",
+    ("if index == 0 and count > 1 else self", "if count > 1 else self"),
+    ("if index == 0 and count > 1 else self", "if index == 0 else self"),
+    ("if index == 0 and count > 1 else self", "if False else self"),
+)  # fmt: skip
+
+mistakes(
     "model", "models/blocks.py", "models/test_encoder.py -k behind",
     ("stack.step(cfg, ctx, stack, weights, x, count, of_layer())", "stack.step(cfg, ctx, stack, weights, x, 0, of_layer())"),
     ("for i in range(looped, stack.depth)]", "for i in range(looped - 1, stack.depth - 1)]"),

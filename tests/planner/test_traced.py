@@ -113,6 +113,42 @@ def test_arrays_that_are_alive_at_once(f, arrays):
     assert trace.total(walked(f, X).arrays) == arrays * 16 * KIB
 
 
+R = jax.ShapeDtypeStruct((64,), jnp.float32)
+"""A row of `X`."""
+
+
+@pytest.mark.parametrize(
+    ("f", "arrays"),
+    [
+        (lambda x, r: jnp.exp(x) @ jnp.exp(x), 2),  # XLA computes an exponential once: it, and the product
+        (lambda x, r: jnp.exp(x) @ jnp.exp(-x), 3),
+        (lambda x, r: x[:32] @ x[32:].T, 1.25),  # two halves and a quarter
+        # A loop computes a mask of its own in each turn, but what it carries is an array.
+        (lambda x, r: add_in_turns(x, spread(r)), 0),
+        (lambda x, r: add_in_turns(spread(r), x), 1),
+        (lambda x, r: add_in_turns(x, jnp.exp(x)), 1),
+        # Rows of a batch that lie apart are copied before they are multiplied, once for both products.
+        (lambda x, r: apart("ij,brjl->bril", x, r), 2),
+        (lambda x, r: (apart("ij,brjl->bril", x, r), apart("ji,brjl->bril", x, r)), 3),
+        (lambda x, r: apart("ij,jbrl->ibrl", x, r), 1),
+    ],
+)
+def test_arrays_that_xla_writes_once_never_or_twice(f, arrays):
+    assert trace.total(walked(f, X, R).arrays) == arrays * 16 * KIB
+
+
+def spread(row):
+    return jnp.broadcast_to(jnp.sin(row), (64, 64))
+
+
+def add_in_turns(x, y):
+    return jax.lax.scan(lambda c, _: (c + y, None), x, length=8)[0]
+
+
+def apart(names, x, row):
+    return jnp.einsum(names, row.reshape(8, 8), x.reshape(8, 8, 8, 8))
+
+
 def test_loops_stack_what_each_turn_returns_and_carry_in_place():
     def f(x):
         return jax.lax.scan(lambda c, _: ((c @ x) @ x, c @ x), x @ x, length=8)
