@@ -328,6 +328,31 @@ def test_experts_without_a_copy_of_the_rows_for_each():
     assert memory["pallas_gpu"] < 1 << 20
 
 
+@pytest.mark.parametrize("name", ["packed", "gemma2", "gpt_oss"])
+def test_tokamax_has_no_mask_of_all_pairs(name):
+    """Documents, windows, caps and sinks by three kernels. It writes gradients of keys for each query head."""
+    pytest.importorskip("tokamax", reason="tokamax is not installed: pip install -e '.[test,cuda13,tokamax]'")
+    with jax.default_device(aot.devices(ONE)[0]):  # it asks for its generation
+        compiled = attention(name, "tokamax", ONE)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+    (b, s, h, _, width), _ = ATTENTION[name]
+    print(f"{name}: {programs.temporary(compiled) / 2**20:.1f} MiB")
+    assert programs.temporary(compiled) <= (8 << 20) + 2 * 2 * b * s * h * width
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_step_with_tokamax(experts):
+    """In shard_map, and with `train.remat=selective`: nothing of attention runs again."""
+    pytest.importorskip("tokamax", reason="tokamax is not installed: pip install -e '.[test,cuda13,tokamax]'")
+    moe = MoEConfig(num_experts=8, top_k=2, d_ff=256) if experts else MoEConfig()
+    model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256, moe=moe)
+    chosen = KernelsConfig(attention="tokamax", moe="tokamax" if experts else "auto", layers="scan")
+    cfg = replace(config(model, 4, 2048, fsdp=2, **{"expert" if experts else "tensor": 2}), kernels=chosen)
+    calls = str(aot.compile(cfg, "h100:1x1x4").compiled.as_text()).count('custom_call_target="mosaic_gpu')
+    # Three matrices of an expert forward; backward two of them again, and a gradient of rows and of weights for each.
+    assert calls == 3 + (3 + 2 + 2 * 3 if experts else 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "forward", "backward"),
     [("int8", "s8", "s8"), ("fp8", "f8e4m3fn", "f8e5m2"), ("fp8_tensorwise", "f8e4m3fn", "f8e5m2")],
