@@ -341,6 +341,7 @@ def _options(cfg: ModelConfig, ctx: Context, rows: int) -> experts.MoEOptions:
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
         implementation=ctx.ops.moe,
+        room=cfg.moe.room,
     )
 
 

@@ -30,6 +30,7 @@ from cases import (
     check,
     config,
     dropless_over_capacity,
+    experts,
     holds_no_stage,
     pipelined,
     report,
@@ -61,6 +62,19 @@ def test_dense(name):
 def test_dropless_experts_need_no_worst_case_of_memory():
     """Over eight shards the worst case of one layer would be 6.4 times a capacity of 1.25, and each layer kept it."""
     assert dropless_over_capacity("h100") <= 1.5
+
+
+def test_one_round_of_the_exchange_asks_the_host_nothing():
+    """With room for the worst case; with 1.25 even shares, each layer has a loop in each direction."""
+    unknown = {}
+    for room in (1.25, None):
+        cfg = experts(None)
+        moe = replace(cfg.model.moe, room=room)
+        cfg = replace(cfg, model=replace(cfg.model, moe=moe), kernels=KernelsConfig(layers="scan"))
+        found = aot.compile(cfg, "h100:1x1x8")
+        loops = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts).loops
+        unknown[room] = sum(loop.times for loop in loops if loop.is_unnoted)
+    assert unknown == {1.25: 2 * cfg.model.num_layers, None: 0}
 
 
 def test_units_that_gather_layers_hold_no_stage():

@@ -352,7 +352,7 @@ def with_tokamax(monkeypatch):
 
 
 def test_what_tokamax_cannot_do_is_an_error(with_tokamax):
-    """`auto` goes on with other kernels, also where cuDNN cannot run and tokamax can."""
+    """`auto` selects other kernels, also where cuDNN cannot run and tokamax can."""
     plain = {"head_dim": 128, "softcap": None, "segments": True, "compute_capability": "9.0", "dtype": jnp.bfloat16}
     assert choose("tokamax", "gpu", **plain | {"softcap": 50.0, "mask": AttentionMask(9, "full"), "sinks": True})
     for change, words in [
