@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -66,7 +67,7 @@ def unsupported_by_tokamax(case: OpCase) -> str:
 
 
 @cache
-def load_tokamax() -> Any:
+def load_tokamax() -> ModuleType:
     """Imports the package tokamax, which takes seconds.
 
     Its settings are flags of absl. Without this it would read them from our command line, which has other ones. It also
