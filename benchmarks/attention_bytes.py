@@ -1,11 +1,14 @@
 """Counts the bytes of attention and its gradients, compiled for chips that this machine lacks.
 
 Run `python benchmarks/attention_bytes.py h100` and `python benchmarks/attention_bytes.py v5e`, each in the environment
-of its compiler (extras `[cuda13]` and `[tpu]`). Titles of cases behind the chip select some. Together they write
+of its compiler (extras `[cuda13]` and `[tpu]`). Titles of cases behind the chip select some, and `--only tokamax`
+compiles one implementation and leaves the figures of the others. Together they write
 `results/attention_bytes.json`: the bytes that the program of each implementation reads and writes, its launches, its
-memory, and what `auto` selects. Rows of several documents are beside the same rows as one document. Nothing runs.
+memory, and what `auto` selects. Rows of several documents are beside the same rows as one document. With the extra
+`[tokamax]`, its kernels are compiled for an H100, too. Nothing runs.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -91,7 +94,8 @@ def compiled(case: Case, name: str, device: jax.Device) -> jax.stages.Compiled:
         out, vjp = jax.vjp(lambda *qkv: kernels.attention(*qkv, **how), q, k, v)
         return out, *vjp(d_out)
 
-    return jax.jit(run).lower(*arrays, ids).compile()
+    with jax.default_device(device):  # tokamax asks it for its generation
+        return jax.jit(run).lower(*arrays, ids).compile()
 
 
 def measure(case: Case, name: str, device: jax.Device) -> dict[str, Any]:
@@ -106,18 +110,23 @@ def measure(case: Case, name: str, device: jax.Device) -> dict[str, Any]:
 
 
 def main() -> None:
-    chip = sys.argv[1]
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    arguments.add_argument("chip", choices=TARGETS)
+    arguments.add_argument("titles", nargs="*", help="cases (default: all)")
+    arguments.add_argument("--only", help="the implementation to compile (default: all)")
+    given = arguments.parse_args()
+    chip = given.chip
     device = aot.devices(TARGETS[chip])[0]
     platform = "tpu" if chip == "v5e" else "gpu"
     table = kernels.OP_IMPLEMENTATIONS["attention"]
     path = record.RESULTS / "attention_bytes.json"
     found = json.loads(path.read_text())["cases"] if path.exists() else {}
     found.setdefault(chip, {})
-    for title in sys.argv[2:] or CASES:
+    for title in given.titles or CASES:
         case = CASES[title]
         known = choice_of(case, device)
-        rows: dict[str, Any] = {}
-        for name in ("cudnn", f"pallas_{platform}", "chunked"):
+        rows: dict[str, Any] = found[chip].get(title, {}).get("implementations", {}) if given.only else {}
+        for name in [given.only] if given.only else ("cudnn", f"pallas_{platform}", "tokamax", "chunked"):
             if name == "chunked" and title not in CHUNKED:
                 continue
             try:

@@ -52,6 +52,9 @@ class MoEConfig:
     capacity_factor: PositiveFloat | None = None
     """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
     weight first. Null means dropless, which the routers `domain` and `timestep` require."""
+    room: PositiveFloat | None = 1.25
+    """Without a capacity and with `mesh.expert`: what a device sends to another one in one round of the exchange, as a
+    multiple of even routing. Null means room for the worst case: one round, whose number no host reads."""
     aux_loss_weight: NonNegativeFloat = 0.01
     """With router `softmax`: weight of the sequence-wise load-balancing loss in the objective."""
     z_loss_weight: NonNegativeFloat = 0.0
@@ -96,6 +99,11 @@ class MoEConfig:
             f"Use capacity_factor=null (dropless).",
         )
 
+        require(
+            self.capacity_factor is None or self.room == MoEConfig.room,
+            f"model.moe.room={self.room} is for rounds, which model.moe.capacity_factor={self.capacity_factor} has "
+            f"none of. Use capacity_factor=null, or leave room out.",
+        )
         require(
             learned or not (self.bias or self.swiglu_limit),
             f"model.moe.router={self.router} makes each expert a dense model, whose MLP has neither model.moe.bias nor "

@@ -176,9 +176,9 @@ class KernelsConfig:
     platform. If you name an implementation that cannot run, you get an error that lists the ones that can.
     """
 
-    attention: Literal["auto", "xla", "chunked", "cudnn", "pallas"] = "auto"
+    attention: Literal["auto", "xla", "chunked", "cudnn", "pallas", "tokamax"] = "auto"
     """Attention. `xla` computes all scores at once; the others need memory linear in the sequence length. `cudnn` is
-    NVIDIA's kernel."""
+    NVIDIA's kernel, and `tokamax` that package's kernel for Hopper GPUs (extra `[tokamax]`)."""
     norm: Literal["auto", "xla", "custom_vjp", "pallas"] = "auto"
     """RMSNorm and LayerNorm. `custom_vjp` uses a gradient written by hand."""
     linear: Literal["auto", "xla", "barrier", "float32_sums"] = "auto"
@@ -190,9 +190,9 @@ class KernelsConfig:
     cross_entropy: Literal["auto", "xla", "chunked", "pallas"] = "auto"
     """Cross-entropy. `xla` computes all logits at once. `chunked` computes the logits of a few tokens at a time; its
     memory does not depend on the vocabulary."""
-    moe: Literal["auto", "ragged", "grouped", "reference", "pallas"] = "auto"
+    moe: Literal["auto", "ragged", "grouped", "reference", "pallas", "tokamax"] = "auto"
     """Matmuls of the experts. `ragged` is lax.ragged_dot, `grouped` a loop over tiles, and `reference` computes every
-    expert on every token."""
+    expert on every token. `tokamax` is that package's kernel for Hopper GPUs (extra `[tokamax]`)."""
     layers: Literal["auto", "scan", "unrolled"] = "auto"
     """Layers of a training step. `scan` loops over stacked weights and compiles one layer. `unrolled` compiles every
     layer, which saves the copies in and out of stacked arrays."""

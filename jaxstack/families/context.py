@@ -11,7 +11,7 @@ from jaxstack import families
 from jaxstack.config import Config, KernelsConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxstack.config.bounds import require
 from jaxstack.config.checks.buckets import require_lengths
-from jaxstack.features import host_residuals
+from jaxstack.features import experts, host_residuals
 from jaxstack.kernels import implementation
 from jaxstack.kernels.cross_entropy import CHUNK_TOKENS
 from jaxstack.models.context import Context
@@ -108,6 +108,7 @@ def make_ops(
     assert mesh is not None
     known = {"dtype": jnp.dtype(train.dtype), "compute_capability": getattr(device, "compute_capability", None)}
     cases = op_cases(model, layout, codes, segments, max_documents)
+    cases["moe"] = {"widths": experts.matrix_sizes(model, mesh.shape["tensor"])}
     chosen = implementations(platform, kernels, {op: known | dict(cases.get(op, {})) for op in OPS})
     # The loops over tiles of rows in each layer of experts take minutes to compile.
     tile_loops = model.moe.num_experts and chosen["moe"] == "grouped"

@@ -3,6 +3,7 @@
 Suffixes: B batch, S sequence, T tokens, D width, E experts.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -340,6 +341,7 @@ def _options(cfg: ModelConfig, ctx: Context, rows: int) -> experts.MoEOptions:
         capacity_factor=cfg.moe.capacity_factor,
         rows=rows,
         implementation=ctx.ops.moe,
+        room=cfg.moe.room,
     )
 
 
@@ -352,3 +354,14 @@ def clamped_gate(limit: float, gate: jax.Array) -> jax.Array:
 def clamped_up(limit: float, up: jax.Array) -> jax.Array:
     """Returns what the activated gate is multiplied by: 1 + up, where up is between -limit and limit (gpt-oss)."""
     return 1 + jnp.clip(up, -limit, limit)
+
+
+def matrix_sizes(model: ModelConfig, tensor_shards: int) -> tuple[int, ...]:
+    """Returns the inputs and outputs of the matrices of an expert on one device; nothing for a dense model."""
+    if not model.moe.num_experts:
+        return ()
+    names = ("moe/w_up", "moe/w_gate", "moe/w_down")
+    adapted = any(re.fullmatch(pattern, name) for pattern in model.lora.targets for name in names)
+    of_adapters = (model.lora.rank,) if model.lora.rank and adapted else ()
+    of_biases = (1,) if model.moe.bias else ()
+    return model.d_model, model.expert_width // tensor_shards, *of_adapters, *of_biases

@@ -11,15 +11,39 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstack.kernels import grouped_matmul_pallas
-from jaxstack.kernels.implementation import Implementation, exceeds_float32, precedes, resolve_implementation
+from jaxstack.kernels.implementation import (
+    Implementation,
+    OpCase,
+    exceeds_float32,
+    interpret_setting,
+    load_tokamax,
+    precedes,
+    resolve_implementation,
+    unsupported_by_tokamax,
+)
 from jaxstack.kernels.taps import Tapped, product
 from jaxstack.sharding import collectives
+
+TOKAMAX_WIDTH = 128
+"""Numbers of a product that tokamax's kernel takes at a time; it leaves out those of an incomplete block."""
+
+
+def _unsupported_by_tokamax(case: OpCase) -> str:
+    """Returns why tokamax cannot compute a case; see `Implementation.unsupported_reason`.
+
+    `widths` of a case are of inputs and outputs: the gradient of a row is a product over the outputs.
+    """
+    if odd := [width for width in case.get("widths", ()) if width % TOKAMAX_WIDTH]:
+        return f"takes inputs and outputs whose widths are multiples of {TOKAMAX_WIDTH}, not {odd[0]}"
+    return unsupported_by_tokamax(case)
+
 
 IMPLEMENTATIONS = {
     "ragged": Implementation(),
     "grouped": Implementation(),
     "pallas_gpu": Implementation(("gpu",), lambda case: exceeds_float32(case) or precedes(case)),
     "pallas_tpu": Implementation(("tpu",), exceeds_float32),
+    "tokamax": Implementation(("gpu",), _unsupported_by_tokamax),
 }
 
 State = tuple[jax.Array, jax.Array]
@@ -46,6 +70,7 @@ def grouped_matmul(
       - "grouped" loops over tiles of rows. Its work is proportional to the rows, plus at most a small tile per expert.
         A batched matmul over tiles would need no loop, but it would copy a weight for each tile.
       - "pallas_*" does work proportional to the rows, plus at most a tile per expert.
+      - "tokamax" is the kernel of that package for Hopper GPUs, by Mosaic GPU.
 
     Args:
       x: [N, I].
@@ -59,7 +84,8 @@ def grouped_matmul(
     Raises:
       ValueError: the implementation is unknown or does not support the arguments.
     """
-    name = resolve_implementation("moe", IMPLEMENTATIONS, implementation, {"dtype": x.dtype})
+    case = {"dtype": x.dtype, "widths": w.shape[1:]}
+    name = resolve_implementation("moe", IMPLEMENTATIONS, implementation, case)
     return product(partial(_product, name), x, w, sizes)
 
 
@@ -69,7 +95,52 @@ def _product(name: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Arr
         return lax.ragged_dot(x, w, sizes)
     if name == "grouped":
         return _grouped_matmul(x, w, sizes)
+    if name == "tokamax":
+        return _by_tokamax(x, w, sizes)
     return grouped_matmul_pallas.grouped_matmul(name.removeprefix("pallas_"), x, w, sizes)
+
+
+@jax.custom_vjp
+def _by_tokamax(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes `grouped_matmul` by tokamax's kernel; with `interpret_mode`, by its definition in XLA.
+
+    The kernel does not write the rows beyond the sum of sizes. They are zeros here, which costs nothing: the next
+    operation that reads a row selects it.
+    """
+    return _tokamax_rows(x, w, sizes)
+
+
+def _tokamax_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    out = load_tokamax().ragged_dot(_rows_for_tokamax(x), w, sizes, implementation=_of_tokamax())
+    used = jnp.arange(x.shape[0])[:, None] < sizes.sum()
+    return jnp.where(used, _typed_as(out[: x.shape[0]], x), 0)
+
+
+def _rows_for_tokamax(x: jax.Array) -> jax.Array:
+    """Returns x with zero rows at the end, up to whole tiles: the gradient of w reads x transposed, in tiles of 64."""
+    return jnp.pad(x, ((0, -x.shape[0] % 64), (0, 0)))
+
+
+def _of_tokamax() -> str:
+    return "xla" if interpret_setting() else "mosaic_gpu"
+
+
+def _typed_as(result: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns a result of a library's kernel, which `shard_map` takes for equal on all devices."""
+    return collectives.varying(result, collectives.varies_along(x))
+
+
+def _tokamax_backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, sizes = residuals
+    used = jnp.arange(x.shape[0])[:, None] < sizes.sum()
+    dy = jnp.where(used, dy, 0)  # the kernel below multiplies rows of no expert with zeros
+    over_rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    rows, d_rows = (_rows_for_tokamax(a) for a in (x, dy))
+    dw = load_tokamax().ragged_dot_general(rows, d_rows, sizes, over_rows, implementation=_of_tokamax())
+    return _tokamax_rows(dy, w.mT, sizes), _typed_as(dw, w), None
+
+
+_by_tokamax.defvjp(lambda x, w, sizes: (_tokamax_rows(x, w, sizes), (x, w, sizes)), _tokamax_backward)
 
 
 def _tiles(start: jax.Array, end: jax.Array, carry: jax.Array, body: TileBody) -> jax.Array:

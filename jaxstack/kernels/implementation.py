@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -50,6 +52,35 @@ def precedes(case: OpCase, capability: str = "8.0", what: str = "") -> str:
     if there is None or (there.replace(".", "").isdecimal() and float(there) >= float(capability)):
         return ""  # AMD's have letters
     return f"takes {what}NVIDIA GPUs of compute capability {capability} and later, not {there}"
+
+
+def unsupported_by_tokamax(case: OpCase) -> str:
+    """Returns why no kernel of the package tokamax can compute a case, or "" if one may."""
+    if find_spec("tokamax") is None:
+        return "needs the package tokamax, which is not installed (pip install 'jaxstack[tokamax]')"
+    there = case.get("compute_capability")
+    if there is not None and not there.startswith("9."):
+        return f"takes NVIDIA GPUs of compute capability 9 (Hopper), not {there}"
+    if case.get("dtype") is not None and np.dtype(case["dtype"]).name not in ("bfloat16", "float16"):
+        return f"takes bfloat16 and float16, not {np.dtype(case['dtype']).name}"
+    return ""
+
+
+@cache
+def load_tokamax() -> ModuleType:
+    """Imports the package tokamax, which takes seconds.
+
+    Its settings are flags of absl. Without this it would read them from our command line, which has other ones. It also
+    warns at every call whose block sizes it has not measured, with all shapes of the call.
+    """
+    import tokamax
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["jaxstack"])
+    unmeasured = "Autotuning cache miss"
+    logging.getLogger("absl").addFilter(lambda record: not str(record.msg).startswith(unmeasured))
+    return tokamax
 
 
 def exceeds_float32(case: OpCase) -> str:

@@ -25,7 +25,7 @@ from jaxstack.kernels import OP_IMPLEMENTATIONS, taps
 from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
 from jaxstack.moe.pairs import assign_slots, move_rows, repeat_tokens, sort_by, spread_tokens, sum_choices
-from jaxstack.moe.rounds import Exchange, moe_in_rounds
+from jaxstack.moe.rounds import ROOM, Exchange, moe_in_rounds
 from jaxstack.moe.routers import Routing
 
 IMPLEMENTATIONS = {**OP_IMPLEMENTATIONS["moe"], "reference": Implementation()}
@@ -45,6 +45,8 @@ class MoEOptions:
       implementation: of the matmuls without a capacity: one of `kernels.grouped_matmul`, or "reference", which is the
         definition: every expert on every token, on one device only.
       of_up: elementwise; what a gated MLP multiplies the activated gate by.
+      room: what one round of the exchange over `expert_axis` has room for, without a capacity; see
+        `rounds.room_of_shard`.
     """
 
     num_experts: int
@@ -54,6 +56,7 @@ class MoEOptions:
     rows: int | None = None
     implementation: str = "grouped"
     of_up: Activation = lambda up: up
+    room: float | None = ROOM
 
 
 def moe_mlp(
@@ -102,7 +105,8 @@ def moe_mlp(
     gates = routing.weights.reshape(-1)
     dropped = jnp.sum(jnp.zeros_like(experts))
     if options.expert_axis is not None:
-        exchange = Exchange(options.expert_axis, options.activation, options.of_up, options.implementation)
+        how = (options.expert_axis, options.activation, options.of_up, options.implementation, options.room)
+        exchange = Exchange(*how)
         weights, adapters = taps.fused((weights, adapters))  # a round keeps no input for a later weight gradient
         y = moe_in_rounds(x, routing.weights, experts, weights, adapters, exchange)
     elif options.implementation == "reference":

@@ -6,7 +6,8 @@ comes back as the sum over them. Its pairs of token and choice are only numbers 
 A round sends to each shard at most `ROOM` times the visits and the pairs of even routing. Rounds follow until every
 shard has sent all its visits. Even routing needs one round. In the worst case all tokens of a shard go to one other.
 All devices take part in every exchange, because the number of rounds is the largest over all devices of a pipeline
-stage.
+stage. If a round has room for the worst case, it is the only one: there is no loop, whose predicate the host of a GPU
+would read.
 
 Autodiff has no backward pass through a loop whose length is data, so it is written here: a loop over the same rounds.
 It repeats the exchange and the first two projections, one round at a time; nothing of a round is saved. The gates
@@ -61,11 +62,18 @@ def share_of_visits(choices: int, num_experts: int, shards: int) -> float:
     return 1 - prod((elsewhere - i) / (num_experts - i) for i in range(choices))
 
 
-def room_of_shard(tokens: int, choices: int, num_experts: int, shards: int) -> Room:
-    """Returns the room in one round for the tokens of a shard."""
+def room_of_shard(tokens: int, choices: int, num_experts: int, shards: int, size: float | None = ROOM) -> Room:
+    """Returns the room in one round for the tokens of a shard.
+
+    `size` is a multiple of even routing, with three deviations of random routing more if that is more. `None` means the
+    worst case: all tokens have as many experts on one shard as there are.
+    """
+    most = tokens * min(choices, num_experts // shards)
+    if size is None:
+        return Room(most, most, tokens)
 
     def with_room(even: float) -> int:
-        return ceil(max(ROOM * even, even + 3 * even**0.5))
+        return ceil(max(size * even, even + 3 * even**0.5))
 
     visits = min(tokens, with_room(tokens * share_of_visits(choices, num_experts, shards)))
     if choices == 1:
@@ -74,12 +82,12 @@ def room_of_shard(tokens: int, choices: int, num_experts: int, shards: int) -> R
     return Room(at_once, min(tokens * choices, at_once + choices - 1), visits)
 
 
-def expected_rounds(tokens: int, choices: int, num_experts: int, shards: int) -> int:
+def expected_rounds(tokens: int, choices: int, num_experts: int, shards: int, size: float | None = ROOM) -> int:
     """Returns the rounds that random routing takes: the largest of n * n loads decides, and few tokens vary much.
 
     Loads are taken as independent normal numbers, whose largest is about sqrt(2 log(n * n)) deviations above the mean.
     """
-    room = room_of_shard(tokens, choices, num_experts, shards)
+    room = room_of_shard(tokens, choices, num_experts, shards, size)
 
     def full(tries: int, share: float, most: int, size: int) -> int:
         mean = tries * share
@@ -119,12 +127,14 @@ class Exchange(NamedTuple):
       activation: of the MLP, elementwise.
       of_up: see `expert_mlp`.
       implementation: of `kernels.grouped_matmul`.
+      room: size of a round, see `room_of_shard`.
     """
 
     axis: str
     activation: Activation
     of_up: Activation
     implementation: str
+    room: float | None = ROOM
 
 
 def moe_in_rounds(
@@ -145,21 +155,26 @@ def moe_in_rounds(
     """
     local, shards = weights["w_up"].shape[0], lax.axis_size(exchange.axis)
     T, k = gates.shape
-    room = room_of_shard(T, k, local * shards, shards)
+    room = room_of_shard(T, k, local * shards, shards, exchange.room)
     plan, rounds = _plan(experts, local, shards, k, room)
+    one_is_enough = room.visits >= T and room.at_once >= T * min(k, local)
     # Without `pipe`: the stages of a pipeline need not run a layer at the same time, or equally often.
-    if axes := tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe"):
+    axes = tuple(axis for axis in collectives.varies_along(rounds) if axis != "pipe")
+    if axes and not one_is_enough:
         rounds = lax.pmax(rounds, axes)
     one_round = partial(_one_round, exchange)
 
+    def total(rounds: jax.Array, like: PyTree, share: Callable[[jax.Array], PyTree]) -> PyTree:
+        return share(jnp.int32(0)) if one_is_enough else _sum_rounds(rounds, like, share)
+
     def forward(rounds: jax.Array, plan: Plan, *values: Any) -> tuple[jax.Array, Any]:
-        y = _sum_rounds(rounds, values[0], lambda i: one_round(i, plan, *values))
+        y = total(rounds, values[0], lambda i: one_round(i, plan, *values))
         return y.astype(x.dtype), (rounds, plan, values)
 
     def backward(saved: Any, dy: jax.Array) -> Any:
         rounds, plan, values = saved
         dy = dy.astype(jnp.float32)
-        grads = _sum_rounds(rounds, values, lambda i: jax.vjp(partial(one_round, i, plan), *values)[1](dy))
+        grads = total(rounds, values, lambda i: jax.vjp(partial(one_round, i, plan), *values)[1](dy))
         return None, None, *jax.tree.map(lambda g, v: g.astype(v.dtype), grads, values)
 
     run = jax.custom_vjp(lambda *args: forward(*args)[0])
@@ -200,7 +215,7 @@ def _one_round(
     """Returns round i's share of the result, [T, D] in float32."""
     (T, _), (_, k), N = x.shape, gates.shape, plan.experts.size
     local, shards = weights["w_up"].shape[0], lax.axis_size(exchange.axis)
-    room = room_of_shard(T, k, local * shards, shards)
+    room = room_of_shard(T, k, local * shards, shards, exchange.room)
     send = partial(lax.all_to_all, axis_name=exchange.axis, split_axis=0, concat_axis=0, tiled=True)
     sends = _sends(i, plan, local, shards, room, k)
     arrives = _arrivals(send(sends.codes), local, shards, room, k)

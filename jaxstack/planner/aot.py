@@ -9,6 +9,7 @@ Kernels are those that `auto` selects for the target, or those that `kernels.*` 
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -188,7 +189,10 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     assert ctx.layout.mesh is not None
     job, _ = estimate.resolve_split(Job(cfg, ctx))
     jitted: Any = assemble.jit_train_step(job.cfg, ctx, state)
-    lowered = jitted.lower(state, batch)
+    # The package tokamax asks the default device for its generation while it traces its kernels.
+    kernels_ask = "tokamax" in (ctx.ops.attention, ctx.ops.moe)
+    with jax.default_device(ctx.layout.mesh.devices.flat[0]) if kernels_ask else nullcontext():
+        lowered = jitted.lower(state, batch)
     if job.train.offloads_optimizer and job.ctx.ops.platform == "gpu":
         offload.place_arguments(lowered, state, job)
     compiled = lowered.compile()

@@ -40,7 +40,7 @@ TILES = ((128, 256), (256, 128), (128, 128))
 PROLOGUE = 128
 """Length of the inner dimension that takes as long as filling a tile's pipeline and writing its result."""
 
-FLASH = {"cudnn": "cudnn", "pallas_tpu": "splash", "pallas_gpu": "flash2"}
+FLASH = {"cudnn": "cudnn", "pallas_tpu": "splash", "pallas_gpu": "flash2", "tokamax": "flash3"}
 """Fitted kernel for each implementation that keeps scores on the chip. All others write scores to memory."""
 TOKENS_MOVED = ("tokens to experts", "combined expert outputs")
 """Beginnings of the names of passes that read or write rows in the order of experts, in place of whole arrays."""

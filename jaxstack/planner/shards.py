@@ -110,7 +110,7 @@ def runs_in_rounds(moe: MoEConfig, shards: int) -> bool:
 
 def round_room(moe: MoEConfig, rows: int, length: int, shards: int) -> rounds.Room:
     """Returns what a device sends to another one in a round of dropless routing."""
-    return rounds.room_of_shard(rows * length, moe.choices, moe.num_experts, shards)
+    return rounds.room_of_shard(rows * length, moe.choices, moe.num_experts, shards, moe.room)
 
 
 def pair_capacity(moe: MoEConfig, rows: int, length: int, shards: int) -> int:

@@ -102,7 +102,7 @@ def _rounds(job: Job) -> int:
     if not shards.runs_in_rounds(moe, n):
         return 1
     tokens = shards.microbatch_rows(job) * job.data.seq_len // shards.mesh_sizes(job.ctx)["context"]
-    return rounds.expected_rounds(tokens, moe.choices, moe.num_experts, n)
+    return rounds.expected_rounds(tokens, moe.choices, moe.num_experts, n, moe.room)
 
 
 SECONDS = CpuWork(flops=3.5e-11, bytes=3.1e-10, collectives=5.7e-5, sent=9.3e-10)

@@ -30,8 +30,8 @@ from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state
 
 PLAIN = {
-    "attention": {"cudnn": "chunked", "pallas_gpu": "chunked", "pallas_tpu": "chunked"},
-    "moe": {"grouped": "ragged", "pallas_gpu": "ragged", "pallas_tpu": "ragged"},
+    "attention": {"cudnn": "chunked", "pallas_gpu": "chunked", "pallas_tpu": "chunked", "tokamax": "chunked"},
+    "moe": {"grouped": "ragged", "pallas_gpu": "ragged", "pallas_tpu": "ragged", "tokamax": "ragged"},
     "norm": {"pallas_gpu": "custom_vjp", "pallas_tpu": "custom_vjp"},
     "cross_entropy": {"pallas_gpu": "chunked", "pallas_tpu": "chunked"},
 }

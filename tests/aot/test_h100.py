@@ -30,6 +30,7 @@ from cases import (
     check,
     config,
     dropless_over_capacity,
+    experts,
     holds_no_stage,
     pipelined,
     report,
@@ -61,6 +62,19 @@ def test_dense(name):
 def test_dropless_experts_need_no_worst_case_of_memory():
     """Over eight shards the worst case of one layer would be 6.4 times a capacity of 1.25, and each layer kept it."""
     assert dropless_over_capacity("h100") <= 1.5
+
+
+def test_one_round_of_the_exchange_asks_the_host_nothing():
+    """With room for the worst case; with 1.25 even shares, each layer has a loop in each direction."""
+    unknown = {}
+    for room in (1.25, None):
+        cfg = experts(None)
+        moe = replace(cfg.model.moe, room=room)
+        cfg = replace(cfg, model=replace(cfg.model, moe=moe), kernels=KernelsConfig(layers="scan"))
+        found = aot.compile(cfg, "h100:1x1x8")
+        loops = step_bytes.read_program(str(found.compiled.as_text()), found.trip_counts).loops
+        unknown[room] = sum(loop.times for loop in loops if loop.is_unnoted)
+    assert unknown == {1.25: 2 * cfg.model.num_layers, None: 0}
 
 
 def test_units_that_gather_layers_hold_no_stage():
@@ -326,6 +340,32 @@ def test_experts_without_a_copy_of_the_rows_for_each():
     print("MiB of temporaries:", {name: value >> 20 for name, value in memory.items()})
     assert memory["ragged"] >= 128 * 8190 * 1000 * 2
     assert memory["pallas_gpu"] < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["packed", "gemma2", "gpt_oss"])
+def test_tokamax_has_no_mask_of_all_pairs(name):
+    """Documents, windows, caps and sinks by three kernels. It writes gradients of keys for each query head."""
+    pytest.importorskip("tokamax", reason="tokamax is not installed: pip install -e '.[test,cuda13,tokamax]'")
+    with jax.default_device(aot.devices(ONE)[0]):  # it asks for its generation
+        compiled = attention(name, "tokamax", ONE)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+    (b, s, h, _, width), _ = ATTENTION[name]
+    print(f"{name}: {programs.temporary(compiled) / 2**20:.1f} MiB")
+    assert programs.temporary(compiled) <= (8 << 20) + 2 * 2 * b * s * h * width
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_step_with_tokamax(experts):
+    """In shard_map, and with `train.remat=selective`: nothing of attention runs again."""
+    pytest.importorskip("tokamax", reason="tokamax is not installed: pip install -e '.[test,cuda13,tokamax]'")
+    moe = MoEConfig(num_experts=8, top_k=2, d_ff=256) if experts else MoEConfig()
+    model = ModelConfig(num_layers=2, d_model=256, num_heads=4, num_kv_heads=2, d_ff=256, vocab_size=256, moe=moe)
+    chosen = KernelsConfig(attention="tokamax", moe="tokamax" if experts else "auto")
+    cfg = replace(config(model, 4, 2048, fsdp=2, **{"expert" if experts else "tensor": 2}), kernels=chosen)
+    calls = str(aot.compile(cfg, "h100:1x1x4").compiled.as_text()).count('custom_call_target="mosaic_gpu')
+    # Three matrices of an expert forward; backward two of them again, and a gradient of rows and of weights for each.
+    # XLA unrolls a loop over two layers.
+    assert calls == model.num_layers * (3 + (3 + 2 + 2 * 3 if experts else 0))
 
 
 @pytest.mark.parametrize(

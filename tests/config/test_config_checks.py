@@ -227,6 +227,8 @@ EDGES = [  # what is refused, and beside it the nearest that is not, or is not b
     (SIGMOID | {"model.moe.num_groups": 8, "model.moe.top_k_groups": 2, "model.moe.top_k": 3},
      SIGMOID | {"model.moe.num_groups": 8, "model.moe.top_k_groups": 3, "model.moe.top_k": 3}),
     (MOE | {"model.moe.capacity_factor": 0.0}, MOE | {"model.moe.capacity_factor": 0.1}),
+    (MOE | {"model.moe.room": 0.0}, MOE | {"model.moe.room": 0.1}),
+    (MOE | {"model.moe.capacity_factor": 1.0, "model.moe.room": None}, MOE | {"model.moe.room": None}),
     (DOMAIN | {"model.moe.capacity_factor": 1.0, "data.domains": ("a", "b")},
      DOMAIN | {"data.domains": ("a", "b")}),
     ({"model.lora.alpha": 0.0}, {"model.lora.alpha": 0.1}),

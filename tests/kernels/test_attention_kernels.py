@@ -5,6 +5,7 @@ Blocks are small here, so that every case has several. That the kernels compile 
 
 import functools
 import importlib
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,13 @@ from test_kernels import (
 )
 
 from jaxstack import kernels
+from jaxstack.config import ConfigError, KernelsConfig, LoraConfig, ModelConfig, MoEConfig
+from jaxstack.features import experts as experts_feature
 from jaxstack.kernels import OP_IMPLEMENTATIONS, tiles
 from jaxstack.kernels import implementation as choice
 from jaxstack.kernels.attention import block_ranges
 from jaxstack.kernels.attention.reference import AttentionMask, Options
+from jaxstack.models import ops
 
 pallas_gpu, pallas_tpu = (
     importlib.import_module(f"jaxstack.kernels.attention.{name}") for name in ("pallas_gpu", "pallas_tpu")
@@ -342,7 +346,70 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         kernels.attention(x, x, x, scale=1.0, segment_ids=jnp.zeros((1, 4)), implementation="cudnn")
 
 
-def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows():
+@pytest.fixture
+def with_tokamax(monkeypatch):
+    monkeypatch.setattr(choice, "find_spec", lambda name: name)
+
+
+def test_what_tokamax_cannot_do_is_an_error(with_tokamax):
+    """`auto` selects other kernels, also where cuDNN cannot run and tokamax can."""
+    plain = {"head_dim": 128, "softcap": None, "segments": True, "compute_capability": "9.0", "dtype": jnp.bfloat16}
+    assert choose("tokamax", "gpu", **plain | {"softcap": 50.0, "mask": AttentionMask(9, "full"), "sinks": True})
+    for change, words in [
+        ({"compute_capability": "8.9"}, "takes NVIDIA GPUs of compute capability 9 .Hopper., not 8.9"),
+        ({"compute_capability": "10.0"}, "not 10.0"),
+        ({"compute_capability": "gfx942"}, "not gfx942"),
+        ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+        ({"dtype": jnp.float16, "softcap": 50.0}, "does not cap scores in float16"),
+        ({"head_dim": 320}, "takes heads up to 256 wide, not 320"),
+        ({"value_dim": 256}, "takes values as wide as keys, not 256 and 128"),
+        ({"sequence_shards": 2}, "takes whole sequences"),
+        ({"bias": True}, "does not support relative biases"),
+        ({"mask": AttentionMask(kind="prefix")}, "does not support prefixes"),
+        ({"mask": AttentionMask(kind="cross")}, "of different sequences"),
+    ]:
+        with pytest.raises(ValueError, match=f"attention=tokamax .*{words}.*; use one of xla, chunked"):
+            choose("tokamax", "gpu", **plain | change)
+    with pytest.raises(ValueError, match="attention=tokamax runs on gpu, not on cpu; use one of xla, chunked, or auto"):
+        choose("tokamax", "cpu", **plain)
+    for change in ({"softcap": 50.0}, {"mask": AttentionMask(9, "full")}, {"max_documents": None}):
+        assert choose("auto", "gpu", **plain | change) == "pallas_gpu"
+
+
+def test_tokamax_has_whole_blocks_of_an_expert(with_tokamax):
+    table, case = OP_IMPLEMENTATIONS["moe"], {"dtype": jnp.bfloat16, "compute_capability": "9.0"}
+    chosen = choice.select_implementation("moe", table, "tokamax", "gpu", case | {"widths": (2048, 1408)})
+    assert chosen == "tokamax"
+    with pytest.raises(ValueError, match=r"moe=tokamax takes inputs and outputs .* multiples of 128, not 720; use one"):
+        choice.select_implementation("moe", table, "tokamax", "gpu", case | {"widths": (1024, 720)})
+    x, w = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((1, 128, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="multiples of 128, not 64"):
+        kernels.grouped_matmul(x, w, jnp.array([8]), implementation="tokamax")
+    assert choice.select_implementation("moe", table, "auto", "gpu", case | {"widths": (2048, 1408)}) == "pallas_gpu"
+
+
+@pytest.mark.parametrize(
+    ("experts", "widths"),
+    [({}, ()), ({"num_experts": 4, "d_ff": 256}, (512, 128)), ({"num_experts": 4, "bias": True}, (512, 1024, 1))],
+)
+def test_a_run_names_the_matrices_of_its_experts(experts, widths):
+    model = ModelConfig(d_model=512, moe=MoEConfig(**experts))
+    assert experts_feature.matrix_sizes(model, 2) == widths
+    adapted = experts_feature.matrix_sizes(replace(model, lora=LoraConfig(rank=8)), 2)
+    assert experts_feature.matrix_sizes(replace(model, lora=LoraConfig(8, targets=("attention/.*",))), 2) == widths
+    assert adapted == ((*widths[:2], 8, *widths[2:]) if widths else ())
+
+
+@pytest.mark.parametrize("op", ["attention", "moe"])
+def test_without_tokamax_its_name_is_an_error_with_the_command(monkeypatch, op):
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=rf"kernels.{op}=tokamax needs .* \(pip install 'jaxstack\[tokamax\]'\); use one"
+    ):
+        ops.implementations("gpu", KernelsConfig(**{op: "tokamax"}))
+
+
+def test_padding_of_prompts_is_a_segment_that_every_kernel_of_a_prompt_knows(with_tokamax):
     from jaxstack.models.context import Context
     from jaxstack.models.ops import Ops
 

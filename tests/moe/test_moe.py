@@ -526,17 +526,19 @@ def test_random_routing_takes_the_expected_rounds(rng, tokens, choices, num_expe
 
 
 @pytest.mark.parametrize(
-    ("tokens", "choices", "routing"),
+    ("tokens", "choices", "routing", "room"),
     [
-        (96, 1, "one shard"),
-        (96, 3, "random"),
-        (96, 3, "crowded"),
-        (96, 8, "random"),
-        (96, 8, "one shard"),
-        (4, 8, "random"),  # one token on each device, which goes to several
+        (96, 1, "one shard", 1.25),
+        (96, 3, "random", 1.25),
+        (96, 3, "crowded", 1.25),
+        (96, 8, "random", 1.25),
+        (96, 8, "one shard", 1.25),
+        (4, 8, "random", 1.25),  # one token on each device, which goes to several
+        (96, 8, "one shard", None),  # all in one round, without a loop
+        (96, 3, "random", 0.5),
     ],
 )
-def test_rounds_are_the_sum_over_choices(rng, tokens, choices, routing):
+def test_rounds_are_the_sum_over_choices(rng, tokens, choices, routing, room):
     """Values and gradients for tokens that have several experts on a shard, in one round and in several."""
     T, D, F, E, n = tokens, 8, 12, 16, 4
     x, weights = (
@@ -560,7 +562,7 @@ def test_rounds_are_the_sum_over_choices(rng, tokens, choices, routing):
 
     def split(*arguments):
         def loss(*arguments):
-            value, y = weighted(*arguments, expert_axis="expert")
+            value, y = weighted(*arguments, expert_axis="expert", room=room)
             return jax.lax.psum(value, "expert"), y
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(*arguments)
@@ -570,6 +572,28 @@ def test_rounds_are_the_sum_over_choices(rng, tokens, choices, routing):
     found = jax.jit(jax.shard_map(split, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))(*arguments)
     truth = jax.jit(jax.grad(partial(weighted, implementation="reference"), (0, 1, 2), has_aux=True))(*arguments)
     assert_close(found, truth)
+    program = str(
+        jax.make_jaxpr(jax.shard_map(split, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))(*arguments)
+    )
+    # The number of rounds is the largest over the shards. One token on each device needs one round in any case.
+    assert ("pmax" in program) == (room is not None and tokens > n)
+
+
+@pytest.mark.parametrize(
+    ("choices", "num_experts", "shards"), [(1, 8, 4), (2, 8, 8), (8, 64, 8), (6, 8, 4), (3, 12, 2)]
+)
+def test_room_for_the_worst_case_is_no_more_than_that(choices, num_experts, shards):
+    """All tokens have as many experts as possible on one shard; a token has each expert once."""
+    local = num_experts // shards
+    room = room_of_shard(64, choices, num_experts, shards, None)
+    experts = np.argsort(np.arange(num_experts) // local != 0, kind="stable")[:choices]
+    assert room.pairs == room.at_once == 64 * (experts // local == 0).sum()
+    assert room.visits == 64
+    assert expected_rounds(64, choices, num_experts, shards, None) == 1
+    # A whole number of even shares reaches the same sizes, at the latest with one for each shard.
+    wide = room_of_shard(64, choices, num_experts, shards, float(shards))
+    assert wide.at_once >= room.at_once
+    assert wide.visits == room.visits
 
 
 def test_no_array_of_the_exchange_has_room_for_the_worst_case():

@@ -244,6 +244,30 @@ mistakes(
 )
 
 mistakes(
+    "kernels", "kernels/attention/tokamax.py", "kernels/test_tokamax.py",
+    ("first = jnp.maximum(0 if first is None else first, token - o.window + 1)", "first = jnp.maximum(0 if first is None else first, token - o.window)"),
+    ("token + o.window)", "token + o.window + 1)"),
+    ("jnp.where(closes, token + 1, length)", "jnp.where(closes, token, length)"),
+    ("opens = opens.at[:, tokens].set(True)", "opens = opens", "kernels/test_tokamax.py -k range"),
+    ("where(contiguous, out.shape[1], 0)", "where(contiguous, 0, out.shape[1])", "kernels/test_tokamax.py -k contiguous"),
+    ("largest_BHS + jnp.log(total_BHS)", "largest_BHS + total_BHS", "kernels/test_tokamax.py -k sinks"),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/grouped_matmul.py", "kernels/test_tokamax.py -k rows",
+    ("((0, -x.shape[0] % 64), (0, 0))", "((0, 0), (0, 0))"),
+    ("dy = jnp.where(used, dy, 0)", "dy = dy"),
+    ("return jnp.where(used, _typed_as(out[: x.shape[0]], x), 0)", "return _typed_as(out[: x.shape[0]], x)"),
+    ("if width % TOKAMAX_WIDTH]", "if width % 8]", "kernels/test_attention_kernels.py -k tokamax"),
+)  # fmt: skip
+
+mistakes(
+    "kernels", "kernels/implementation.py", "kernels/test_attention_kernels.py -k tokamax",
+    ('there.startswith("9.")', 'there >= "9.0"'),
+    ('find_spec("tokamax") is None', "False"),
+)  # fmt: skip
+
+mistakes(
     "kernels", "kernels/states.py", "kernels/test_states.py",
     ("beta * before * k[:, :, :, None]", "beta * k[:, :, :, None]"),
     ("seen = (document[..., :, None] == document[..., None, :]) & (", "seen = ("),

@@ -89,6 +89,14 @@ mistakes(
     ("leads = sent & (plan.first[plan.visit[at]] == at)", "leads = sent"),
     ("jnp.where(slots < last, back[", "jnp.where(slots <= last, back["),
     ("plan.visit[last - 1] - visit + 1, 0)", "plan.visit[last - 1] - visit, 0)"),
+    (
+        "one_is_enough = room.visits >= T and room.at_once >= T * min(k, local)",
+        "one_is_enough = room.visits >= T or room.at_once >= T * min(k, local)",
+    ),
+    ("one_is_enough = room.visits >= T and room.at_once >= T * min(k, local)", "one_is_enough = False"),
+    ("most = tokens * min(choices, num_experts // shards)", "most = tokens * choices", MOE + " -k worst_case"),
+    ("return Room(most, most, tokens)", "return Room(most, most, most)", MOE + " -k worst_case"),
+    ("        return ceil(max(size * even,", "        return ceil(max(ROOM * even,", MOE + " -k worst_case"),
 )
 
 mistakes(

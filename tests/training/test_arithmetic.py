@@ -297,7 +297,7 @@ def test_kernels_sum_in_float32(op):
     call, shapes = kernel_calls()[op]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     for name in kernels.OP_IMPLEMENTATIONS[op]:
-        if name in ("cudnn", "reference"):  # a library's, and one of `moe_mlp`
+        if name in ("cudnn", "tokamax", "reference"):  # two of libraries, and one of `moe_mlp`
             continue
 
         def total(*arrays, name=name):

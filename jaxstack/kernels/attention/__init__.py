@@ -7,6 +7,7 @@
 | `cudnn` | NVIDIA's kernel | `cudnn.py` |
 | `pallas_gpu` | our kernel for GPUs, by Triton | `pallas_gpu.py` |
 | `pallas_tpu` | our kernel for TPUs, by Mosaic | `pallas_tpu.py` |
+| `tokamax` | that package's kernel for Hopper GPUs | `tokamax.py` |
 
 Shape suffixes: B batch, S sequence, H query heads, G kv heads, R = H // G query heads per kv head, K head width,
 T slots of a KV cache.
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, reference
+from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, reference, tokamax
 from jaxstack.kernels.attention import sinks as attention_sinks
 from jaxstack.kernels.attention.reference import (
     MASKED,
@@ -41,6 +42,7 @@ from jaxstack.kernels.implementation import (
     interpret_setting,
     precedes,
     resolve_implementation,
+    unsupported_by_tokamax,
 )
 from jaxstack.sharding import collectives
 
@@ -52,6 +54,7 @@ _DTYPES = {
     "cudnn": ("bfloat16", "float16"),
     "pallas_gpu": ("float32", "bfloat16", "float16"),
     "pallas_tpu": ("float32", "bfloat16"),
+    "tokamax": ("bfloat16", "float16"),
 }
 
 
@@ -69,7 +72,7 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
     if name == "cudnn" and case.get("sinks") and case.get("segments"):
         return "does not support sinks with segments"
     if case.get("sequence_shards", 1) > 1:
-        if name == "pallas_tpu":
+        if name in ("pallas_tpu", "tokamax"):
             return "takes whole sequences, and this one is split over mesh axis context"
         if mask.window:
             return "does not support a window in a sequence that is split over mesh axis context"
@@ -85,9 +88,19 @@ def _unsupported_reason(name: str, case: OpCase) -> str:
         return f"takes {' and '.join(_DTYPES[name])}, not {dtype}"
     if name == "pallas_tpu":
         return ""
+    if name == "tokamax":
+        return _unsupported_by_tokamax(case)
     if why := precedes(case):
         return why
     return _unsupported_by_cudnn(case) if name == "cudnn" else ""
+
+
+def _unsupported_by_tokamax(case: OpCase) -> str:
+    """Returns why tokamax's kernel cannot compute a case that a kernel of ours for GPUs can."""
+    half = "dtype" in case and jnp.dtype(case["dtype"]).name == "float16"
+    if half and case.get("softcap") is not None:
+        return "does not cap scores in float16, where its weights are infinite; use train.dtype=bfloat16"
+    return unsupported_by_tokamax(case)
 
 
 def _unsupported_by_cudnn(case: OpCase) -> str:
@@ -118,6 +131,7 @@ IMPLEMENTATIONS = {
     "cudnn": Implementation(("gpu",), partial(_unsupported_reason, "cudnn")),
     "pallas_gpu": Implementation(("gpu",), partial(_unsupported_reason, "pallas_gpu")),
     "pallas_tpu": Implementation(("tpu",), partial(_unsupported_reason, "pallas_tpu")),
+    "tokamax": Implementation(("gpu",), partial(_unsupported_reason, "tokamax")),
 }
 
 
@@ -140,7 +154,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: [B, S, H, K] in q's dtype, with the softmax in float32.
 
-    Values may have another width than keys, which the result then has. Kernels get narrower values with zeros behind.
+    Values may have another width than keys, which the result then has. Most kernels get narrower values with zeros
+    behind.
 
     Implementations:
       - "xla" has all S x S scores in memory.
@@ -149,6 +164,7 @@ def attention(
         hides from a chunk (FlashAttention, Dao et al. 2022, section 3.1; chunks as in Rabe and Staats 2021).
       - "pallas_gpu", "pallas_tpu" and "cudnn" do the same in one kernel, with the scores on the chip
         (FlashAttention-2, Dao 2023, arXiv:2307.08691). They skip blocks outside the mask.
+      - "tokamax" does, too, by Mosaic GPU. Its backward pass skips blocks outside the causal mask only.
 
     Args:
       q: queries [B, S, H, K], with H a multiple of G. Query head h uses kv head h // (H // G).
@@ -317,7 +333,7 @@ def mask_arrays(mask: AttentionMask, segment_ids, kv_segment_ids, prefix_ids, bi
 
 def _attend_any_width(o: Options, q, k, v, mask: Mask, table, sinks):
     width = v.shape[3]
-    pads = o.name not in ("xla", "chunked") and width < q.shape[3]  # kernels have one width of a head
+    pads = o.name not in ("xla", "chunked", "tokamax") and width < q.shape[3]  # others have one width of a head
     if pads:
         v = jnp.pad(v, (*[(0, 0)] * 3, (0, q.shape[3] - width)))
     if sinks is not None and o.name != "xla":
@@ -337,6 +353,8 @@ def _attend(o: Options, q, k, v, mask: Mask, table, sinks):
             return pallas_gpu.attend(o, q, k, v, mask.queries.segments)
         case "pallas_tpu":
             return pallas_tpu.attend(o, q, k, v, mask.queries.segments)
+        case "tokamax":
+            return tokamax.attend(o, q, k, v, mask.queries.segments)
         case "chunked":
             return chunked.attend(o, q, k, v, mask, table)
     return reference.attend(o, q, k, v, mask, table, sinks)

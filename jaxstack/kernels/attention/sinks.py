@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu
+from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, tokamax
 from jaxstack.kernels.attention.reference import Mask, Options, heads_first, heads_last, row_dots
 
 
@@ -62,6 +62,8 @@ def _kernel(o: Options, q, k, v, mask: Mask):
             return pallas_gpu.forward(o, q, k, v, mask, q.dtype)
         case "pallas_tpu":
             return pallas_tpu.forward(o, q, k, v, mask.queries.segments)
+        case "tokamax":
+            return tokamax.forward(o, q, k, v, mask.queries.segments)
     g = k.shape[2]
     out, lse_BGSR = chunked.forward(o, heads_first(q, g), k.swapaxes(1, 2), v.swapaxes(1, 2), mask, q.dtype)
     return heads_last(out), heads_last(lse_BGSR[..., None])[..., 0]
@@ -76,6 +78,8 @@ def _kernel_gradients(o: Options, q, k, v, d_out, out, lse, delta, mask: Mask):
             return pallas_gpu.backward(o, q, k, v, d_out, lse, delta, mask, q.dtype)
         case "pallas_tpu":
             return pallas_tpu.backward(o, q, k, v, d_out, out, lse, mask.queries.segments)
+        case "tokamax":
+            return tokamax.backward(o, q, k, v, mask.queries.segments, d_out, out, lse)
     g = k.shape[2]
     queries, d_outs, lses, deltas = (heads_first(x, g) for x in (q, d_out, lse[..., None], delta[..., None]))
     keys, values = (x.swapaxes(1, 2) for x in (k, v))
