@@ -19,9 +19,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args, get_type_hints
 
-from jaxstack import families
 from jaxstack.config import Config, ConfigError, DataConfig, PipelineConfig, resolve, with_values
-from jaxstack.planner import memory
+from jaxstack.planner import memory, shards
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
@@ -41,6 +40,9 @@ LESS = {"none": (), "dots": ("none",), "selective": ("none",), "full": ("none", 
 
 HEADROOM = 0.9
 """Fraction of the memory that a candidate may need by formula, whose error is up to a tenth."""
+
+NEVER = Floor(math.inf)
+"""Bound of candidates that do not fit."""
 
 SAME = 1e-5
 """Relative difference of two times that are compared by memory, see `Candidate.order`."""
@@ -136,7 +138,7 @@ class Space:
                 for piped in self.pipelines(sizes, accum):
                     for remat in self.remats:
                         job = self.make(sizes | piped | {"train.grad_accum": accum, "train.remat": remat})
-                        if job is not None and _divides(job):
+                        if job is not None and shards.divides(job.model, job.ctx):
                             yield job.cfg
 
     def meshes(self) -> Iterator[Flags]:
@@ -233,22 +235,15 @@ def _chunks(stacks: Sequence[LayerStack], stages: int) -> list[int]:
     return [n for n in divisors(layers // stages) if n > 1] if layers % stages == 0 else []
 
 
-def _divides(job: Job) -> bool:
-    """Returns whether the mesh divides every parameter."""
-    try:
-        job.ctx.layout.parameters(families.spec(job.model))
-    except ConfigError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Branch:
     """Candidates of one mesh that share some values, with a bound of their times.
 
     Attributes:
       sizes: of the mesh.
-      floor: seconds that no candidate of the branch beats, and what its layers take.
+      floor: seconds that no candidate of the branch beats, and what its layers take. They are infinite if no candidate
+        fits.
+      least: bytes that every candidate of the mesh needs on a device.
       accum: value of `train.grad_accum`. `None` means that candidates have any.
       pipelines: pipelines of the candidates, which have one number of microbatches.
       remat: value of `train.remat`. `None` means that candidates have any.
@@ -256,6 +251,7 @@ class Branch:
 
     sizes: Flags
     floor: Floor
+    least: float = 0.0
     accum: int | None = None
     pipelines: tuple[Flags, ...] = ()
     remat: str | None = None
@@ -282,14 +278,17 @@ class Search:
         self.found = Found()
         self._bounds_time = has_formulas(space.cfg.model)
         self._states: dict[tuple[tuple[int, ...], tuple[int, ...]], TrainState | None] = {}
+        self._limit = HEADROOM * room.bytes / room.sharing
         self._fitted: set[tuple[object, ...]] = set()
         self._shares: dict[tuple[object, ...], float] = {}
 
     def job(self, values: Flags) -> Job | None:
         """Returns a candidate with its state, or None if a check refuses it or a rule does not divide a parameter."""
         job = self.space.make(values)
-        if job is None:
-            return None
+        return None if job is None else self._with_state(job)
+
+    def _with_state(self, job: Job) -> Job | None:
+        """Returns a job with its state, or None if a rule does not divide a parameter."""
         slots: tuple[int, ...] = ()
         if job.ctx.layout.pipeline is not None:
             slots = tuple(len(part.layer_of_slot) for part in job.ctx.layout.pipeline.stages.parts.values())
@@ -306,7 +305,7 @@ class Search:
         """Returns the memory of a candidate that fits, or None; counts it."""
         need = memory.need_of(job, job.state, self.space.platform)
         self.found.examined += 1
-        if need.formula * self.room.sharing <= HEADROOM * self.room.bytes:
+        if need.formula <= self._limit:
             return need
         self.found.too_large += 1
         least = self.found.least
@@ -317,20 +316,25 @@ class Search:
     def first(self, sizes: Flags) -> Branch | None:
         """Returns the branch of all candidates of a mesh, or None if there are none.
 
-        Fewer microbatches have larger matmuls, which are never slower.
+        Fewer microbatches have larger matmuls, which are never slower. With little accumulation, few microbatches and
+        one chunk, the least memory is small, too.
         """
         for accum in self._accums(sizes):
             for piped in _fewest_first(self.space.pipelines(sizes, accum)):
                 values = sizes | piped | {"train.grad_accum": accum, "train.remat": self.space.remats[0]}
                 try:
-                    self.space.require(values)
+                    job = self.space.require(values)
                 except ConfigError as error:
                     if not any(word in str(error) for word in ("accum", "pipeline", "batch")):
                         return None  # a message names what it refuses: it is the mesh, whatever these keys are
                     continue
-                job = self.job(values)
-                if job is not None:
-                    return Branch(sizes, self.clock.floor(job))
+                if not shards.divides(job.model, job.ctx):
+                    continue
+                least = memory.least_bytes(job, self.space.platform) if self._bounds_time else 0.0
+                if least > self._limit:
+                    return Branch(sizes, NEVER, least)
+                if (job := self._with_state(job)) is not None:
+                    return Branch(sizes, self.clock.floor(job), least)
         return None
 
     def _accums(self, sizes: Flags) -> list[int]:
@@ -437,9 +441,12 @@ class Search:
         return Candidate(job.cfg, self.clock.seconds(job), need)
 
     def best(self, branches: Sequence[Branch], count: int) -> list[Candidate]:
-        """Returns the fastest candidate of each of the `count` fastest meshes, from the branches of all meshes."""
+        """Returns the fastest candidate of each of the `count` fastest meshes, from the branches of all meshes.
+
+        If none fits, `found.least` is one that needs little memory.
+        """
         numbers = itertools.count()
-        queue = [(branch.floor.seconds, next(numbers), branch) for branch in branches]
+        queue = [(branch.floor.seconds, next(numbers), branch) for branch in branches if branch.floor != NEVER]
         heapq.heapify(queue)
         found: dict[tuple[int, ...], Candidate] = {}
         while queue:
@@ -456,6 +463,9 @@ class Search:
                     heapq.heappush(queue, (max(bound, part.floor.seconds), next(numbers), part))
             elif (one := self.examine(branch)) is not None:
                 found[mesh] = min(one, found.get(mesh, one), key=lambda c: c.order)
+        for branch in sorted(branches, key=lambda branch: branch.least) if not found else ():
+            if self.found.least is None or branch.least < self.found.least.need.formula:
+                self.can_fit(branch.sizes)
         return sorted(found.values(), key=lambda c: c.order)[:count]
 
     @property
