@@ -247,6 +247,8 @@ class Branch:
       accum: value of `train.grad_accum`. `None` means that candidates have any.
       pipelines: pipelines of the candidates, which have one number of microbatches.
       remat: value of `train.remat`. `None` means that candidates have any.
+      divided: of the parts that are branches of their own already, the microbatches of a replica and the seconds that
+        none of the part's candidates beats, see `divide`.
     """
 
     sizes: Flags
@@ -255,6 +257,7 @@ class Branch:
     accum: int | None = None
     pipelines: tuple[Flags, ...] = ()
     remat: str | None = None
+    divided: tuple[tuple[int, float], ...] = ()
 
     @property
     def values(self) -> Flags:
@@ -364,7 +367,9 @@ class Search:
     def divide(self, branch: Branch) -> list[Branch]:
         """Returns the parts of a branch, each with its own bound.
 
-        More microbatches in a pipeline do what accumulation does, and with less idle time.
+        More microbatches in a pipeline do what accumulation does, and with less idle time. A multiple of a number of
+        microbatches is never faster. So all parts but the first stay together until their common bound is the least:
+        their own bounds need large tables of schedules.
         """
         if branch.accum is None:
             return self._by_microbatches(branch)
@@ -377,20 +382,32 @@ class Search:
         ]
 
     def _by_microbatches(self, branch: Branch) -> list[Branch]:
-        if not self._bounds_time and not self.can_fit(branch.sizes):  # each candidate is traced, in seconds
+        traces = not self._bounds_time and not branch.divided  # each candidate, in seconds
+        if traces and not self.can_fit(branch.sizes):
             return []
         accums = self._accums(branch.sizes)
         groups: dict[tuple[int, int | None], list[Flags]] = {}
         for accum in accums if branch.sizes["mesh.pipe"] == 1 else accums[:1]:
             for piped in self.space.pipelines(branch.sizes, accum):
                 groups.setdefault((accum, piped.get("pipeline.microbatches")), []).append(piped)
-        parts = []
-        for (accum, _), pipelines in groups.items():
-            part = replace(branch, accum=accum, pipelines=tuple(pipelines))
-            if len(pipelines) > 1 and (job := self.job(replace(part, remat=self.space.remats[0]).values)) is not None:
-                part = replace(part, floor=self.clock.floor(job))
-            parts.append(part)
-        return parts
+        known = dict(branch.divided)
+        numbers = {key: key[0] * (key[1] or 1) for key in groups}
+        left = sorted((key for key in groups if numbers[key] not in known), key=lambda key: numbers[key])
+        if not left:
+            return []
+        first, *others = left
+        part = replace(branch, divided=(), accum=first[0], pipelines=tuple(groups[first]))
+        if len(part.pipelines) > 1 and (job := self.job(replace(part, remat=self.space.remats[0]).values)) is not None:
+            part = replace(part, floor=self.clock.floor(job))
+        if not others:
+            return [part]
+        known[numbers[first]] = part.floor.seconds
+        least = min(
+            max((seconds for number, seconds in known.items() if numbers[key] % number == 0), default=0.0)
+            for key in others
+        )
+        floor = replace(branch.floor, seconds=max(branch.floor.seconds, least))
+        return [part, replace(branch, floor=floor, divided=tuple(known.items()))]
 
     def _by_remat(self, branch: Branch) -> list[Branch]:
         parts = [replace(branch, remat=remat) for remat in self.space.remats]
