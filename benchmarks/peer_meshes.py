@@ -7,28 +7,27 @@ the memory of a device by formula. Nothing is compiled. `--cases` runs some of t
 `--variants` predicts the peer's mesh with a divided optimizer and with recomputation, which need less memory, and the
 mesh of the last search again. It searches nothing.
 
-`--seconds` measures how long the search takes for 64, 512 and 2,048 devices, or what it says if nothing fits.
-`--models` names some of the models. The search runs in one thread, so its CPU seconds are the wall seconds on a machine
-that does nothing else. Other work makes them longer, because programs share the caches: the result also has the wall
-seconds and the load of the machine.
+`--seconds` measures how long the search takes for 64, 512 and 2,048 devices. The search runs in one thread, so its CPU
+seconds are the wall seconds on a machine that does nothing else. Other work makes them longer, because programs share
+the caches: the result also has the wall seconds and the load of the machine.
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import record
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from published_steps import TABLE, InexpressibleError, job_of, limits_of, model_config, published_seconds
+from published_steps import TABLE, InexpressibleError, job_of, limits_of, published_seconds
 
-from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, DataConfig, TrainConfig, flat, resolve, with_values
+from jaxstack.config import SEARCHED_KEYS, Config, DataConfig, flat, resolve, with_values
 from jaxstack.planner import memory, mesh_plan
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import GIB, Room
@@ -50,9 +49,7 @@ CASES = {
 BAR = 1.05
 """Largest predicted time of our mesh, as a multiple of theirs. Other cases are `missed` in the result."""
 SIZES = {64: "h100:8x8", 512: "h100:64x8", 2048: "h100:256x8"}
-"""Targets whose search is timed."""
-MODELS = ("Llama 3 8B", "Llama 3 70B", "Llama 3 405B", "DeepSeek-V3")
-"""Models whose search is timed, with two sequences a device."""
+"""Targets whose search is timed, with Llama 3 8B."""
 
 
 def row_of(case: str) -> dict[str, Any]:
@@ -145,25 +142,19 @@ def variants(case: str, ours: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def timed(model: str, count: int) -> dict[str, Any]:
-    """Returns the seconds of a search on H100 without pinned axes; each device has two sequences."""
-    length = 4096 if model == "DeepSeek-V3" else 8192
-    cfg = Config(
-        model=model_config(TABLE["models"][model], length),
-        data=DataConfig(seq_len=length, batch_size=2 * count),
-        train=TrainConfig(dtype="bfloat16"),
-    )
+def timed(count: int) -> dict[str, Any]:
+    """Returns the seconds of a search for Llama 3 8B on H100 without pinned axes; each device has two sequences."""
+    row = next(r for r in TABLE["rows"] if r["model"] == "Llama 3 8B" and r["chip"] == "h100")
+    job = job_of(row)
+    plain = with_values(job.cfg, {"train.grad_accum": 1, "mesh.data": -1, "mesh.context": 1, "mesh.fsdp": 1})
+    cfg = resolve(replace(plain, data=DataConfig(seq_len=8192, batch_size=2 * count)), None)
     devices = mesh_plan.of_target(SIZES[count])
     begin = time.process_time(), time.perf_counter()
-    case = {"model": model, "devices": count, "target": SIZES[count]}
-    try:
-        found = mesh_plan.search(resolve(cfg, None), devices, (), 8)
-    except ConfigError as error:
-        return case | cpu_seconds(begin) | {"refused": str(error)}
-    spent = cpu_seconds(begin)
+    found = mesh_plan.search(cfg, devices, (), 8)
     best = found.ranked[0]
-    return case | spent | {
-        "meshes": found.meshes, "examined": found.examined, "best": described(best.cfg, devices, best.need.formula),
+    return {
+        "devices": count, "target": SIZES[count], **cpu_seconds(begin), "meshes": found.meshes,
+        "examined": found.examined, "best": described(best.cfg, devices, best.need.formula),
     }  # fmt: skip
 
 
@@ -171,7 +162,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     arguments.add_argument("--cases", nargs="*", choices=CASES, default=[*CASES], help="default: all")
     arguments.add_argument("--seconds", nargs="*", type=int, choices=SIZES, help="time the search instead")
-    arguments.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS], help="of --seconds; default: all")
     arguments.add_argument("--variants", action="store_true", help="predict meshes of the last search again")
     given = arguments.parse_args(argv)
     path = record.RESULTS / "peer_meshes.json"
@@ -184,10 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         record.record("peer_meshes", result)
         return
     if given.seconds is not None:
-        for model, count in itertools.product(given.models, given.seconds or SIZES):
-            found = timed(model, count)
-            result["seconds"][f"{model}, {count}"] = found
-            print(json.dumps(found), flush=True)
+        for count in given.seconds or SIZES:
+            result["seconds"][str(count)] = timed(count)
+            print(json.dumps(result["seconds"][str(count)]), flush=True)
             record.record("peer_meshes", result)
         return
     for case in given.cases:

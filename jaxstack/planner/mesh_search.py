@@ -165,7 +165,9 @@ class Space:
     @property
     def remats(self) -> tuple[str, ...]:
         """Values of `train.remat`; the last ones need the least memory."""
-        return (self.cfg.train.remat,) if "train.remat" in self.given else tuple(LESS)
+        if "train.remat" in self.given:
+            return (self.cfg.train.remat,)
+        return tuple(remat for remat in LESS if remat != "none" or not self.cfg.train.offloads_residuals)
 
     def pipelines(self, sizes: Flags, accum: int) -> list[Flags]:
         """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first."""
@@ -337,7 +339,8 @@ class Search:
                 if least > self._limit:
                     return Branch(sizes, NEVER, least)
                 if (job := self._with_state(job)) is not None:
-                    return Branch(sizes, self.clock.floor(job), least)
+                    free = job if "train.remat" in self.space.given else job.with_remat("none")
+                    return Branch(sizes, self.clock.floor(free), least)
         return None
 
     def _accums(self, sizes: Flags) -> list[int]:

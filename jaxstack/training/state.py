@@ -265,10 +265,13 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     of `host_paths` in the host's memory.
     """
     shapes = state_shapes(recipe, ctx.layout.stages)
-    whole = dict(zip(shapes.params, jax.tree.leaves(ctx.layout.parameters(shapes.spec)), strict=True))
+    spec = shapes.spec
+    whole = jax.tree.leaves(ctx.layout.parameters(spec))
     split = whole
     if ctx.layout.update_axes:
-        split = dict(zip(shapes.params, jax.tree.leaves(ctx.layout.updates(shapes.spec)), strict=True))
+        split = jax.tree.leaves(ctx.layout.updates(spec))
+    of_params = dict(zip(shapes.params, whole, strict=True))
+    of_updates = dict(zip(shapes.params, split, strict=True))
     on_host = host_paths(shapes.state.opt_state, shapes.params) if recipe.train.offloads_optimizer else ()
     shardings: dict[PartitionSpec, NamedSharding] = {}
     leaves, tree = jax.tree.flatten(shapes.state)
@@ -276,9 +279,9 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     for path, origin, leaf in zip(shapes.paths, shapes.origins, leaves, strict=True):
         where = PartitionSpec()
         if origin is not None and path.startswith("params/"):
-            where = whole[origin[0]]
+            where = of_params[origin[0]]
         elif origin is not None:
-            entries = split[origin[0]]
+            entries = of_updates[origin[0]]
             where = PartitionSpec(*(entries[dim] if dim < len(entries) else None for dim in origin[1]))
         if where not in shardings:
             shardings[where] = ctx.layout.sharding(where)

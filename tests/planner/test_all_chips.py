@@ -45,3 +45,15 @@ def test_a_chip_that_has_more_of_everything_is_not_slower():
             assert ROWS[fast]["step_s"] <= ROWS[slow]["step_s"] * (1 + 1e-9), f"{fast} is slower than {slow}"
             compared += 1
     assert compared > 100
+
+
+def test_the_page_has_the_rows_of_the_result():
+    page = (Path(all_chips.__file__).parent.parent / "docs" / "planning_results.md").read_text(encoding="utf-8")
+    assert f"ten of the {len(ROWS)} rows" in " ".join(page.split())
+    found = [line for line in page.splitlines() if line.startswith("| `") and line.split("`")[1] in ROWS]
+    assert len(found) == 10
+    for line in found:
+        row = ROWS[line.split("`")[1]]
+        interval = f"{row['low']:,.0f} to {row['high']:,.0f}"
+        cells = f"{row['dtype']} | {row['tokens_per_s_per_device']:,.0f} | {interval} | {row['mfu']:.0%}"
+        assert line == f"| `{row['chip']}` | {cells} |"

@@ -319,6 +319,14 @@ def test_no_candidate_beats_the_bound_of_its_branch(sizes):
     assert checked >= 12
 
 
+def test_residuals_that_are_copied_to_the_host_have_meshes():
+    """They need recomputation, so that a mesh must not be refused because `none` is."""
+    copied = with_values(DENSE, {"train.offload": "residuals", "train.remat": "full"})
+    found = mesh_search.search(Space(copied, 4, "gpu"), INFINITE, H100, 3)
+    assert len(found.ranked) == 3
+    assert all(c.cfg.train.remat != "none" and c.cfg.mesh.pipe == 1 for c in found.ranked)
+
+
 ZERO = with_values(DENSE, {"mesh.zero": "state"})
 AVERAGED = with_values(DENSE, {"optim.name": "muon", "optim.ema": 0.9, "train.offload": "optimizer"})
 
