@@ -253,6 +253,15 @@ class Layout:
         return self if self.gather == "layer" else self.with_gathered_params
 
     @cached_property
+    def parts(self) -> dict[str, int]:
+        """In how many parts the mesh splits a dimension of a parameter, by the dimension's logical name."""
+        assert self.mesh is not None
+        sizes = self.mesh.shape
+        return {
+            axis: math.prod(sizes[name] for name in names_of(entry)) for axis, entry in self.rules.parameters.items()
+        }
+
+    @cached_property
     def with_gathered_params(self) -> "Layout":
         """This layout for parameters that `gather_params` has gathered."""
         stored = self.axes("batch")

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import jax
+
 from jaxstack import families
 from jaxstack.common.tree import Batch
 from jaxstack.config import TrainConfig
@@ -32,7 +34,7 @@ from jaxstack.planner.traffic import traffic as traffic
 from jaxstack.planner.weight_split import WeightSplit
 from jaxstack.runtime.xla_options import select_options
 from jaxstack.training.features.offload import AT_ONCE
-from jaxstack.training.state import TrainState
+from jaxstack.training.state import Recipe, TrainState, state_shapes
 
 GROUPS = 16
 """Groups of chunks of `kernels.attention.chunked` for all but short sequences."""
@@ -254,6 +256,32 @@ def _exact_parts(job: Job, state: TrainState, batch: Batch) -> dict[str, float]:
     others = replace(offload.device_state(job, state), params=())
     sizes = (shards.bytes_of(part) for part in (state.params, others, batch))
     return dict(zip(EXACT, sizes, strict=True))
+
+
+def least_bytes(job: Job) -> float:
+    """Returns bytes that every candidate of a mesh needs: state, weights in the compute dtype, and gradients.
+
+    More accumulation, microbatches or chunks of a pipeline, and any recomputation, need at least as much.
+    """
+    weights = count_weights(job.model, job.ctx, stack=layer_stacks(job.model)[0])
+    cast = itemsize(job.train) * weights.cast if itemsize(job.train) != 4 else 0
+    stored = sum(math.prod(shards.stored_shape(p, job.ctx)) for p in shards.flat_params(job.model, job.ctx).values())
+    optimizer = 0 if job.train.offloads_optimizer else _least_optimizer_bytes(job)
+    return 4 * stored + optimizer + cast + _gradient_bytes(job.train, job.ctx, weights)
+
+
+def _least_optimizer_bytes(job: Job) -> float:
+    """Returns the bytes of the optimizer's state on a device, or fewer if replicas divide it (`mesh.zero`)."""
+    shapes = state_shapes(Recipe.of(job.cfg), job.ctx.layout.stages)
+    parts = job.ctx.layout.parts
+    replicas = math.prod(shards.mesh_sizes(job.ctx)[axis] for axis in job.ctx.layout.update_axes)
+    size = 0
+    for path, origin, leaf in zip(shapes.paths, shapes.origins, jax.tree.leaves(shapes.state), strict=True):
+        if origin is not None and not path.startswith("params/"):
+            axes = shapes.params[origin[0]].axes
+            elements = (n // parts[axes[dim]] for n, dim in zip(leaf.shape, origin[1], strict=True))
+            size += math.prod(elements) * leaf.dtype.itemsize
+    return size / replicas
 
 
 def host_memory(job: Job, state: TrainState) -> dict[str, float]:

@@ -138,11 +138,18 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
 
 def need_of(job: Job, state: TrainState, platform: str) -> Need:
     """Returns the memory of a configuration whose context and abstract state exist already, see `need`."""
-    computed = job.cfg
-    if platform == "cpu":  # XLA computes in float32 there, and its arrays are float32 too
-        computed = replace(job.cfg, train=replace(job.train, dtype="float32"))
-    parts = estimate.memory(replace(job, cfg=computed, known_state=state), state, estimate.abstract_batch(job))
+    parts = estimate.memory(replace(_computed(job, platform), known_state=state), state, estimate.abstract_batch(job))
     return Need(parts, platform, not has_formulas(job.model))
+
+
+def least_bytes(job: Job, platform: str) -> float:
+    """Returns bytes that every candidate of a job's mesh needs, see `estimate.least_bytes`."""
+    return estimate.least_bytes(_computed(job, platform))
+
+
+def _computed(job: Job, platform: str) -> Job:
+    """Returns the job with the dtype in which a platform computes: XLA:CPU computes in float32."""
+    return replace(job, cfg=replace(job.cfg, train=replace(job.train, dtype="float32"))) if platform == "cpu" else job
 
 
 def plan(job: Job, name: str) -> str:

@@ -19,9 +19,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args, get_type_hints
 
-from jaxstack import families
 from jaxstack.config import Config, ConfigError, DataConfig, PipelineConfig, resolve, with_values
-from jaxstack.planner import memory
+from jaxstack.planner import memory, shards
 from jaxstack.planner.estimate import divisors
 from jaxstack.planner.job import Job
 from jaxstack.planner.memory import Flags, Need, Room
@@ -41,6 +40,9 @@ LESS = {"none": (), "dots": ("none",), "selective": ("none",), "full": ("none", 
 
 HEADROOM = 0.9
 """Fraction of the memory that a candidate may need by formula, whose error is up to a tenth."""
+
+NEVER = Floor(math.inf)
+"""Bound of candidates that do not fit."""
 
 SAME = 1e-5
 """Relative difference of two times that are compared by memory, see `Candidate.order`."""
@@ -136,7 +138,7 @@ class Space:
                 for piped in self.pipelines(sizes, accum):
                     for remat in self.remats:
                         job = self.make(sizes | piped | {"train.grad_accum": accum, "train.remat": remat})
-                        if job is not None and _divides(job):
+                        if job is not None and shards.divides(job.model, job.ctx):
                             yield job.cfg
 
     def meshes(self) -> Iterator[Flags]:
@@ -163,7 +165,9 @@ class Space:
     @property
     def remats(self) -> tuple[str, ...]:
         """Values of `train.remat`; the last ones need the least memory."""
-        return (self.cfg.train.remat,) if "train.remat" in self.given else tuple(LESS)
+        if "train.remat" in self.given:
+            return (self.cfg.train.remat,)
+        return tuple(remat for remat in LESS if remat != "none" or not self.cfg.train.offloads_residuals)
 
     def pipelines(self, sizes: Flags, accum: int) -> list[Flags]:
         """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first."""
@@ -233,32 +237,29 @@ def _chunks(stacks: Sequence[LayerStack], stages: int) -> list[int]:
     return [n for n in divisors(layers // stages) if n > 1] if layers % stages == 0 else []
 
 
-def _divides(job: Job) -> bool:
-    """Returns whether the mesh divides every parameter."""
-    try:
-        job.ctx.layout.parameters(families.spec(job.model))
-    except ConfigError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Branch:
     """Candidates of one mesh that share some values, with a bound of their times.
 
     Attributes:
       sizes: of the mesh.
-      floor: seconds that no candidate of the branch beats, and what its layers take.
+      floor: seconds that no candidate of the branch beats, and what its layers take. They are infinite if no candidate
+        fits.
+      least: bytes that every candidate of the mesh needs on a device.
       accum: value of `train.grad_accum`. `None` means that candidates have any.
       pipelines: pipelines of the candidates, which have one number of microbatches.
       remat: value of `train.remat`. `None` means that candidates have any.
+      divided: of the parts that are branches of their own already, the microbatches of a replica and the seconds that
+        none of the part's candidates beats, see `divide`.
     """
 
     sizes: Flags
     floor: Floor
+    least: float = 0.0
     accum: int | None = None
     pipelines: tuple[Flags, ...] = ()
     remat: str | None = None
+    divided: tuple[tuple[int, float], ...] = ()
 
     @property
     def values(self) -> Flags:
@@ -282,14 +283,17 @@ class Search:
         self.found = Found()
         self._bounds_time = has_formulas(space.cfg.model)
         self._states: dict[tuple[tuple[int, ...], tuple[int, ...]], TrainState | None] = {}
+        self._limit = HEADROOM * room.bytes / room.sharing
         self._fitted: set[tuple[object, ...]] = set()
         self._shares: dict[tuple[object, ...], float] = {}
 
     def job(self, values: Flags) -> Job | None:
         """Returns a candidate with its state, or None if a check refuses it or a rule does not divide a parameter."""
         job = self.space.make(values)
-        if job is None:
-            return None
+        return None if job is None else self._with_state(job)
+
+    def _with_state(self, job: Job) -> Job | None:
+        """Returns a job with its state, or None if a rule does not divide a parameter."""
         slots: tuple[int, ...] = ()
         if job.ctx.layout.pipeline is not None:
             slots = tuple(len(part.layer_of_slot) for part in job.ctx.layout.pipeline.stages.parts.values())
@@ -306,7 +310,7 @@ class Search:
         """Returns the memory of a candidate that fits, or None; counts it."""
         need = memory.need_of(job, job.state, self.space.platform)
         self.found.examined += 1
-        if need.formula * self.room.sharing <= HEADROOM * self.room.bytes:
+        if need.formula <= self._limit:
             return need
         self.found.too_large += 1
         least = self.found.least
@@ -317,20 +321,26 @@ class Search:
     def first(self, sizes: Flags) -> Branch | None:
         """Returns the branch of all candidates of a mesh, or None if there are none.
 
-        Fewer microbatches have larger matmuls, which are never slower.
+        Fewer microbatches have larger matmuls, which are never slower. With little accumulation, few microbatches and
+        one chunk, the least memory is small, too.
         """
         for accum in self._accums(sizes):
             for piped in _fewest_first(self.space.pipelines(sizes, accum)):
                 values = sizes | piped | {"train.grad_accum": accum, "train.remat": self.space.remats[0]}
                 try:
-                    self.space.require(values)
+                    job = self.space.require(values)
                 except ConfigError as error:
                     if not any(word in str(error) for word in ("accum", "pipeline", "batch")):
                         return None  # a message names what it refuses: it is the mesh, whatever these keys are
                     continue
-                job = self.job(values)
-                if job is not None:
-                    return Branch(sizes, self.clock.floor(job))
+                if not shards.divides(job.model, job.ctx):
+                    continue
+                least = memory.least_bytes(job, self.space.platform) if self._bounds_time else 0.0
+                if least > self._limit:
+                    return Branch(sizes, NEVER, least)
+                if (job := self._with_state(job)) is not None:
+                    free = job if "train.remat" in self.space.given else job.with_remat("none")
+                    return Branch(sizes, self.clock.floor(free), least)
         return None
 
     def _accums(self, sizes: Flags) -> list[int]:
@@ -360,7 +370,9 @@ class Search:
     def divide(self, branch: Branch) -> list[Branch]:
         """Returns the parts of a branch, each with its own bound.
 
-        More microbatches in a pipeline do what accumulation does, and with less idle time.
+        More microbatches in a pipeline do what accumulation does, and with less idle time. A multiple of a number of
+        microbatches is never faster. So all parts but the first stay together until their common bound is the least:
+        their own bounds need large tables of schedules.
         """
         if branch.accum is None:
             return self._by_microbatches(branch)
@@ -373,20 +385,32 @@ class Search:
         ]
 
     def _by_microbatches(self, branch: Branch) -> list[Branch]:
-        if not self._bounds_time and not self.can_fit(branch.sizes):  # each candidate is traced, in seconds
+        traces = not self._bounds_time and not branch.divided  # each candidate, in seconds
+        if traces and not self.can_fit(branch.sizes):
             return []
         accums = self._accums(branch.sizes)
         groups: dict[tuple[int, int | None], list[Flags]] = {}
         for accum in accums if branch.sizes["mesh.pipe"] == 1 else accums[:1]:
             for piped in self.space.pipelines(branch.sizes, accum):
                 groups.setdefault((accum, piped.get("pipeline.microbatches")), []).append(piped)
-        parts = []
-        for (accum, _), pipelines in groups.items():
-            part = replace(branch, accum=accum, pipelines=tuple(pipelines))
-            if len(pipelines) > 1 and (job := self.job(replace(part, remat=self.space.remats[0]).values)) is not None:
-                part = replace(part, floor=self.clock.floor(job))
-            parts.append(part)
-        return parts
+        known = dict(branch.divided)
+        numbers = {key: key[0] * (key[1] or 1) for key in groups}
+        left = sorted((key for key in groups if numbers[key] not in known), key=lambda key: numbers[key])
+        if not left:
+            return []
+        first, *others = left
+        part = replace(branch, divided=(), accum=first[0], pipelines=tuple(groups[first]))
+        if len(part.pipelines) > 1 and (job := self.job(replace(part, remat=self.space.remats[0]).values)) is not None:
+            part = replace(part, floor=self.clock.floor(job))
+        if not others:
+            return [part]
+        known[numbers[first]] = part.floor.seconds
+        least = min(
+            max((seconds for number, seconds in known.items() if numbers[key] % number == 0), default=0.0)
+            for key in others
+        )
+        floor = replace(branch.floor, seconds=max(branch.floor.seconds, least))
+        return [part, replace(branch, floor=floor, divided=tuple(known.items()))]
 
     def _by_remat(self, branch: Branch) -> list[Branch]:
         parts = [replace(branch, remat=remat) for remat in self.space.remats]
@@ -437,9 +461,12 @@ class Search:
         return Candidate(job.cfg, self.clock.seconds(job), need)
 
     def best(self, branches: Sequence[Branch], count: int) -> list[Candidate]:
-        """Returns the fastest candidate of each of the `count` fastest meshes, from the branches of all meshes."""
+        """Returns the fastest candidate of each of the `count` fastest meshes, from the branches of all meshes.
+
+        If none fits, `found.least` is one that needs little memory.
+        """
         numbers = itertools.count()
-        queue = [(branch.floor.seconds, next(numbers), branch) for branch in branches]
+        queue = [(branch.floor.seconds, next(numbers), branch) for branch in branches if branch.floor != NEVER]
         heapq.heapify(queue)
         found: dict[tuple[int, ...], Candidate] = {}
         while queue:
@@ -456,6 +483,9 @@ class Search:
                     heapq.heappush(queue, (max(bound, part.floor.seconds), next(numbers), part))
             elif (one := self.examine(branch)) is not None:
                 found[mesh] = min(one, found.get(mesh, one), key=lambda c: c.order)
+        for branch in sorted(branches, key=lambda branch: branch.least) if not found else ():
+            if self.found.least is None or branch.least < self.found.least.need.formula:
+                self.can_fit(branch.sizes)
         return sorted(found.values(), key=lambda c: c.order)[:count]
 
     @property

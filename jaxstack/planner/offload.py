@@ -51,6 +51,8 @@ def host_state_bytes(job: Job, state: TrainState) -> float:
 
 def group_bytes(job: Job, state: TrainState) -> float:
     """Returns the bytes of the optimizer's state that the update of one group copies to the device."""
+    if not job.train.offloads_optimizer or not has_host_memory(job):
+        return 0.0
     trained, _ = parameters.partition(families.spec(job.model), state.params)
     sizes = [leaf.size for leaf in jax.tree.leaves(trained)]
     return host_state_bytes(job, state) * max(sizes) / sum(sizes)

@@ -13,7 +13,7 @@ A program also has its own kernel of attention, its own way to start operations,
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -129,7 +129,7 @@ def work_of(program: Program, job: Job, limits: ChipLimits) -> Work:
         ops = [op for op in ops if not is_pass(op)] + [op for op in local_operations(job, "unfused") if is_pass(op)]
     if job.train.quant != "none":
         eight = "float8" if "float8" in limits.chip.flops else "int8"
-        ops = [replace(op, dtype=eight) if is_linear(op) else op for op in ops]
+        ops = [op._replace(dtype=eight) if is_linear(op) else op for op in ops]
         ops += [to_8_bits(op) for op in ops if is_linear(op) and _matrices(op) > 1 and not op.name.endswith(GRADIENT)]
     found = [without_rounds(job, each) for each in collectives_of(job, limits)]
     collectives = [part for each in found for part in of_sequence_shards(job, each)]
@@ -233,8 +233,7 @@ def to_8_bits(op: Op) -> Op:
     """Returns the passes that read the operands of a product of experts and write them in 8 bits, one an expert."""
     rows, inner, columns, matrices = op.product
     elements = inner * (rows + columns)
-    return replace(
-        op,
+    return op._replace(
         name=f"{op.name}, to 8 bits",
         part="pointwise",
         kind="pointwise",

@@ -259,7 +259,7 @@ class Roofline:
                 for name, rows in self.tables.items()
             },
             "operations": [
-                {key: value for key, value in vars(op).items() if key != "matrix"}
+                {key: value for key, value in op._asdict().items() if key != "matrix"}
                 | dict(zip(("seconds", "bound"), self.limits.seconds(op), strict=True))
                 for op in self.ops
             ],

@@ -16,8 +16,8 @@ Suffixes: B rows of one microbatch on one device, S tokens of a row, D width, H 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from jaxstack.config import ModelConfig
 from jaxstack.kernels.states import CHUNK
@@ -36,9 +36,8 @@ FLOPS_PER_ELEMENT = {
 """Approximate FLOPs per element. They do not change any bound, because memory bounds all of these operations."""
 
 
-@dataclass(frozen=True)
-class Op:
-    """One operation that a device runs in a training step.
+class Op(NamedTuple):
+    """One operation that a device runs in a training step. A search over meshes makes many.
 
     Attributes:
       name: a description for people.
@@ -235,7 +234,7 @@ class OpBuilder:
 
     def recomputed(self, ops: Iterable[Op], condition: bool = True) -> list[Op]:
         """Returns the operations as the backward pass repeats them, or none if the condition is false."""
-        again = [replace(op, name=f"{op.name}, recomputed", recomputes=True, for_remat=True) for op in ops]
+        again = [op._replace(name=f"{op.name}, recomputed", recomputes=True, for_remat=True) for op in ops]
         return again if condition else []
 
     def elementwise(self, name: str, elements: float, arrays: float, flops: float = 1) -> Op:
@@ -255,7 +254,7 @@ class OpBuilder:
         """Returns unfused dropout and its gradient: each reads, writes, and has a mask of one byte per element."""
         size = (2 * self.itemsize + 1) * elements
         forward = Op(name, "pointwise", "pointwise", elements, size, dtype=self.dtype)
-        return [forward, replace(forward, name=f"{name}, gradient")]
+        return [forward, forward._replace(name=f"{name}, gradient")]
 
     def norm(self, name: str, elements: float, recomputed: bool, incoming: int = 1) -> list[Op]:
         """Returns a norm and its gradient.
@@ -264,11 +263,8 @@ class OpBuilder:
         """
 
         def one(name: str, arrays: int, flops: str) -> Op:
-            return replace(
-                self.elementwise(name, elements, arrays, FLOPS_PER_ELEMENT[flops]),
-                part="normalisation",
-                kind="normalisation",
-            )
+            op = self.elementwise(name, elements, arrays, FLOPS_PER_ELEMENT[flops])
+            return op._replace(part="normalisation", kind="normalisation")
 
         forward = one(name, 2, "norm")
         backward = one(f"{name}, gradient", 3 + incoming if self.fused else 5, "norm backward")
@@ -323,7 +319,7 @@ class OpBuilder:
 
         forward = kernel("attention", scores + mean, 2)
         backward = kernel("attention, gradients", 2 * scores + 2 * mean, 4)
-        again = replace(kernel("attention, scores in the backward pass", scores, 0), recomputes=True)
+        again = kernel("attention, scores in the backward pass", scores, 0)._replace(recomputes=True)
         return [forward, backward, again, *self.recomputed([forward], recomputed)]
 
     def _unfused_attention(self, s: DeviceShapes, recomputed: bool) -> list[Op]:
@@ -387,17 +383,17 @@ class OpBuilder:
         if heads.corrects:
             products.append(product("states, keys with keys", chunks * N, chunk, K, chunk))
         forward = [*products, over_pairs("states, decays within a chunk", 2)]
-        backward = [replace(op, name=f"{op.name}, gradients") for op in products for _ in range(2)]
+        backward = [op._replace(name=f"{op.name}, gradients") for op in products for _ in range(2)]
         if heads.corrects:  # of the loop over chunks, and of what its states are read with
             forward += [corrections] * 2
-            backward += [replace(corrections, name=f"{corrections.name}, gradients")] * 6
+            backward += [corrections._replace(name=f"{corrections.name}, gradients")] * 6
         backward.append(over_pairs("states, gradients of decays within a chunk", 4))
         if heads.corrects:
             solved = chunks * H * chunk * (K + V)
             size = 4 * (2 * solved + chunks * H * chunk * chunk)
             solve = pointwise_op("states, triangular system", solved * chunk, size)
             forward.append(solve)
-            backward.append(replace(solve, name="states, triangular system, gradients"))
+            backward.append(solve._replace(name="states, triangular system, gradients"))
             backward.append(product("states, gradients of the system", chunks * H, chunk, K + V, chunk))
         return [*forward, *backward, *self.recomputed(forward, recomputed)]
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from jaxstack import families
 from jaxstack.config import ExpertLayers, ModelConfig, MoEConfig
 from jaxstack.models.context import Context
 from jaxstack.models.params import Param
+from jaxstack.pipeline import Stages
 from jaxstack.planner import estimate, shards, traced
 from jaxstack.planner.job import Job
 from jaxstack.planner.roofline_ops import (
@@ -44,7 +46,7 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
       scores: which scores attention writes to memory with fused traffic, see `OpBuilder`.
     """
     if not has_operations(job.model):
-        return [*traced.operations(job), *(replace(op, of_update=True) for op in _update(job))]
+        return [*traced.operations(job), *(op._replace(of_update=True) for op in _update(job))]
     sizes = shards.mesh_sizes(job.ctx)
     t = job.train
     shapes = DeviceShapes(
@@ -61,10 +63,11 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
     found: list[Op] = []
     for kind in layer_kinds(job.model, job.ctx):
         layers = kind.layers / sizes["pipe"]  # of a mean stage
-        layer = _layer(build, replace(shapes, model=kind.model), kind, job.ctx)
-        found += [replace(op, times=op.times * passes * layers, of_layer=1, stack=kind.stack) for op in layer]
-    found += [replace(op, times=op.times * passes) for op in _ends(build, shapes, job.model, job.ctx)]
-    found += [replace(op, of_update=True) for op in _update(job)]
+        used = tuple(shards.used_shape(p, job.ctx) for p in kind.params.values())
+        layer = _layer(build, replace(shapes, model=kind.model), kind, used)
+        found += [op._replace(times=op.times * passes * layers, of_layer=1, stack=kind.stack) for op in layer]
+    found += [op._replace(times=op.times * passes) for op in _ends(build, shapes, job.model, job.ctx)]
+    found += [op._replace(of_update=True) for op in _update(job)]
     return [op for op in found if op.times]
 
 
@@ -75,13 +78,13 @@ def one_layer(ops: Iterable[Op]) -> list[Op]:
     for op in layer:
         runs[op.stack] = min(op.times, runs.get(op.stack, op.times))
     if len(runs) > 1:
-        return [replace(op, times=op.times / math.fsum(runs.values())) for op in layer]
-    return [replace(op, times=round(op.times / runs[op.stack])) for op in layer]
+        return [op._replace(times=op.times / math.fsum(runs.values())) for op in layer]
+    return [op._replace(times=round(op.times / runs[op.stack])) for op in layer]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerKind:
-    """Equal layers of a model.
+    """Equal layers of a model. Two kinds are the same if they are one object, so that `layer_kinds` can be cached.
 
     Attributes:
       stack: name of the stack that has them, and in it the layer of a unit.
@@ -106,10 +109,16 @@ class LayerKind:
         return any(path.startswith(("mlp/", "moe/")) for path in self.params)
 
 
-def layer_kinds(model: ModelConfig, ctx: Context) -> list[LayerKind]:
+def layer_kinds(model: ModelConfig, ctx: Context) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers of a model: a kind for each layer of the unit of each stack."""
+    return _layer_kinds(model, ctx.layout.stages)
+
+
+@lru_cache(maxsize=512)
+def _layer_kinds(model: ModelConfig, stages: Stages | None) -> tuple[LayerKind, ...]:
+    """Returns the kinds of layers, whose parameters have slots for these stages."""
     found = []
-    spec = shards.flat_params(model, ctx)
+    spec = shards.padded_params(model, stages)
     for name, stack in families.of(model).stacks(model).items():
         kinds = [f"layer_{i}/" for i in range(len(stack.kinds))] or [""]
         for kind in kinds:
@@ -118,15 +127,20 @@ def layer_kinds(model: ModelConfig, ctx: Context) -> list[LayerKind]:
             routed = any("experts" in p.axes for p in params.values())
             moe = replace(model.moe, layers=ExpertLayers()) if routed else MoEConfig()
             found.append(LayerKind(prefix.rstrip("/"), replace(model, moe=moe), stack.depth, params))
-    return found
+    return tuple(found)
 
 
-def _layer(build: OpBuilder, s: DeviceShapes, kind: LayerKind, ctx: Context) -> list[Op]:
-    """Returns one layer, forward and backward, on one microbatch."""
+@lru_cache(maxsize=4096)
+def _layer(build: OpBuilder, s: DeviceShapes, kind: LayerKind, used: tuple[tuple[int, ...], ...]) -> tuple[Op, ...]:
+    """Returns one layer, forward and backward, on one microbatch, which many meshes have in common.
+
+    Args:
+      used: shape of each parameter of the kind, as the layer uses it.
+    """
     found: list[Op] = []
-    for path, p in kind.params.items():
+    for (path, p), shape in zip(kind.params.items(), used, strict=True):
         if p.kind in ("matrix", "router"):
-            found += _layer_matmul(build, s, kind, path, shards.used_shape(p, ctx))
+            found += _layer_matmul(build, s, kind, path, shape)
     recomputes_attention = build.remat in ("full", "dots")
     if kind.has_states:
         found += _states(build, s)
@@ -138,7 +152,7 @@ def _layer(build: OpBuilder, s: DeviceShapes, kind: LayerKind, ctx: Context) -> 
             size = s.tokens * s.heads * s.model.value_width
             found += build.elementwise_pair("gate of attention", size, (3, 5), build.remat != "none")
     found += _norms(build, s, kind)
-    return [*found, *(_mlp(build, s) if kind.has_mlp else []), *_sums(build, s, kind.has_mlp)]
+    return (*found, *(_mlp(build, s) if kind.has_mlp else []), *_sums(build, s, kind.has_mlp))
 
 
 def _latents(build: OpBuilder, s: DeviceShapes) -> list[Op]:
@@ -190,7 +204,7 @@ def _layer_matmul(build: OpBuilder, s: DeviceShapes, kind: LayerKind, path: str,
     )
     share = float(_recomputes_expert(build, s, kind, p)) if experts else _recomputed_share(build, kind, path)
     found = build.matmul(product, share > 0)
-    return [replace(op, flops=op.flops * share, bytes=op.bytes * share) if op.for_remat else op for op in found]
+    return [op._replace(flops=op.flops * share, bytes=op.bytes * share) if op.for_remat else op for op in found]
 
 
 UNNAMED = {
@@ -328,7 +342,7 @@ def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -
     rows = inputs + encoder  # an encoder's head has its bias as a row
     head = build.matmul(Matmul("head", s.tokens, rows, vocab, trained=not weight.frozen))
     # The head writes logits in float32; their gradient is read in the compute dtype.
-    head[0] = replace(head[0], bytes=head[0].bytes + (4 - e) * logits)
+    head[0] = head[0]._replace(bytes=head[0].bytes + (4 - e) * logits)
     softmax = FLOPS_PER_ELEMENT["softmax"] * logits
     found = [
         *head,
@@ -346,7 +360,7 @@ def _ends(build: OpBuilder, s: DeviceShapes, model: ModelConfig, ctx: Context) -
     found += [op for name in norms for op in build.norm(f"norm of the {name}", s.stream, False)]
     if not embedding.frozen:
         size = e * (s.stream + math.prod(table))
-        found.append(replace(pointwise_op("embedding, gradient", s.stream, size), dtype=build.dtype))
+        found.append(pointwise_op("embedding, gradient", s.stream, size)._replace(dtype=build.dtype))
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack import families
 from jaxstack.common.tree import PyTree
@@ -36,11 +36,11 @@ def device_count(ctx: Context) -> int:
 
 def flat_params(model: ModelConfig, ctx: Context) -> dict[str, Param]:
     """Returns the declaration of every stored parameter by its path; a pipeline's padding is included."""
-    return dict(_padded_params(model, ctx.layout.stages))
+    return dict(padded_params(model, ctx.layout.stages))
 
 
-@lru_cache(maxsize=32)
-def _padded_params(model: ModelConfig, stages: Stages | None) -> dict[str, Param]:
+@lru_cache(maxsize=512)
+def padded_params(model: ModelConfig, stages: Stages | None) -> dict[str, Param]:
     """Returns the declarations with the slots of these stages for layers; `None` means one slot for each layer."""
     return flat_spec(pad_to_slots(families.spec(model), stages))
 
@@ -75,22 +75,46 @@ def shard_shape(p: Param, axes: DimAxes, sizes: Mapping[str, int]) -> tuple[int,
 
 def stored_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     """Returns the shape of the shard of a parameter that a device stores."""
-    return shard_shape(p, param_axes(p, ctx.layout), mesh_sizes(ctx))
+    return _parts_of(p, ctx.layout)
 
 
 def used_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     """Returns the shape of the shard that a layer computes with, after FSDP has gathered the parameter."""
-    return shard_shape(p, param_axes(p, ctx.layout.with_gathered_params), mesh_sizes(ctx))
+    return _parts_of(p, ctx.layout.with_gathered_params)
 
 
 def summed_shape(p: Param, ctx: Context) -> tuple[int, ...]:
     """Returns the shape of the shard that the units of a pipeline read, and sum gradients of."""
-    return shard_shape(p, param_axes(p, ctx.layout.within_stage), mesh_sizes(ctx))
+    return _parts_of(p, ctx.layout.within_stage)
+
+
+def _parts_of(p: Param, layout: Layout) -> tuple[int, ...]:
+    """Returns the shape of a device's shard of a parameter by the rules of a layout."""
+    parts = layout.parts
+    return tuple(size // parts[axis] for size, axis in zip(p.shape, p.axes, strict=True))
 
 
 def bytes_of(tree: PyTree) -> float:
     """Returns the bytes that an abstract tree takes on one device."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(_elements(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _elements(leaf: jax.ShapeDtypeStruct) -> int:
+    """Returns the elements of a device's shard: a sharding divides every dimension that it splits."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    sizes = leaf.sharding.mesh.shape
+    return leaf.size // math.prod(sizes[name] for entry in leaf.sharding.spec for name in names_of(entry))
+
+
+def divides(model: ModelConfig, ctx: Context) -> bool:
+    """Returns whether the mesh divides every parameter."""
+    parts = ctx.layout.parts
+    return not any(
+        size % parts[axis]
+        for p in padded_params(model, ctx.layout.stages).values()
+        if math.prod(p.shape) > 1
+        for size, axis in zip(p.shape, p.axes, strict=True)
+    )
 
 
 def microbatches(ctx: Context) -> int:

@@ -36,7 +36,7 @@ class LayerStack:
         return f"{name} of {self.name}" if self.name else name
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=512)
 def layer_stacks(model: ModelConfig) -> tuple[LayerStack, ...]:
     """Returns the stacks of layers of a model with formulas, in their order: layers with experts and without them."""
     segments = model.expert_segments.get("layers", ())
@@ -120,6 +120,7 @@ FORMULAS = ("decoder", "encoder")
 """The families whose layers the formulas of this room count. The others are counted by their trace, see `traced`."""
 
 
+@lru_cache(maxsize=512)
 def has_formulas(model: ModelConfig) -> bool:
     """Returns whether the formulas of this room count all of a model: operations, memory and collectives.
 
@@ -128,6 +129,7 @@ def has_formulas(model: ModelConfig) -> bool:
     return has_operations(model) and _without_memory(model) is None
 
 
+@lru_cache(maxsize=512)
 def has_operations(model: ModelConfig) -> bool:
     """Returns whether `roofline_step` lists the operations of a model by formula."""
     return _without_operations(model) is None

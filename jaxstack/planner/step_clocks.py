@@ -7,13 +7,16 @@ time of a step is the work of all devices over the cores. `CpuClock` has four co
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxstack.moe import rounds
 from jaxstack.pipeline import Program
-from jaxstack.planner import shards
+from jaxstack.planner import rates, shards
 from jaxstack.planner.job import Job
+from jaxstack.planner.rates import Rates
 from jaxstack.planner.roofline import ChipLimits
+from jaxstack.planner.roofline_ops import Op
 from jaxstack.planner.roofline_step import local_operations
 from jaxstack.planner.sizes import has_formulas
 from jaxstack.planner.step_floor import Floor
@@ -31,9 +34,13 @@ class ChipClock:
 
     limits: ChipLimits
 
+    @cached_property
+    def _rates(self) -> Rates:
+        return _KnownRates(**vars(rates.rates()), seconds_of={})
+
     def seconds(self, job: Job) -> float:
         """Returns the seconds of a step."""
-        return step_time(job, self.limits).total
+        return step_time(job, self.limits, self._rates).total
 
     def floor(self, job: Job) -> Floor:
         """Returns the seconds without idle stages.
@@ -42,7 +49,7 @@ class ChipClock:
         """
         if not has_formulas(job.model):  # every mesh is visited, as each of its candidates is traced anyway
             return Floor(0.0)
-        time = step_time(job, self.limits)
+        time = step_time(job, self.limits, self._rates)
         turns = _turns(job.ctx.layout.pipeline)
         waits = math.fsum(each for axes, each in time.exposed.items() if "pipe" not in axes.split("+"))
         layers = time.layers + time.recomputation
@@ -53,6 +60,24 @@ class ChipClock:
             weights=time.weights,
             waiting=1 + time.exposed.get("tensor", 0.0) / turns / layers,
         )
+
+
+@dataclass(frozen=True)
+class _KnownRates(Rates):
+    """Rates of one chip that remember the seconds of an operation, which many steps of a search have.
+
+    Attributes:
+      seconds_of: seconds by what they depend on.
+    """
+
+    seconds_of: dict[tuple[object, ...], float]
+
+    def of_op(self, op: Op, limits: ChipLimits, kernel: str = "") -> float:
+        """Returns the seconds of one run of an operation."""
+        key = kernel, *op._replace(times=1.0, of_layer=0, stack="")
+        if key not in self.seconds_of:
+            self.seconds_of[key] = super().of_op(op, limits, kernel)
+        return self.seconds_of[key]
 
 
 def _turns(program: Program | None) -> float:

@@ -261,7 +261,7 @@ def step_time(job: Job, limits: ChipLimits, fitted: Rates | None = None, work: W
     )
 
 
-_flops_per_token = lru_cache(maxsize=64)(flops.flops_per_token)
+_flops_per_token = lru_cache(maxsize=512)(flops.flops_per_token)
 """The same function, which a search over meshes asks for the same model many times."""
 
 

@@ -145,7 +145,7 @@ def operations(job: Job) -> list[Op]:
     for run in trace_of(job).runs:
         if run.primitive not in COLLECTIVES and (op := _op(run, job.ctx)) is not None:
             merged[op] += run.times
-    return [replace(op, times=times) for op, times in merged.items() if times]
+    return [op._replace(times=times) for op, times in merged.items() if times]
 
 
 def loop_of(where: str) -> str:

@@ -11,11 +11,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from jaxstack import families
-from jaxstack.config import ConfigError
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.models import params
 from jaxstack.models.params import Param
 from jaxstack.pipeline import Program
@@ -121,11 +122,10 @@ def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) ->
       wanted: whether to return the weight of a path.
     """
     assert job.ctx.layout.pipeline is not None
-    name, _ = families.only_stack(job.model)
     layers = job.ctx.layout.pipeline.pair_slots * job.ctx.layout.pipeline.stages.max_layers
     in_rounds = shards.runs_in_rounds(job.model.moe, shards.mesh_sizes(job.ctx)["expert"])
     by_input: dict[tuple[str, ...], list[tuple[str, Param]]] = defaultdict(list)
-    for path, p in params.flat_spec(params.unstack(families.spec(job.model).get(name, {}))).items():
+    for path, p in _layer_params(job.model).items():
         if p.kind == "matrix" and not p.frozen and not (in_rounds and "experts" in p.axes) and wanted(path):
             group, _, weight = path.rpartition("/")
             inputs = p.axes[p.batch_axes : p.batch_axes + p.in_axes]
@@ -147,6 +147,13 @@ def find_readers(job: Job, wanted: Callable[[str], bool] = lambda path: True) ->
             )
         )
     return found
+
+
+@lru_cache(maxsize=512)
+def _layer_params(model: ModelConfig) -> dict[str, Param]:
+    """Returns the declarations of one layer of a model's only stack, by their path in the layer."""
+    name, _ = families.only_stack(model)
+    return params.flat_spec(params.unstack(families.spec(model).get(name, {})))
 
 
 def lockstep_seconds(program: Program, forward: float, backward: float, weight: float) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack import families
-from jaxstack.common.tree import PyTree, flatten, path_of
+from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import Config, ModelConfig, OptimConfig, TrainConfig
 from jaxstack.models import params as parameters
 from jaxstack.models.context import Context
@@ -126,9 +126,35 @@ def _first_state(spec: Spec, params: Params, optimizer: optax.GradientTransforma
     return TrainState(zero, zero, zero, recent, params, optimizer.init(trained), LossScale.of(train))
 
 
-@lru_cache(maxsize=32)
-def _state_shapes(model: ModelConfig, optimizer: OptimConfig, train: TrainConfig, stages: Stages | None) -> TrainState:
-    """Returns the shapes of `init_state`. They are the same on every mesh, and a search over meshes asks for many.
+class StateShapes(NamedTuple):
+    """The shapes of a state, and where the dimensions of its arrays come from. They are the same on every mesh.
+
+    Attributes:
+      spec: declarations of the parameters.
+      params: the same by path.
+      state: shapes and dtypes.
+      paths: path of each leaf.
+      origins: for each leaf the path of its parameter and the parameter's dimensions that it has, or `None` for arrays
+        that belong to no parameter.
+    """
+
+    spec: Spec
+    params: dict[str, parameters.Param]
+    state: TrainState
+    paths: tuple[str, ...]
+    origins: tuple[tuple[str, tuple[int, ...]] | None, ...]
+
+
+def state_shapes(recipe: Recipe, stages: Stages | None) -> StateShapes:
+    """Returns the shapes of `init_state`, for the stages of a pipeline or one stage."""
+    # Of `train`, only what the shapes depend on: a search over meshes asks for many.
+    train = TrainConfig(steps=recipe.train.steps, spike=recipe.train.spike, dtype=recipe.train.dtype)
+    return _state_shapes(recipe.model, recipe.optim, train, stages)
+
+
+@lru_cache(maxsize=512)
+def _state_shapes(model: ModelConfig, optimizer: OptimConfig, train: TrainConfig, stages: Stages | None) -> StateShapes:
+    """Returns what `state_shapes` does.
 
     With `stages`, stacked arrays have slots for the stages of a pipeline, with padding.
     """
@@ -136,7 +162,28 @@ def _state_shapes(model: ModelConfig, optimizer: OptimConfig, train: TrainConfig
     trained, _ = parameters.partition(plain, plain)
     spec = parameters.pad_to_slots(plain, stages)
     transform = optim.optimizer(optimizer, train.steps, trained)
-    return jax.eval_shape(lambda: _first_state(spec, parameters.init(jax.random.key(0), spec), transform, train))
+    state = jax.eval_shape(lambda params: _first_state(spec, params, transform, train), parameters.abstract(spec))
+    leaves = flatten(state)
+    declared = parameters.flat_spec(spec)
+    origins = tuple(_origin(path, leaf.shape, declared) for path, leaf in leaves.items())
+    return StateShapes(spec, declared, state, tuple(leaves), origins)
+
+
+def _origin(path: str, shape: tuple[int, ...], spec: dict[str, parameters.Param]) -> tuple[str, tuple[int, ...]] | None:
+    """Returns the parameter that an array of the state belongs to, and the parameter's dimensions that it has.
+
+    An array for a parameter has all of them. Means over the inputs or outputs of its matrices have the others.
+    """
+    if path.startswith("params/"):
+        name = path.removeprefix("params/")
+        return name, tuple(range(len(spec[name].shape)))
+    for name, p in spec.items():
+        every = tuple(range(len(p.shape)))
+        outputs = p.batch_axes + p.in_axes
+        for dims in (every, every[:outputs], every[: p.batch_axes] + every[outputs:]):
+            if path.endswith(f"/{name}") and shape == tuple(p.shape[dim] for dim in dims):
+                return name, dims
+    return None
 
 
 def averaged_params(model: ModelConfig, state: TrainState) -> Params:
@@ -217,40 +264,29 @@ def abstract_state(recipe: Recipe, ctx: Context) -> TrainState:
     inputs or outputs of its matrices are sharded like it in the remaining dimensions. `train.offload` stores the arrays
     of `host_paths` in the host's memory.
     """
-    spec = parameters.pad_to_slots(families.spec(recipe.model), ctx.layout.stages)
-    by_shape = {}
+    shapes = state_shapes(recipe, ctx.layout.stages)
+    spec = shapes.spec
     whole = jax.tree.leaves(ctx.layout.parameters(spec))
-    split = jax.tree.leaves(ctx.layout.updates(spec))
-    of_params = {}
-    for (path, p), stored, where in zip(parameters.flat_spec(spec).items(), whole, split, strict=True):
-        of_params[path] = ctx.layout.sharding(stored)
-        entries = (*where, *[None] * len(p.shape))[: len(p.shape)]
-        outputs = p.batch_axes + p.in_axes
-        parts = [  # if two shapes are equal, the last one counts
-            (p.shape[: p.batch_axes] + p.shape[outputs:], entries[: p.batch_axes] + entries[outputs:]),
-            (p.shape[:outputs], entries[:outputs]),
-            (p.shape, entries),
-        ]
-        by_shape[path] = {shape: ctx.layout.sharding(PartitionSpec(*entry)) for shape, entry in parts}
-    replicated = ctx.layout.sharding(PartitionSpec())
-
-    def sharding_of(path: str, shape: tuple[int, ...]) -> NamedSharding:
-        if path.startswith("params/"):
-            return of_params[path.removeprefix("params/")]
-        for suffix, shardings in by_shape.items():
-            if path.endswith("/" + suffix) and shape in shardings:
-                return shardings[shape]
-        return replicated
-
-    def with_sharding(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        path = path_of(keys)
-        sharding = sharding_of(path, leaf.shape)
+    split = whole
+    if ctx.layout.update_axes:
+        split = jax.tree.leaves(ctx.layout.updates(spec))
+    of_params = dict(zip(shapes.params, whole, strict=True))
+    of_updates = dict(zip(shapes.params, split, strict=True))
+    on_host = host_paths(shapes.state.opt_state, shapes.params) if recipe.train.offloads_optimizer else ()
+    shardings: dict[PartitionSpec, NamedSharding] = {}
+    leaves, tree = jax.tree.flatten(shapes.state)
+    placed = []
+    for path, origin, leaf in zip(shapes.paths, shapes.origins, leaves, strict=True):
+        where = PartitionSpec()
+        if origin is not None and path.startswith("params/"):
+            where = of_params[origin[0]]
+        elif origin is not None:
+            entries = of_updates[origin[0]]
+            where = PartitionSpec(*(entries[dim] if dim < len(entries) else None for dim in origin[1]))
+        if where not in shardings:
+            shardings[where] = ctx.layout.sharding(where)
+        sharding = shardings[where]
         if path.removeprefix("opt_state/") in on_host:
             sharding = sharding.with_memory_kind(HOST)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    # Of `train`, only what the shapes depend on: a search over meshes asks for many.
-    train = TrainConfig(steps=recipe.train.steps, spike=recipe.train.spike, dtype=recipe.train.dtype)
-    shapes = _state_shapes(recipe.model, recipe.optim, train, ctx.layout.stages)
-    on_host = host_paths(shapes.opt_state, by_shape) if recipe.train.offloads_optimizer else ()
-    return jax.tree_util.tree_map_with_path(with_sharding, shapes)
+        placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+    return jax.tree.unflatten(tree, placed)

@@ -179,6 +179,23 @@ mistakes(
     "plan", "planner/mesh_search.py", "planner/test_mesh_search.py -k trying_everything",
     ("bound > limits[count - 1]", "bound > limits[0]"),
     ("            if accum <= branch.accum\n", "", "planner/test_mesh_search.py -k less_accumulation"),
+    ("if least > self._limit:", "if least < self._limit:"),
+    ("if numbers[key] % number == 0), default", "if number % numbers[key] == 0), default",
+     {"survives": "a bound that is too low only makes the search slower"}),
+    ('if remat != "none" or not self.cfg', 'if remat != "none" or self.cfg', "planner/test_mesh_search.py -k copied_to_the_host"),
+    ("return Branch(sizes, NEVER, least)", "return None", "planner/test_mesh_search.py -k cannot_fit"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/estimate.py", "planner/test_mesh_search.py -k least_of_its_mesh",
+    ("return size / replicas", "return size"),
+    ("return 4 * stored + optimizer + cast", "return 8 * stored + optimizer + cast"),
+    ("optimizer = 0 if job.train.offloads_optimizer else _least", "optimizer = 0 * _least"),
+)  # fmt: skip
+
+mistakes(
+    "plan", "planner/shards.py", "planner/test_mesh_search.py -k checks_allow",
+    ("        if math.prod(p.shape) > 1\n        for size, axis", "        if math.prod(p.shape) < 1\n        for size, axis"),
 )  # fmt: skip
 
 mistakes(

@@ -290,7 +290,7 @@ def test_the_page_has_the_meshes_of_peers_beside_ours():
 
 def leaves(run: mesh_search.Search, branch: mesh_search.Branch):
     """Yields every branch with one candidate. No part of a branch has a bound below the bound of the branch."""
-    if branch.remat is not None and len(branch.pipelines) == 1:
+    if branch.accum is not None and branch.remat is not None and len(branch.pipelines) == 1:
         yield branch
         return
     for part in run.divide(branch):
@@ -317,6 +317,50 @@ def test_no_candidate_beats_the_bound_of_its_branch(sizes):
             assert clock.seconds(job) >= (1 - 1e-12) * leaf.floor.seconds
             checked += 1
     assert checked >= 12
+
+
+def test_residuals_that_are_copied_to_the_host_have_meshes():
+    """They need recomputation, so that a mesh must not be refused because `none` is."""
+    copied = with_values(DENSE, {"train.offload": "residuals", "train.remat": "full"})
+    found = mesh_search.search(Space(copied, 4, "gpu"), INFINITE, H100, 3)
+    assert len(found.ranked) == 3
+    assert all(c.cfg.train.remat != "none" and c.cfg.mesh.pipe == 1 for c in found.ranked)
+
+
+ZERO = with_values(DENSE, {"mesh.zero": "state"})
+AVERAGED = with_values(DENSE, {"optim.name": "muon", "optim.ema": 0.9, "train.offload": "optimizer"})
+
+
+@pytest.mark.parametrize("cfg", [DENSE, EXPERTS, ZERO, AVERAGED])
+def test_no_candidate_needs_less_than_the_least_of_its_mesh(cfg):
+    """The bound lacks activations and temporary arrays. The update of Muon needs about as much again as the bound."""
+    run = mesh_search.Search(Space(cfg, 4, "gpu", {"pipeline.schedule", "pipeline.chunks"}), INFINITE, H100)
+    least: dict[object, float] = {}
+    ratios = []
+    for one in run.space.candidates():
+        sizes = {f"mesh.{axis}": size for axis, size in one.mesh.sizes.items()}
+        mesh = tuple(sizes.values())
+        if mesh not in least:
+            branch = run.first(sizes)
+            assert branch is not None
+            least[mesh] = branch.least
+        need = memory.need_of(job := Job(one, memory.context(one, 4, "gpu")), job.state, "gpu").formula
+        ratios.append(least[mesh] / need)
+    assert len(least) >= 10
+    assert max(ratios) <= 1
+    assert max(ratios) > (0.5 if cfg.optim.name == "muon" else 0.75)
+
+
+def test_meshes_that_cannot_fit_are_counted_and_not_examined():
+    """In 10 kB not even the state fits. What is examined is for the error, which names the least."""
+    space = Space(DENSE, 4, "gpu")
+    whole = mesh_search.search(space, INFINITE, H100, 1)
+    small = mesh_search.search(space, Room("a device", 1e4, 0), H100, 1)
+    assert small.meshes == whole.meshes
+    assert not small.ranked
+    assert small.least is not None
+    assert small.least.cfg.mesh.data * small.least.cfg.mesh.context < 4
+    assert small.examined <= 4 * small.meshes
 
 
 def test_less_accumulation_is_examined_where_more_fits_already():

@@ -235,10 +235,10 @@ def bert_large() -> list[Op]:
     )  # fmt: skip
     build = OpBuilder("unfused", "none", "float16", 2)
     ops = one_layer(operations(Job(cfg, memory.context(cfg)), "unfused"))
-    ops = [replace(op, dtype="float16") for op in ops]
+    ops = [op._replace(dtype="float16") for op in ops]
     # Our models have no dropout of attention weights and none after the activation.
     shapes = DeviceShapes(m, 8, 512, 512)
-    weights = [replace(op, part="attention") for op in build.dropout("dropout of weights", 8 * 16 * 512 * 512)]
+    weights = [op._replace(part="attention") for op in build.dropout("dropout of weights", 8 * 16 * 512 * 512)]
     return [*ops, *weights, *build.dropout("dropout after the activation", shapes.tokens * 4096)]
 
 
@@ -250,7 +250,7 @@ def shares(limits: ChipLimits) -> dict[str, tuple[float, float]]:
     """Returns percent of FLOPs and of least time by kind of operation; softmax includes scaling and dropout, as in the
     paper."""
     ops = [
-        replace(op, kind="normalisation") if op.part == "attention" and op.kind == "pointwise" else op
+        op._replace(kind="normalisation") if op.part == "attention" and op.kind == "pointwise" else op
         for op in bert_large()
     ]
     rows = roofline.summarize(ops, limits, by="kind")

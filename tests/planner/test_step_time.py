@@ -234,11 +234,11 @@ def test_the_work_of_a_step_by_kind():
     assert kinds("residual sum") == pytest.approx({"memory": 1e-3, "launch": 1e-6})
     for name in ("tokens to experts", "combined expert outputs, gradient"):
         assert kinds(name) == pytest.approx({"permutation": 1e-3, "launch": 1e-6})
-    many = replace(pointwise_op("moe/w_up", 0, 3350e6), kind="contraction", part="matmul", matrix=(4096, 512, 512, 16))
+    many = pointwise_op("moe/w_up", 0, 3350e6)._replace(kind="contraction", part="matmul", matrix=(4096, 512, 512, 16))
     assert kinds("moe/w_up")["memory"] == pytest.approx(rates.work(many, H100)["matmul bytes"])
     assert rates.work(many, H100)["launch"] == pytest.approx(16e-6)  # a product for each expert
     assert "experts" in rates.work(many, H100)
-    assert "matmul" in rates.work(replace(many, matrix=(4096, 512, 512, 1)), H100)
+    assert "matmul" in rates.work(many._replace(matrix=(4096, 512, 512, 1)), H100)
 
 
 def test_the_three_products_of_a_weight_have_their_own_shapes():
@@ -267,7 +267,7 @@ def test_eight_bits_speed_up_the_products_that_have_them():
     eight = {op.name for op in work_of(low, H100).ops if op.dtype == "float8"}
     assert eight
     assert not any(name.endswith(", gradient") for name in eight)
-    assert FITTED.of_op(replace(PRODUCT, dtype="float8"), H100) < 0.7 * FITTED.of_op(PRODUCT, H100)
+    assert FITTED.of_op(PRODUCT._replace(dtype="float8"), H100) < 0.7 * FITTED.of_op(PRODUCT, H100)
 
 
 PRODUCT = Op("w", "matmul", "contraction", 2 * 8192**3, 6 * 8192**2, matrix=(8192, 8192, 8192, 1))
