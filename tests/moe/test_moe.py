@@ -644,7 +644,7 @@ def call_on_mesh(**options):
         (lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 2, groups=4), r"groups=4 does not divide the 6"),
         (
             lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 3, groups=3, top_groups=1),
-            r"top_groups=1 groups of 2 experts hold fewer than k=3",
+            r"top_groups=1 group of 2 experts cannot give k=3",
         ),
         (
             lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 3, groups=3, top_groups=4),
