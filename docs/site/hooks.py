@@ -33,8 +33,8 @@ STYLE = """\
 """Pictures have a white background; names of the library may be long. On a phone, you scroll a table that is wide, and
 its last column keeps room for a sentence. A flag is never broken behind its hyphens."""
 
-FLAG = re.compile(r"(?<![\w-])-{1,2}\w[^\s<]{0,30}(?![^\s<])")
-"""A flag in code, if it is short enough for a phone."""
+FLAG = re.compile(r"(?<![\w-])--?\w[\w.]{0,22}=?")
+"""A flag in code, up to its value: a wide table may break the value."""
 
 GROUPS = {
     "Models": ["models", "moe", "kernels", "generate", "hf"],
