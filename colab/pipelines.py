@@ -331,7 +331,9 @@ figure, axes = plt.subplots(figsize=(5, 2.4))
 expected = [(1 + (STAGES - 1) / M) / (1 + (STAGES - 1) / 32) for M in took]
 axes.plot(list(took), expected, "--", color=GRAY, label="what the bubble says")
 axes.plot(list(took), [seconds / took[32] for seconds in took.values()], "o", color=BLUE, label="measured")
-axes.set(xticks=list(took), xlabel="microbatches", title="time of a microbatch, relative to 32 of them", ylim=(0, 1.5))
+axes.set(xticks=list(took), xlabel="microbatches", title="time of a microbatch, relative to 32 of them")
+axes.margins(y=0.2)
+axes.set_ylim(bottom=0)
 axes.legend()
 plt.show()
 
