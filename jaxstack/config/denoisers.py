@@ -60,7 +60,7 @@ class DenoiserConfig(ShortRepr):
         rows = f"data.seq_len={seq_len}" + (f" and data.target_len={target_len}" if target_len else "")
         require(
             fits(length) and hidden >= (self.span or 1),
-            f"data.denoisers: {self} does not fit {rows}, which hide {plural(hidden, 'token')} of a row. Use "
-            f"longer rows, or shorter spans.",
+            f"data.denoisers: {self} does not fit {rows}: it hides {plural(hidden, 'token')} of a row. Use longer "
+            f"rows, or shorter spans.",
         )
         return length
