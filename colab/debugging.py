@@ -3,8 +3,8 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/debugging.ipynb)
 #
-# A model is broken here on purpose. Its loss is finite, and its gradients are NaN. The layers run in a loop that XLA compiles, so
-# no value within it can be printed. `jaxstack.debug` finds the operation, the layer and the line, and shows what it read.
+# A model is broken here on purpose. Its loss is finite, and its gradients are NaN. The layers run in a loop that XLA compiles,
+# so no value within it can be printed. `jaxstack.debug` finds the operation, the layer and the line, and shows what it read.
 #
 # You need no download and no accelerator.
 
@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxstack import families
-from jaxstack.common.drawing import BLUE, GREEN, RED
+from jaxstack.common.drawing import BLUE, GREEN, RED, STYLE
 from jaxstack.config import Config, DataConfig, ModelConfig
 from jaxstack.debug import replay, search
 from jaxstack.debug.guide import RunGuide
@@ -34,6 +34,7 @@ from jaxstack.models import layers, params
 from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 
+plt.rcParams.update(STYLE)
 cfg = Config(
     model=ModelConfig(num_layers=4, d_model=64, num_heads=4, vocab_size=256),
     data=DataConfig(seq_len=32, batch_size=4),
@@ -70,7 +71,7 @@ def show_finite(gradients) -> None:
     """Draws which share of each gradient is NaN, for every parameter of every layer."""
     paths = {f"{part}/{name}": g for part in ("attention", "mlp") for name, g in gradients["layers"][part].items()}
     shares = np.array([np.isnan(g).reshape(4, -1).mean(axis=1) for g in paths.values()])
-    _, axis = plt.subplots(figsize=(5.2, 3.2), layout="constrained")
+    _, axis = plt.subplots(figsize=(5.2, 3.2))
     shown = axis.imshow(100 * shares, vmin=0, vmax=100, cmap="cividis", aspect="auto")
     axis.set(xticks=range(4), xlabel="layer", title="elements of the gradient that are NaN")
     axis.set_yticks(range(len(paths)), list(paths))
@@ -81,8 +82,8 @@ def show_finite(gradients) -> None:
 show_finite(gradients)
 
 # %% [markdown]
-# Read the picture from the right, as the backward pass runs: the last layer is clean, and everything from the MLP of the layer with the
-# number 2 on is NaN. So the mistake is in this MLP or between the two layers. The picture does not show which operation it is.
+# Read the picture from the right, as the backward pass runs: the last layer is clean, and everything from the MLP of the layer
+# with the number 2 on is NaN. So the mistake is in this MLP or between the two layers. The picture does not show which operation it is.
 
 # %% [markdown]
 # ## What made it NaN
@@ -115,13 +116,13 @@ print("again:", statistics(again[0]))
 squares = np.linspace(0.0, 1.0, 2000)
 with np.errstate(divide="ignore"):
     slope = 0.5 / np.sqrt(squares)
-figure, (left, middle) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+figure, (left, right_side) = plt.subplots(1, 2, figsize=(9, 3))
 left.plot(squares, np.sqrt(squares), color=BLUE)
 left.set(xlabel="sum of squares", title="length: the square root")
-middle.plot(squares[1:], slope[1:], color=RED)
-middle.axvline(0, color=RED, linestyle=":")
-middle.annotate("infinite at zero", (0, slope[1:].max()), (0.04, 0.9 * slope[1:].max()))
-middle.set(xlabel="sum of squares", title="its derivative, by which gradients are multiplied")
+right_side.plot(squares[1:], slope[1:], color=RED)
+right_side.axvline(0, color=RED, linestyle=":")
+right_side.annotate("infinite at zero", (0, slope[1:].max()), (0.04, 0.9 * slope[1:].max()))
+right_side.set(xlabel="sum of squares", title="its derivative, by which gradients are multiplied")
 plt.show()
 
 # %% [markdown]
@@ -146,13 +147,13 @@ print("found:", replay.explain(cfg, ctx, values, batch))
 layers.mlp = right
 
 # %% [markdown]
-# Every gradient is finite now. The MLP of the layer with the number 2 gets gradients of zero: its outputs have the length zero, and
-# the repaired MLP returns zero for them, whatever its matrices are.
+# Every gradient is finite now. The MLP of the layer with the number 2 gets gradients of zero: its outputs have the length zero,
+# and the repaired MLP returns zero for them, whatever its matrices are.
 
 # %%
 show_finite(gradients)
 norms = {name: np.sqrt((np.square(g).reshape(4, -1)).sum(axis=1)) for name, g in gradients["layers"]["mlp"].items()}
-_, axis = plt.subplots(figsize=(5.2, 3), layout="constrained")
+_, axis = plt.subplots(figsize=(5.2, 3))
 for k, (name, by_layer) in enumerate(norms.items()):
     axis.bar(np.arange(4) + 0.25 * k, by_layer, 0.22, label=name, color=(BLUE, GREEN, RED)[k])
 axis.set(xticks=range(4), xlabel="layer", title="norm of the gradient, after the repair")
@@ -162,8 +163,9 @@ plt.show()
 # %% [markdown]
 # ## Exercise
 #
-# Another author repairs the MLP by `jnp.maximum`: `y / jnp.sqrt(jnp.maximum(squares, 1e-12))`. Are the gradients finite now? How
-# large is the gradient of `layers/mlp/w_down` in the third layer, compared with the repaired model?
+# Another author repairs the MLP by `jnp.maximum`: `y / jnp.sqrt(jnp.maximum(squares, 1e-12))`. Are the gradients finite now?
+# How large is the norm of the gradient of `layers/mlp/w_down` in the third layer? Guess it within a factor of ten; the
+# cell below computes it.
 #
 # <details><summary>Answer</summary>
 #
@@ -173,11 +175,30 @@ plt.show()
 #
 # </details>
 
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+
+
+def other(cfg, p, x, ctx):
+    """The MLP with the other author's repair."""
+    y = right(cfg, p, x, ctx)
+    return y / jnp.sqrt(jnp.maximum(jnp.square(y).sum(axis=-1, keepdims=True), 1e-12))
+
+
+layers.mlp = other
+_, gradients, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
+layers.mlp = right
+norm = float(jnp.linalg.norm(gradients["layers"]["mlp"]["w_down"][2].ravel()))
+if answer is not None:
+    print("Right." if norm / 10 < answer < 10 * norm else "Not yet.", f"The norm is {norm:,.0f}.")
+assert 15_000 < norm < 25_000
+
 # %% [markdown]
 # ## To stop within a layer
 #
-# A compiled step cannot be stopped. With `--debug.eager=true`, a run computes each step operation by operation. Put `breakpoint()` into
-# a function of `jaxstack/models/layers.py`: Python's debugger stops there, and sees arrays. Its command `show x` prints the values with
-# their statistics.
+# A compiled step cannot be stopped. With `--debug.eager=true`, a run computes each step operation by operation. Put
+# `breakpoint()` into a function of `jaxstack/models/layers.py`: Python's debugger stops there, and sees arrays. Its command
+# `show x` prints the values with their statistics.
 #
 # Next: [debugging](https://github.com/jaxstack/jaxstack/blob/main/docs/debugging.md) of runs, and how the search works.

@@ -4,9 +4,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/diffusion.ipynb)
 #
 # Does a step that removes noise need another expert than a step that sharpens edges? A diffusion model turns noise into a
-# picture in many small steps. The first steps decide where ink will be at all, the last
-# ones sharpen edges. These are different tasks, so each range of times may have an MLP of its own: an *expert by timestep*,
-# as in ERNIE-ViLG 2.0. Attention and all other weights are shared, and each step multiplies with one expert only.
+# picture in many small steps. The first steps decide where ink will be at all, the last ones sharpen edges. These are
+# different tasks, so each range of times may have an MLP of its own: an *expert by timestep*, as in ERNIE-ViLG 2.0. Attention
+# and all other weights are shared, and each step multiplies with one expert only.
 #
 # This notebook trains such a model on 8x8 digits in a minute or two, draws digits step by step, and measures what each expert
 # has learned. You need no download and no accelerator.
@@ -63,8 +63,8 @@ train.main(cfg)
 # %% [markdown]
 # ## What the model sees
 #
-# Training mixes a picture with noise: `(1 - t) picture + t noise`. The colours below are the experts that learn from each
-# time.
+# Training mixes a picture with noise: `(1 - t) picture + t noise`. The color of a frame is the expert that learns from this
+# time: light is late and close to noise.
 
 # %%
 import jax
@@ -73,14 +73,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxstack as js
+from jaxstack.common.drawing import STYLE
 from jaxstack.data.images import from_patches, to_patches
 from jaxstack.families import diffusion
+from jaxstack.models import params
 from jaxstack.models.context import Context
 
+plt.rcParams.update(STYLE)
 run = js.load("runs/digits", mesh={"data": 1})
 model, ctx = run.model, Context()
 last = model.moe.max_timestep
-colours = plt.cm.viridis(np.linspace(0.9, 0.1, EXPERTS))
+colors = plt.cm.viridis(np.linspace(0.1, 0.9, EXPERTS))
 
 
 def expert_of(timestep: int) -> int:
@@ -93,14 +96,16 @@ def pixels(patches: np.ndarray) -> np.ndarray:
 
 
 def show(rows: list[list[np.ndarray]], timesteps: list[int], title: str) -> None:
-    """Draws rows of pictures, one column for each timestep, framed in the colour of the timestep's expert."""
-    figure, axes = plt.subplots(len(rows), len(timesteps), figsize=(len(timesteps), len(rows) + 0.6), squeeze=False)
+    """Draws rows of pictures, one column for each timestep, framed in the color of the timestep's expert."""
+    figure, axes = plt.subplots(
+        len(rows), len(timesteps), figsize=(0.9 * len(timesteps), 0.9 * len(rows) + 0.6), squeeze=False
+    )
     for row, cells in zip(axes, rows, strict=True):
         for axis, cell, timestep in zip(row, cells, timesteps, strict=True):
             axis.imshow(cell, cmap="gray", vmin=-1, vmax=1)
             axis.set(xticks=[], yticks=[])
             for spine in axis.spines.values():
-                spine.set(color=colours[expert_of(timestep)], linewidth=3)
+                spine.set(visible=True, color=colors[expert_of(timestep)], linewidth=3)
     for axis, timestep in zip(axes[0], timesteps, strict=True):
         axis.set_title(f"t={timestep / last:.1f}", fontsize=8)
     figure.suptitle(title, fontsize=10)
@@ -128,19 +133,19 @@ show(
 
 # %%
 @jax.jit
-def velocity(params, noisy, classes, timestep):
+def velocity(values, noisy, classes, timestep):
     rows = jnp.broadcast_to(classes[:, None], noisy.shape[:2])
     batch = {"noisy": noisy, "classes": rows, "gate_ids": jnp.zeros_like(rows) + timestep}
-    hidden, _ = families.of(model).hidden_states(model, params, batch, ctx)
-    return diffusion.predict(model, params, hidden, batch, ctx)
+    hidden, _ = families.of(model).hidden_states(model, values, batch, ctx)
+    return diffusion.predict(model, values, hidden, batch, ctx)
 
 
-def draw(params, classes: np.ndarray, timesteps: list[int]) -> list[np.ndarray]:
+def draw(values, classes: np.ndarray, timesteps: list[int]) -> list[np.ndarray]:
     """Returns the guessed pictures [N, H, W] of every step, from noise to the picture."""
     noisy, guesses = jnp.asarray(noise[: len(classes)]), []
     for here, there in zip(timesteps, [*timesteps[1:], None], strict=True):
         step = diffusion.Path.at("flow", diffusion.time_of(model, jnp.int32(here)))
-        clean, left = step.solve(noisy, velocity(params, noisy, jnp.asarray(classes), here))
+        clean, left = step.solve(noisy, velocity(values, noisy, jnp.asarray(classes), here))
         guesses.append(pixels(clean))
         if there is not None:
             noisy = diffusion.Path.at("flow", diffusion.time_of(model, jnp.int32(there))).mix(clean, left)
@@ -165,10 +170,10 @@ show(
 
 
 # %%
-def only(params, expert: int):
+def only(values, expert: int):
     """Returns the parameters with one expert in the place of all."""
-    experts = jax.tree.map(lambda a: jnp.broadcast_to(a[:, expert, None], a.shape), params["layers"]["moe"])
-    return {**params, "layers": {**params["layers"], "moe": experts}}
+    experts = jax.tree.map(lambda a: jnp.broadcast_to(a[:, expert, None], a.shape), values["layers"]["moe"])
+    return {**values, "layers": {**values["layers"], "moe": experts}}
 
 
 columns_of = {"all": draw(run.params, wanted, down)[-1]}
@@ -185,16 +190,16 @@ plt.show()
 # ## Who is best where
 #
 # The same question as a number: the error of the velocity on held-out pictures, for each range of times (rows) and each expert
-# (columns). Each expert should be the best one in its own range, on the diagonal.
+# (columns). Light is the best of a row. Each expert should be the best one in its own range, on the diagonal.
 
 
 # %%
-def error(params, part: int) -> float:
+def error(values, part: int) -> float:
     """Returns the mean squared error of the velocity on held-out pictures, over timesteps of one range."""
     found = []
     for timestep in np.linspace(part * last / EXPERTS, (part + 1) * last / EXPERTS - 1, 6).astype(int):
         path = diffusion.Path.at("flow", diffusion.time_of(model, jnp.int32(timestep)))
-        guess = velocity(params, path.mix(held_out, noise), jnp.asarray(labels), int(timestep))
+        guess = velocity(values, path.mix(held_out, noise), jnp.asarray(labels), int(timestep))
         found.append(float(jnp.square(guess - path.velocity(held_out, noise)).mean()))
     return float(np.mean(found))
 
@@ -216,7 +221,8 @@ assert (errors.argmin(1) == np.arange(EXPERTS)).all(), "each expert is the best 
 # ## Exercise
 #
 # How many parameters does this model have beyond a model with one MLP in each block? How many more FLOPs does a step of the
-# sampler take?
+# sampler take? `model.d_model` and `model.d_ff` have the sizes of an MLP, which has two matrices. The cell below checks your
+# first number.
 #
 # <details><summary>Answer</summary>
 #
@@ -224,6 +230,15 @@ assert (errors.argmin(1) == np.arange(EXPERTS)).all(), "each expert is the best 
 # all pictures of a step have the same time, and so one expert computes.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+experts = families.spec(model)["layers"]["moe"]
+right = params.count(experts) * (EXPERTS - 1) // EXPERTS
+if answer is not None:
+    print("Right." if answer == right else "Not yet.")
+assert right == model.num_layers * (EXPERTS - 1) * 2 * model.d_model * model.d_ff
 
 # %% [markdown]
 # ## Things to try

@@ -3,9 +3,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/experts.ipynb)
 #
-# What happens to a router that nothing balances? In a *mixture of experts* each block has several MLPs, and a *router* sends every token to a few of them. The model has more
-# weights than it multiplies with each token. Without balancing, a router sends nearly all tokens to a few experts: these
-# improve, are chosen more often, and the others learn nothing. This notebook shows that, and two remedies.
+# What happens to a router that nothing balances? In a *mixture of experts* each block has several MLPs, and a *router* sends
+# every token to a few of them. The model has more weights than it multiplies with each token. Without balancing, a router sends
+# nearly all tokens to a few experts: these improve, are chosen more often, and the others learn nothing. This notebook shows
+# that, and two remedies.
 #
 # It trains small models on bytes of Python's standard library, in a minute or two. You need no download and no accelerator.
 
@@ -52,6 +53,7 @@ import optax
 from IPython.display import HTML, display
 
 from jaxstack import sharding
+from jaxstack.common.drawing import BLUE, COLORS, GRAY, ORANGE, STYLE
 from jaxstack.families import flops
 from jaxstack.families.context import make_context
 from jaxstack.features.experts import route
@@ -60,6 +62,7 @@ from jaxstack.models.context import Context
 from jaxstack.training.assemble import make_gradients
 from jaxstack.training.state import Recipe, abstract_state, make_optimizer, make_state
 
+plt.rcParams.update(STYLE)
 print(dataset.description)
 print(
     f"{params.count(families.spec(cfg.model)):,} parameters, of which each byte uses {flops.matmul_params(cfg.model):,}"
@@ -131,7 +134,8 @@ def train(cfg: Config) -> tuple[Any, History]:
 
 # %% [markdown]
 # The three runs have equal batches, and equal initial values of all parameters that they share. The first step of each
-# compiles.
+# compiles. Each picture shows the loads of the busiest and of the idlest expert while the model learns, as multiples of the even
+# share, for both layers.
 
 
 # %%
@@ -146,6 +150,14 @@ def run(name: str) -> None:
     print(f"loss             {h.loss[-20:].mean():.3f} nats per byte, mean of the last 20 steps")
     print(f"busiest expert   {h.load[-20:].max(-1).mean():.2f} times its even share")
     print(f"dropped          {h.dropped[-20:].mean():.1%}")
+    figure, axes = plt.subplots(figsize=(5, 1.8))
+    for layer, style in enumerate(("-", "--")):
+        axes.plot(h.load[:, layer].max(-1), style, color=ORANGE, label=f"busiest, layer {layer}")
+        axes.plot(h.load[:, layer].min(-1), style, color=BLUE, label=f"idlest, layer {layer}")
+    axes.axhline(1, color=GRAY, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="load", ylim=(0, 4), title=f"balanced by {name}")
+    figure.legend(loc="outside right center")
+    plt.show()
 
 
 run("nothing")
@@ -162,7 +174,7 @@ run("a bias")
 # Each row is an expert. White is the even share, blue is more (up to 4: every byte), red is less.
 
 # %%
-figure, grid = plt.subplots(LAYERS, len(routers), figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
+figure, grid = plt.subplots(LAYERS, len(routers), figsize=(9, 4), sharex=True, sharey=True)
 for column, (name, h) in enumerate(histories.items()):
     for layer in range(LAYERS):
         axes = grid[layer, column]
@@ -203,15 +215,14 @@ assert min(idlest["a loss"], idlest["a bias"]) > 0.25
 # from the scores, before experts are chosen.
 
 # %%
-figure, grid = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
+figure, grid = plt.subplots(1, 3, figsize=(9, 2.8))
 for name, h in histories.items():
     grid[0].plot(h.loss, label=name)
     grid[1].plot(100 * h.dropped.mean(-1), label=name)
     grid[2].plot(h.entropy.mean(-1), label=name)
 for axes, title in zip(grid, ("loss (nats per byte)", "dropped pairs (%)", "router entropy (nats)"), strict=True):
     axes.set(title=title, xlabel="step")
-    axes.grid(alpha=0.3)
-grid[2].axhline(np.log(EXPERTS), color="gray", linestyle="--", linewidth=1)
+grid[2].axhline(np.log(EXPERTS), color=GRAY, linestyle="--")
 grid[0].legend()
 plt.show()
 
@@ -265,7 +276,7 @@ for layer in range(LAYERS):
 # %%
 frequent = np.argsort(-np.bincount(tokens.ravel(), minlength=256))[:40]
 frequent = np.sort(frequent)
-figure, grid = plt.subplots(LAYERS, 1, figsize=(11, 5), sharex=True, layout="constrained")
+figure, grid = plt.subplots(LAYERS, 1, figsize=(9, 4.4), sharex=True)
 for layer, axes in enumerate(grid):
     share = np.zeros((EXPERTS, len(frequent)))
     for column, byte in enumerate(frequent):
@@ -306,19 +317,19 @@ assert decided(tokens[:, 1:], experts[0, :, 1:, 0]) > 0.3 > 10 * decided(tokens[
 # choice. Below is held-out text, each byte in the color of its first expert in the last layer.
 
 # %%
-colours = [f"hsl({360 * i // EXPERTS}, 70%, 80%)" for i in range(EXPERTS)]
 spans = [
-    f'<span style="background: {colours[expert]}">{html.escape(chr(byte)) if byte != 10 else "&#8629;<br>"}</span>'
+    f'<span style="background: {COLORS[expert]}80">{html.escape(chr(byte)) if byte != 10 else "&#8629;<br>"}</span>'
     for row in range(3)
     for byte, expert in zip(tokens[row].tolist(), experts[-1, row, :, 0].tolist(), strict=True)
 ]
-display(HTML(f'<pre style="line-height: 1.5; color: black">{"".join(spans)}</pre>'))
+display(HTML(f'<pre style="line-height: 1.5; color: black; background: white">{"".join(spans)}</pre>'))
 
 # %% [markdown]
 # ## Exercise
 #
 # Each byte has two of the eight experts, and an expert takes at most 1.25 times its even share of a sequence. If every byte
-# chooses one and the same expert first, what part of that expert's pairs is dropped? What part of all pairs is that?
+# chooses one and the same expert first, what part of that expert's pairs is dropped? What part of all pairs is that? The cell
+# below checks the second part, as a percentage.
 #
 # <details><summary>Answer</summary>
 #
@@ -326,6 +337,16 @@ display(HTML(f'<pre style="line-height: 1.5; color: black">{"".join(spans)}</pre
 # times and drops 68.75% of its pairs. These are 34.4% of all pairs. Compare that with the middle picture above.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+length = cfg.data.seq_len
+capacity = cfg.model.moe.capacity_factor * length * CHOICES / EXPERTS
+right = 100 * (length - capacity) / (length * CHOICES)
+if answer is not None:
+    print("Right." if abs(answer - right) < 0.5 else "Not yet.")
+assert abs(right - 34.4) < 0.1
 
 # %% [markdown]
 # ## Where to go next

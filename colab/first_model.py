@@ -3,8 +3,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb)
 #
-# What does a small model learn about Python in half a minute? Train a language model to write Python, byte by byte, on the source of Python's standard library, which is already on
-# this machine. Then change the model and measure the difference. You need no download and no accelerator.
+# What does a small model learn about Python in half a minute? Train a language model to write Python, byte by byte. Its text
+# is the source of Python's standard library, which is already on this machine. Then change the model and measure the
+# difference. You need no download and no accelerator.
 
 # %%
 # include parts/install.py
@@ -182,15 +183,23 @@ plt.show()
 # %% [markdown]
 # ## Exercise
 #
-# How many parameters does this model have with four layers in place of two? Look at the table of parameters, and answer before
-# you count: `params.count(families.spec(replace(cfg.model, num_layers=4)))`.
+# How many parameters does this model have with four layers in place of two? Compute it from the table of parameters, and let
+# the cell below check your number.
 #
 # <details><summary>Answer</summary>
 #
 # Arrays whose first dimension is `layers` have twice the size. All others, the embedding and the last norm, stay as they are.
-# So you add the parameters of two layers: `params.count(spec["layers"])`.
+# So you add the parameters of two layers: `params.count(spec) + params.count(spec["layers"])`.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+right = params.count(families.spec(replace(cfg.model, num_layers=4)))
+if answer is not None:
+    print("Right." if answer == right else "Not yet.")
+assert right == params.count(spec) + params.count(spec["layers"])
 
 # %% [markdown]
 # ## Where to go next

@@ -3,9 +3,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb)
 #
-# How do you train a model of your own on eight devices, without changing it? Shard a Flax model over several devices. For every array you decide which of its dimensions is split over which mesh axis.
-# Here these decisions are a list of rules. `shard` checks every rule and places the arrays; the code of the model does not
-# change.
+# How do you train a model of your own on eight devices, without changing it? For every array you decide which of its dimensions
+# is split over which mesh axis. Here these decisions are a list of rules. `shard` checks every rule and places the arrays; the
+# code of the model does not change.
 #
 # You need no accelerator: with fewer than eight devices, the CPU simulates eight.
 
@@ -25,7 +25,7 @@ import optax
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 
-from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
+from jaxstack.common.drawing import BLUE, COLORS, GRAY, ORANGE, STYLE
 from jaxstack.config import MeshConfig
 from jaxstack.sharding import Rules, ShardingError, assert_sharded, make_mesh, shard, shardings_of, summarize
 
@@ -80,8 +80,8 @@ class NextToken(nnx.Module):
 plain = NextToken(VOCAB, width=128, layers=2, rngs=nnx.Rngs(0))
 
 # %% [markdown]
-# `shardings_of` reads the present sharding of arrays, and `summarize` prints it. Nothing is split yet: on the mesh, every device would
-# hold all of it. The first column has the paths for which you write rules.
+# `shardings_of` reads the present sharding of arrays, and `summarize` prints it. Nothing is split yet: on the mesh, every
+# device would hold all of it. The first column has the paths for which you write rules.
 
 # %%
 print(summarize(*shardings_of(plain), mesh))
@@ -123,34 +123,51 @@ assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(pla
 # How many bytes does a device store of each array? An eighth is the least that eight devices can store; a quarter means that
 # `data` does not split parameters.
 
-# %%
-leaves, specs = shardings_of(model)
-whole = np.array([leaf.itemsize * np.prod(leaf.shape) for leaf in leaves.values()]) / 1024
-parts = [jax.NamedSharding(mesh, specs[path]).shard_shape(leaf.shape) for path, leaf in leaves.items()]
-stored = np.array([4 * np.prod(part) for part in parts]) / 1024
 
-figure, axes = plt.subplots(figsize=(7, 3.2))
-axes.barh(list(leaves), whole, color=GRAY, label="the whole array")
-axes.barh(list(leaves), stored, color=BLUE, label="on each device")
-axes.invert_yaxis()
-axes.set(xlabel="KiB")
-axes.legend()
+# %%
+def show_stored(tree) -> float:
+    """Draws the bytes of each array and what a device stores of it. Returns the stored part of all bytes."""
+    leaves, specs = shardings_of(tree)
+    whole = np.array([leaf.itemsize * np.prod(leaf.shape) for leaf in leaves.values()]) / 1024
+    parts = [jax.NamedSharding(mesh, specs[path]).shard_shape(leaf.shape) for path, leaf in leaves.items()]
+    stored = np.array([leaf.itemsize * np.prod(part) for leaf, part in zip(leaves.values(), parts, strict=True)]) / 1024
+    _, axes = plt.subplots(figsize=(7, 0.5 + 0.22 * len(leaves)))
+    axes.barh(list(leaves), whole, color=GRAY, label="the whole array")
+    axes.barh(list(leaves), stored, color=BLUE, label="on each device")
+    axes.invert_yaxis()
+    axes.set(xlabel="KiB")
+    axes.legend()
+    plt.show()
+    print(f"a device stores {stored.sum() / whole.sum():.1%} of the parameters")
+    return stored.sum() / whole.sum()
+
+
+assert show_stored(model) < 0.27
+
+# %% [markdown]
+# Which devices hold which part of an array? On the left `up/kernel`, 128 x 512: `fsdp` splits its rows in two halves, `tensor`
+# its columns. Two devices hold each part, because parameters are not split over `data`. On the right the embedding, 64 x 128:
+# its rows are split over `fsdp` and `tensor` together, into four parts.
+
+
+# %%
+def draw_parts(axes, array: jax.Array, title: str) -> None:
+    """Draws a matrix with its parts, and the devices that hold each."""
+    holders = {}
+    for device, place in array.sharding.devices_indices_map(array.shape).items():
+        ends = [part.indices(size)[:2] for part, size in zip(place, array.shape, strict=True)]
+        holders.setdefault(tuple(ends), []).append(device.id)
+    for color, (((top, bottom), (left, right)), ids) in zip(COLORS, sorted(holders.items()), strict=False):
+        axes.add_patch(plt.Rectangle((left, top), right - left, bottom - top, facecolor=color, edgecolor="white"))
+        text = "devices " + ", ".join(map(str, sorted(ids)))
+        axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", color="white")
+    axes.set(xlim=(0, array.shape[1]), ylim=(array.shape[0], 0), xlabel="column", ylabel="row", title=title)
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+draw_parts(left, model.blocks[0].up.kernel[...], "blocks/0/up/kernel")
+draw_parts(right, model.embed.embedding[...], "embed/embedding")
 plt.show()
-print(f"a device stores {stored.sum() / whole.sum():.1%} of the parameters")
-assert stored.sum() < 0.27 * whole.sum()
-
-# %% [markdown]
-# JAX draws which devices hold the parts of an array. First `up/kernel`, 128 x 512: `fsdp` splits its rows in two halves,
-# `tensor` its columns. Two devices hold each part, because parameters are not split over `data`.
-
-# %%
-jax.debug.visualize_array_sharding(model.blocks[0].up.kernel[...], scale=0.6)
-
-# %% [markdown]
-# The embedding is 64 x 128. Its rows are split over `fsdp` and `tensor` together, into four parts.
-
-# %%
-jax.debug.visualize_array_sharding(model.embed.embedding[...], scale=0.8)
 
 # %% [markdown]
 # ## The optimizer
@@ -185,7 +202,8 @@ def train_step(model: NextToken, optimizer: nnx.Optimizer, tokens: jax.Array) ->
 
 
 # %% [markdown]
-# The task: each token has one successor, which is drawn once.
+# The task: each token has one successor, which is drawn once. A model that has learned it reaches a loss of zero. One that
+# takes all tokens for equally likely has ln 64, the dashed line below.
 
 # %%
 rng = np.random.default_rng(0)
@@ -195,10 +213,13 @@ while len(sequences) <= LENGTH:
     sequences.append(successor[sequences[-1]])
 batches = np.stack(sequences, axis=-1).astype(np.int32)  # [step, sequence, position]
 
-# %%
 on_eight = np.array([train_step(model, optimizer, jax.device_put(tokens, rows)) for tokens in batches])
-for step in (0, 5, 10, 15, 19):
-    print(f"step {step:2}  loss {on_eight[step]:.4f}")
+figure, axes = plt.subplots(figsize=(5, 2.4))
+axes.plot(on_eight, "o-", color=BLUE, markersize=3)
+axes.axhline(np.log(VOCAB), color=GRAY, linestyle="--")
+axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None), xticks=range(0, STEPS, 5))
+plt.show()
+print(f"loss {on_eight[0]:.4f} at the first step, {on_eight[-1]:.4f} at the last")
 assert on_eight[-1] < on_eight[0] / 2
 
 # %% [markdown]
@@ -275,7 +296,7 @@ state_rules = Rules(
 )
 state = shard(plain_state, state_rules, mesh)
 assert_sharded(*shardings_of(state), mesh)
-print(summarize(*shardings_of(state.params), mesh))
+assert show_stored(state.params) < 0.27
 
 # %% [markdown]
 # A linen step is a function from state to state. `out_shardings` gives the result the sharding of the argument.
@@ -344,20 +365,35 @@ for what, paths in mistakes.items():
 # %% [markdown]
 # ## Exercise
 #
-# Change the rule of `params/head/kernel` in `state_rules` so that every device has the whole array. How many times the bytes does
-# each device then have of it? Check with `summarize`.
+# Change the rule of `params/head/kernel` in `state_rules` so that every device has the whole array. How many times the bytes
+# does each device then have of it? The cell below checks your number.
 #
 # <details><summary>Answer</summary>
 #
-# `("params/head/kernel", ())`. The mesh has eight devices and both dimensions were split, so each device has eight times as many
-# bytes of it as before.
+# `("params/head/kernel", ())`. `fsdp` and `tensor` split it into four parts, so each device has four times as many bytes of it
+# as before. The eight devices had two copies of each part, because `data` does not split parameters.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+changed = Rules(paths=[("params/head/kernel", ()), *state_rules.paths[:3], state_rules.paths[4]])
+shapes = [
+    leaf.sharding.shard_shape(leaf.shape)
+    for leaf in (shard(plain_state, r, mesh).params["head"]["kernel"] for r in (changed, state_rules))
+]
+right = np.prod(shapes[0]) // np.prod(shapes[1])
+if answer is not None:
+    print("Right." if answer == right else "Not yet.")
+assert right == 4
 
 # %% [markdown]
 # ## Where to go next
 #
-# - [docs/flax.md](https://github.com/jaxstack/jaxstack/blob/main/docs/flax.md): models larger than one device (`shard` works inside `jax.jit` and on shapes without
-#   values), every error, and the traps.
-# - [first_model.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb): train a language model of jaxstack in five minutes.
-# - [docs/meshes.md](https://github.com/jaxstack/jaxstack/blob/main/docs/meshes.md): jaxstack's own models on many meshes, each compared with one device.
+# - [docs/flax.md](https://github.com/jaxstack/jaxstack/blob/main/docs/flax.md): models larger than one device (`shard` works
+#   inside `jax.jit` and on shapes without values), every error, and the traps.
+# - [first_model.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb): train a
+#   language model of jaxstack in five minutes.
+# - [docs/meshes.md](https://github.com/jaxstack/jaxstack/blob/main/docs/meshes.md): jaxstack's own models on many meshes, each
+#   compared with one device.

@@ -3,9 +3,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/kernels.ipynb)
 #
-# When does a kernel pay, and how do you know that it is right? XLA fuses well, and most of a model needs no kernel. A kernel pays where XLA writes something large to memory that is not
-# needed there: the scores of attention, the logits of a vocabulary. For two operations, this notebook goes through all steps:
-# a reference, exact values to compare with, a kernel, its gradient, what it must not read, and what it may skip.
+# When does a kernel pay, and how do you know that it is right? XLA fuses well, and most of a model needs no kernel. A kernel
+# pays where XLA writes something large to memory that is not needed there: the scores of attention, the logits of a
+# vocabulary. For two operations, this notebook goes through all steps: a reference, exact values to compare with, a kernel,
+# its gradient, what it must not read, and what it may skip.
 #
 # You need no accelerator: Pallas has an interpreter, which runs a kernel block by block on any machine.
 
@@ -355,16 +356,23 @@ else:
 # %% [markdown]
 # ## Exercise
 #
-# How many of the 64 blocks does the kernel visit with a window of 200? Draw the picture in your mind, count, and then compute it
-# with `visited`.
+# How many of the 64 blocks does the kernel visit with a window of 200? Draw the picture in your mind and count. The cell below
+# checks your number.
 #
 # <details><summary>Answer</summary>
 #
 # 30. The first five rows of blocks visit all blocks up to the diagonal: 1 + 2 + 3 + 4 + 5. The other three visit five blocks
 # each: the window of a row of 64 queries covers 263 keys, which lie in five blocks.
-# `sum(int(high) - int(low) for low, high in (visited(i, 200) for i in range(8)))` is 30.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+right = sum(int(high) - int(low) for low, high in (visited(i, 200) for i in range(8)))
+if answer is not None:
+    print("Right." if answer == right else "Not yet.")
+assert right == 30
 
 # %% [markdown]
 # In a run it is a key: `jaxstack train --kernels.attention=pallas`. To add an implementation, write its function, add its name

@@ -3,9 +3,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/pipelines.ipynb)
 #
-# Which schedule keeps the stages busy, and what does it cost? A pipeline places the layers of a model on several devices, its *stages*, and sends the batch through them in
-# *microbatches*. The *schedule* says which stage does what when. Here a schedule is a table of integers. This notebook draws
-# some schedules, counts their costs, runs them, and writes a new one.
+# Which schedule keeps the stages busy, and what does it cost? A pipeline places the layers of a model on several devices, its
+# *stages*, and sends the batch through them in *microbatches*. The *schedule* says which stage does what when. Here a schedule
+# is a table of integers. This notebook draws some schedules, counts their costs, runs them, and writes a new one.
 #
 # You need no accelerator: with fewer than four devices, the CPU simulates them.
 
@@ -24,9 +24,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image, display
 
+from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
 from jaxstack.config import MeshConfig
 from jaxstack.pipeline import (
     Schedule,
@@ -43,6 +45,7 @@ from jaxstack.pipeline.plot import draw
 from jaxstack.sharding import make_mesh
 
 jax.config.update("jax_default_matmul_precision", "float32")  # GPUs and TPUs would round more, and differ more
+plt.rcParams.update(STYLE)
 STAGES = 4
 devices = (jax.devices() if jax.device_count() >= STAGES else jax.devices("cpu"))[:STAGES]
 print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
@@ -92,9 +95,9 @@ show(interleaved_one_f_one_b(STAGES, 8, chunks=2))
 #
 # ## Weight units
 #
-# A backward unit computes two gradients: that of the activations, for which the previous stage waits, and those of the weights,
-# for which no stage waits. *ZB1* computes the latter in a third kind of unit (green): on all stages at once, after the last
-# backward unit of a microbatch. So the gaps at both ends have no green part.
+# A backward unit computes two kinds of gradients. The previous stage waits for the gradient of the activations. No stage waits for
+# the gradients of the weights. *ZB1* computes the gradients of the weights in a third kind of unit (green): on all stages at
+# once, after the last backward unit of a microbatch. So the gaps at both ends have no green part.
 
 # %%
 show(zb1(STAGES, 8))
@@ -121,8 +124,8 @@ print(zb_h1(STAGES, 8).text())
 # | ZB1 | 2 (P - 1) / (3 M) | min(2P - 1, M) |
 # | ZB-H1, M at least 2P - 1 | (P - 1) / (3 M) | 2P - 1 |
 #
-# We check these formulas by counting in the tables. A tick has three lanes, which follow each other: one for each kind of unit.
-# ZB-H1 has weight units in the other two lanes as well.
+# We check these formulas by counting in the tables, and draw both numbers for more and more microbatches. A tick has three lanes,
+# which follow each other: one for each kind of unit. ZB-H1 has weight units in the other two lanes as well.
 
 
 # %%
@@ -140,7 +143,7 @@ def counted(schedule: Schedule) -> tuple[float, int]:
 
 
 P = STAGES
-print("                       bubble          slots")
+history = {}
 for M in (8, 16, 32, 64):
     for schedule, bubble, slots in (
         (gpipe(P, M), (P - 1) / M, M),
@@ -150,9 +153,23 @@ for M in (8, 16, 32, 64):
         (zb_h1(P, M), (P - 1) / (3 * M), 2 * P - 1),
     ):
         found = counted(schedule)
-        print(f"{schedule.name:17} M={M:<3} {found[0]:6.1%} {found[1]:10}")
+        history.setdefault(schedule.name, []).append((M, *found))
         assert np.isclose(found[0], bubble)
         assert found[1] == slots == schedule.slots
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
+for (name, rows), style in zip(history.items(), ("o-", "s--", "^-", "v-", "d-"), strict=True):
+    counts, bubbles, slots = np.transpose(rows)
+    left.plot(counts, 100 * bubbles, style, markersize=4, label=name)
+    right.plot(counts, slots, style, markersize=4)
+left.set(xscale="log", xlabel="microbatches", ylabel="bubble (%)")
+right.set(xscale="log", yscale="log", xlabel="microbatches", ylabel="slots")
+for axes in (left, right):
+    axes.set_xticks(counts, [f"{n:.0f}" for n in counts])
+    axes.minorticks_off()
+right.set_yticks([7, 11, 16, 32, 64], ["7", "11", "16", "32", "64"])
+figure.legend(loc="outside right center")
+plt.show()
 
 # %% [markdown]
 # ### Which one?
@@ -271,13 +288,18 @@ for make in (gpipe, one_f_one_b):
         compiled[schedule.name, M] = jax.jit(pipelined(schedule)).lower(shared, stacked, batch_of(M)).compile()
 
 needs = {key: program.memory_analysis().temp_size_in_bytes for key, program in compiled.items()}
-print("MB            M=8    M=16    M=32")
-for name in ("gpipe", "1f1b"):
-    print(f"{name:8}" + "".join(f"{needs[name, M] / 1e6:8.1f}" for M in (8, 16, 32)))
+figure, axes = plt.subplots(figsize=(5, 2.4))
+for shift, name, color in ((-0.2, "gpipe", ORANGE), (0.2, "1f1b", BLUE)):
+    bars = axes.bar(np.arange(3) + shift, [needs[name, M] / 1e6 for M in (8, 16, 32)], 0.4, color=color, label=name)
+    axes.bar_label(bars, fmt="%.0f")
+axes.set_xticks(range(3), [f"{M} microbatches" for M in (8, 16, 32)])
+axes.set(ylabel="MB")
+axes.legend(loc="upper left")
+plt.show()
 
 # %% [markdown]
-# GPipe's memory grows with every microbatch, and that of 1F1B does not. (It keeps its 7 units; the one percent is the batch
-# itself, which is larger.)
+# GPipe's memory grows with every microbatch. The memory of 1F1B does not, because it keeps 7 units. It grows by one percent,
+# because the batch itself is larger.
 
 # %%
 assert needs["1f1b", 32] < 1.01 * needs["1f1b", 8]
@@ -303,10 +325,17 @@ for M in (8, 16, 32):
         jax.block_until_ready(program(*arguments))
         times.append(time.perf_counter() - start)
     took[M] = min(times) / M
-for M, seconds in took.items():
-    expected = (1 + (STAGES - 1) / M) / (1 + (STAGES - 1) / 32)
-    ratio = seconds / took[32]
-    print(f"M={M:<3}{seconds * 1e3:6.2f} ms a microbatch, {ratio:.2f} of M=32; the bubble says {expected:.2f}")
+    print(f"M={M:<3}{took[M] * 1e3:6.2f} ms a microbatch")
+
+figure, axes = plt.subplots(figsize=(5, 2.4))
+expected = [(1 + (STAGES - 1) / M) / (1 + (STAGES - 1) / 32) for M in took]
+axes.plot(list(took), expected, "--", color=GRAY, label="what the bubble says")
+axes.plot(list(took), [seconds / took[32] for seconds in took.values()], "o", color=BLUE, label="measured")
+axes.set(xticks=list(took), xlabel="microbatches", title="time of a microbatch, relative to 32 of them")
+axes.margins(y=0.2)
+axes.set_ylim(bottom=0)
+axes.legend()
+plt.show()
 
 # %% [markdown]
 # ## A schedule of your own
@@ -371,19 +400,29 @@ for what, (forward_MG, backward_MG) in mistakes.items():
 # ## Exercise
 #
 # You have four stages and want a bubble of at most 10%. How many microbatches does 1F1B need, and how many does ZB-H1 need? Use
-# the table of formulas, and then check with `counted`.
+# the table of formulas. The cell below counts in the tables: write both numbers into `answer`, such as `(16, 8)`.
 #
 # <details><summary>Answer</summary>
 #
 # 1F1B: 3 / M is at most 0.1 with M = 30. ZB-H1: 3 / (3 M) is at most 0.1 with M = 10. So ZB-H1 reaches the same bubble with a
-# third of the batch: `counted(one_f_one_b(4, 30))[0]` and `counted(zb_h1(4, 10))[0]` are both 0.1.
+# third of the batch.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+right = tuple(next(M for M in range(7, 100) if counted(make(4, M))[0] < 0.1 + 1e-9) for make in (one_f_one_b, zb_h1))
+if answer is not None:
+    print("Right." if tuple(answer) == right else "Not yet.")
+assert right == (30, 10)
 
 # %% [markdown]
 # ## Where to go next
 #
-# - [docs/pipelines.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipelines.md): how the executor works, which schedule to choose, and two examples with Flax
-#   models.
+# - [docs/pipelines.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipelines.md): which schedule to choose, and two
+#   examples with Flax models. [docs/pipeline_design.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipeline_design.md)
+#   explains the executor.
 # - `python train.py --mesh.pipe=2` trains the quickstart in a pipeline.
-# - [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb): split the arrays of a Flax model instead of its depth.
+# - [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb): split
+#   the arrays of a Flax model instead of its depth.

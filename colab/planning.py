@@ -26,16 +26,20 @@ from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
+import numpy as np
 from IPython.display import Image, display
 
 from jaxstack.cli import parser
 from jaxstack.cli.plan import with_vocabulary
+from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
 from jaxstack.common.hardware import CHIPS
 from jaxstack.config.reading.parse import parse_config
 from jaxstack.planner import figures, measure, megatron, memory, plot
 from jaxstack.planner.job import Job
 from jaxstack.planner.scaling_law import BESIROGLU, published
 from jaxstack.planner.step_time import step_time
+
+plt.rcParams.update(STYLE)
 
 
 def jaxstack(command: str) -> None:
@@ -110,21 +114,29 @@ display(Image("time.png"))
 
 # %% [markdown]
 # Which mesh is best? These four divide GPT-3 over the same devices. `plan mesh` searches all of them, which takes some minutes
-# for 1,024 devices.
+# for 1,024 devices. A bar is one step, and blue is the part in which a device computes.
 
 # %%
 _, count, limits = figures.limits_of("a100:128x8")
 utilisation = {}
-print("data  pipe  tensor   s/step   idle   waiting   MFU")
+figure, axes = plt.subplots(figsize=(7, 2.4))
 for pipe, tensor in ((16, 8), (8, 8), (32, 4), (8, 16)):
     mesh = replace(cfg.mesh, data=count // pipe // tensor, pipe=pipe, tensor=tensor)
     other = with_vocabulary(replace(cfg, mesh=mesh))
     time = step_time(Job(other, memory.context(other, count, "gpu")), limits)
     utilisation[pipe, tensor] = time.mfu.full
-    waits = sum(time.exposed.values()) / time.total
-    print(
-        f"{mesh.data:4} {pipe:5} {tensor:7} {time.total:8.1f} {time.bubble / time.total:6.1%} {waits:9.1%} {time.mfu.full:5.1%}"
-    )
+    waits = sum(time.exposed.values())
+    parts = {"computes": time.total - time.bubble - waits, "waits for others": waits, "has no microbatch": time.bubble}
+    name, left = f"data {mesh.data}, pipe {pipe}, tensor {tensor}", 0.0
+    for (what, seconds), color in zip(parts.items(), (BLUE, ORANGE, GRAY), strict=True):
+        axes.barh(name, seconds, left=left, color=color, label=what if len(utilisation) == 1 else None)
+        left += seconds
+    axes.text(left, name, f" MFU {time.mfu.full:.0%}", va="center")
+axes.invert_yaxis()
+axes.margins(x=0.12)
+axes.set(xlabel="seconds of a step")
+figure.legend(loc="outside upper center", ncols=3)
+plt.show()
 assert utilisation[8, 16] == min(utilisation.values())  # 16 devices exchange activations over the network
 
 # %% [markdown]
@@ -145,10 +157,23 @@ assert best[0] < parameters / 2
 assert BESIROGLU.loss(*best) < BESIROGLU.loss(parameters, tokens)
 
 # %% [markdown]
-# `plan run` turns such a budget into a configuration. Without `--target` it leaves the mesh open.
+# `plan run` turns such a budget into a configuration. Without `--target` it leaves the mesh open. The same law answers for a
+# laptop and for a datacenter: the best size grows with about the square root of the budget.
 
 # %%
 jaxstack(f"plan run --budget {budget} --config gpt3")
+
+budgets = np.geomspace(1e13, 1e25, 60)
+sizes, lengths = np.transpose([BESIROGLU.optimum(each) for each in budgets])
+figure, axes = plt.subplots(figsize=(6, 3))
+axes.plot(budgets, lengths, color=ORANGE, label="best number of tokens")
+axes.plot(budgets, sizes, color=BLUE, label="best number of parameters")
+axes.plot(budget, tokens, "*", color=ORANGE, markersize=11)
+axes.plot(budget, parameters, "*", color=BLUE, markersize=11)
+axes.annotate("GPT-3", (budget, (parameters * tokens) ** 0.5), xytext=(8, -10), textcoords="offset points")
+axes.set(xscale="log", yscale="log", xlabel="training FLOPs")
+axes.legend()
+plt.show()
 
 # %% [markdown]
 # ## A run for this machine
@@ -202,10 +227,12 @@ planned, measured = (
 print(f"planned  {planned:.2f} s a step, {plan.train.steps:,} steps")
 print(f"measured {measured:.2f} s a step, {plan.train.steps * measured / 60:.1f} minutes for all of them")
 
-figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-axes.plot(list(losses), list(losses.values()), "o-")
-axes.set(xticks=list(losses), xlabel="step", ylabel="loss (nats per byte)", title="the first steps of the plan")
-axes.grid(alpha=0.3)
+figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+left.plot(list(losses), list(losses.values()), "o-", color=BLUE)
+left.axhline(np.log(256), color=GRAY, linestyle="--")
+left.set(xticks=list(losses), xlabel="step", ylabel="loss (nats per byte)")
+right.bar(["planned", "measured"], [planned, measured], color=[GRAY, BLUE])
+right.set(ylabel="seconds of a step")
 plt.show()
 assert max(losses) == STEPS < plan.train.steps
 assert losses[STEPS] < losses[1] < 6
@@ -214,12 +241,21 @@ assert losses[STEPS] < losses[1] < 6
 # ## Exercise
 #
 # GPT-3 takes 16,000 days of one A100 at its peak. You reach 40% of the peak. How many A100 do you need to train it in 30 days?
+# The cell below checks your number.
 #
 # <details><summary>Answer</summary>
 #
-# 16,000 / (0.4 x 30) = 1,333, so 168 machines with eight of them.
+# 16,000 / (0.4 x 30) = 1,333, so 167 machines with eight of them.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+right = days / (0.4 * 30)
+if answer is not None:
+    print("Right." if abs(answer / right - 1) < 0.02 else "Not yet.")
+assert abs(right / 1_333 - 1) < 0.01
 
 # %% [markdown]
 # ## Where to go next

@@ -33,7 +33,7 @@ from jaxstack.config import (
     RunConfig,
     SampleConfig,
     TrainConfig,
-)
+)  # fmt: skip
 from jaxstack.config.training import RLConfig
 from jaxstack.runtime import platform
 
@@ -47,16 +47,14 @@ supervised = Config(
     optim=OptimConfig(name="muon", lr=3e-3, warmup_steps=20, schedule="constant"),
     sample=SampleConfig(prompts=()),
 )
-platform.configure(
-    supervised.mesh, supervised.data.batch_size
-)  # one device per CPU core; JAX reads this when it is imported
+platform.configure(supervised.mesh, supervised.data.batch_size)  # one device per CPU core
 train.main(supervised)
 
 # %% [markdown]
 # ## Eight tries for each prompt
 #
-# Each row below is a prompt that the model has never seen, and each square is one try. A green square is right: its reward is 1.
-# A row with both colours is what reinforcement learning lives on. It says that the model can do it, and cannot rely on it.
+# Each row below is a prompt that the model has never seen, and each square is one try. A blue square is right: its reward is 1.
+# A row with both colors is what reinforcement learning lives on. It says that the model can do it, and cannot rely on it.
 
 # %%
 import jax.numpy as jnp
@@ -64,16 +62,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxstack as js
-from jaxstack.evaluate.answers import answer
+from jaxstack.common.drawing import BLUE, GRAY, ORANGE, STYLE
+from jaxstack.evaluate import answers
 from jaxstack.posttrain import losses
 
 GROUP = 8
+plt.rcParams.update(STYLE)
 
 
 def tries(run_dir: str) -> tuple[list[str], list[list[str]], np.ndarray]:
     """Returns prompts, the answers to each, and their rewards [prompts, GROUP]."""
     run = js.load(run_dir, mesh={"data": 1})
-    groups = answer(run, TASK, RLConfig(), completions=GROUP, context=64, tokens=12, limit=64, rows=64)
+    groups = answers.answer(run, TASK, RLConfig(), completions=GROUP, context=64, tokens=12, limit=64, rows=64)
     texts = [[one.text for one in group] for group in groups]
     return [group[0].row.text for group in groups], texts, np.array([[one.reward for one in group] for group in groups])
 
@@ -81,7 +81,7 @@ def tries(run_dir: str) -> tuple[list[str], list[list[str]], np.ndarray]:
 def show(rewards: np.ndarray, prompts: list[str], title: str) -> None:
     """Draws the rewards of the first prompts."""
     _, axis = plt.subplots(figsize=(4.6, 4.2))
-    axis.pcolormesh(rewards[:16], cmap="RdYlGn", vmin=-0.2, vmax=1.2, edgecolors="white", linewidth=1)
+    axis.pcolormesh(rewards[:16], cmap="Blues", vmin=-0.3, vmax=1.4, edgecolors="white", linewidth=1)
     axis.invert_yaxis()
     axis.set(xlabel="try", xticks=[], title=f"{title}: {rewards.mean():.0%} of {rewards.size} tries are right")
     axis.set_yticks(np.arange(16) + 0.5, prompts[:16], fontsize=8, family="monospace")
@@ -111,12 +111,12 @@ right = [advantages[count, 0] if count else np.nan for count in counts]
 wrong = [advantages[count, -1] if count < GROUP else np.nan for count in counts]
 seen = np.bincount(before.sum(1).astype(int), minlength=GROUP + 1)
 figure, (left, other) = plt.subplots(1, 2, figsize=(9, 3.2))
-left.plot(counts, right, "o-", color="green", label="a right try")
-left.plot(counts, wrong, "o-", color="firebrick", label="a wrong try")
-left.axhline(0, color="gray", linewidth=0.5)
+left.plot(counts, right, "o-", color=BLUE, label="a right try")
+left.plot(counts, wrong, "o-", color=ORANGE, label="a wrong try")
+left.axhline(0, color=GRAY, linewidth=0.8)
 left.set(xlabel=f"right tries of {GROUP}", ylabel="advantage")
 left.legend()
-other.bar(counts, seen, color=["lightgray", *["steelblue"] * (GROUP - 1), "lightgray"])
+other.bar(counts, seen, color=[GRAY, *[BLUE] * (GROUP - 1), GRAY])
 other.set(xlabel=f"right tries of {GROUP}", ylabel="prompts", title="gray groups teach nothing")
 plt.show()
 
@@ -129,10 +129,10 @@ plt.show()
 # %%
 ratios = np.linspace(0.5, 1.5, 201, dtype=np.float32)
 figure, axis = plt.subplots(figsize=(4.6, 3.2))
-for sign, colour in ((1.0, "green"), (-1.0, "firebrick")):
+for sign, color in ((1.0, BLUE), (-1.0, ORANGE)):
     log_ratios = jnp.log(jnp.asarray(ratios))[:, None]
     each = losses.clipped(log_ratios, jnp.zeros_like(log_ratios), jnp.full(ratios.size, sign), low=0.2, high=0.2)
-    axis.plot(ratios, np.asarray(each)[:, 0], color=colour, label=f"advantage {sign:+.0f}")
+    axis.plot(ratios, np.asarray(each)[:, 0], color=color, label=f"advantage {sign:+.0f}")
 axis.set(xlabel="ratio", ylabel="loss of a token")
 axis.legend()
 plt.show()
@@ -157,7 +157,7 @@ train.main(rewarded)
 # %%
 records = [json.loads(line) for line in Path("runs/rewards/metrics.jsonl").read_text().splitlines()]
 steps = [record for record in records if "reward" in record and "grad_norm" in record]
-figure, axes = plt.subplots(1, 3, figsize=(11, 3))
+figure, axes = plt.subplots(1, 3, figsize=(9, 2.6))
 for axis, names in zip(axes, (["reward"], ["groups_without_spread"], ["ratio_max", "ratio_min"]), strict=True):
     for name in names:
         axis.plot([record["step"] for record in steps], [record[name] for record in steps], label=name)
@@ -189,18 +189,31 @@ assert after.mean() > before.mean() + 0.2
 # ## Exercise
 #
 # Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another one. The mean reward of a step is
-# then as it was, and so are the sizes of the advantages. What happens to `pass@1`, and why? What would a model have to bring
-# along to get better from rewards, if it is never right?
+# then as it was. What is now the mean advantage of the tries that are right, over many shuffles? The cell below checks your
+# number. What happens to `pass@1`, and why? What would a model have to bring along to get better from rewards, if it is never
+# right?
 #
 # <details><summary>Answer</summary>
 #
-# It does not rise. The advantage of a try is now independent of what the try says, so the mean of the gradient is zero, and what
-# remains is noise: the model drifts, and noise makes a good model worse. `benchmarks/reinforcement.py` measures it with three
-# seeds, see [docs/reinforcement.md](https://github.com/jaxstack/jaxstack/blob/main/docs/reinforcement.md). A model that is never
-# right has groups without spread, whose advantages are zero, and learns nothing. It needs examples first, an easier task, or a
-# reward with steps, such as the share of digits in their place.
+# The mean is zero, and `pass@1` does not rise. The advantage of a try is now independent of what the try says, so the mean of the
+# gradient is zero, and what remains is noise: the model drifts, and noise makes a good model worse. `benchmarks/reinforcement.py`
+# measures it with three seeds, see
+# [docs/reinforcement.md](https://github.com/jaxstack/jaxstack/blob/main/docs/reinforcement.md). A model that is never right has
+# groups without spread, whose advantages are zero, and learns nothing. It needs examples first, an easier task, or a reward with
+# steps, such as the share of digits in their place.
 #
 # </details>
+
+# %%
+# @title Check your answer { display-mode: "form" }
+answer = None  # @param {type: "raw"}
+shuffle = np.random.default_rng(0).permutation
+shuffled = [shuffle(before.ravel()).reshape(before.shape).astype(np.float32) for _ in range(200)]
+found = np.mean([np.asarray(losses.group_advantages(jnp.asarray(one), scale=True)) for one in shuffled], axis=0)
+mean = found[before == 1].mean()
+if answer is not None:
+    print("Right." if abs(answer - mean) < 0.05 else "Not yet.", f"It is {mean:.3f} after 200 shuffles.")
+assert abs(mean) < 0.05
 
 # %% [markdown]
 # ## Things to try

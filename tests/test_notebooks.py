@@ -39,6 +39,63 @@ def test_it_asks_a_question_and_ends_with_an_exercise(path):
     asked, answer = exercise.split("<details><summary>Answer</summary>")
     assert "?" in asked
     assert answer.endswith("</details>")
+    after = next(i for i, cell in enumerate(cells) if "".join(cell["source"]) == exercise) + 1
+    check = ast.parse("".join(cells[after]["source"]))
+    assert "answer = None" in ast.unparse(check), "no cell below the exercise checks an answer"
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(check)), "nothing tests the printed answer"
+
+
+CELLS_WITHOUT_A_PICTURE = 5
+"""This many cells with code may follow each other without a picture."""
+
+
+def code_cells(path):
+    """Returns the code of the cells below the first heading: the cells before it install and import."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    first = next(i for i, (kind, text) in enumerate(texts) if kind == "markdown" and text.startswith("## "))
+    return [text for kind, text in texts[first:] if kind == "code"]
+
+
+def draws(node, functions=()):
+    """Returns whether code shows a picture, or calls one of `functions`."""
+    calls = [ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return any(
+        call == "plt.show()" or call.startswith("display(Image(") or call.split("(")[0] in functions for call in calls
+    )
+
+
+def pictures(path):
+    """Returns for each cell with code whether it draws."""
+    trees = [ast.parse(text) for text in code_cells(path)]
+    defined = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = {node.name for node in defined if draws(node)}
+    return [any(draws(node, functions) for node in tree.body if node not in defined) for tree in trees]
+
+
+@each
+def test_a_picture_every_few_cells(path):
+    seen = "".join(" P"[drawn] for drawn in pictures(path))
+    assert max(map(len, seen.split("P"))) <= CELLS_WITHOUT_A_PICTURE, f"cells with code, P draws: {seen!r}"
+
+
+COLOR_MAPS = {"Blues", "RdBu", "cividis", "gray", "viridis", "viridis_r"}
+"""Their colors differ in lightness, or are blue and red: a color-blind reader tells them apart."""
+
+
+@each
+def test_pictures_have_one_style(path):
+    """Colors are those of `jaxstack.common.drawing`, beside black and white, which text and edges may have."""
+    tree = ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
+    assert "plt.rcParams.update(STYLE)" in ast.unparse(tree)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for option in call.keywords:
+            names = {each.value for each in ast.walk(option.value) if isinstance(each, ast.Constant)}
+            if option.arg == "cmap":
+                assert names <= COLOR_MAPS, ast.unparse(call)
+            elif option.arg in ("color", "facecolor", "edgecolor", "edgecolors", "c"):
+                assert {name for name in names if isinstance(name, str)} <= {"black", "white"}, ast.unparse(call)
+            assert (option.arg, ast.unparse(option.value)) != ("layout", "'constrained'"), "the style has it"
 
 
 # --- the first cell: Colab's machines have an older JAX, whose GPU plugin pip keeps unless the extra is named ---------
@@ -244,3 +301,6 @@ def test_runs_from_start_to_end(path, tmp_path):
         notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env=environment)  # raises the first error of a cell
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"][-len(pictures(path)) :]
+    shown = [any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in code]
+    assert shown == pictures(path)

@@ -21,17 +21,20 @@ MADE = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 
 STYLE = """\
 .md-typeset table:not([class]) { font-size: 0.7rem; }
-.md-typeset td:first-child code { white-space: nowrap; }
+.md-typeset td:first-child code, .md-typeset code .flag { white-space: nowrap; }
 .md-typeset img { background: #fff; }
 .md-typeset h1, .md-typeset .doc-heading { overflow-wrap: anywhere; }
 @media screen and (max-width: 44.9375em) {
   .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { padding: 0.5em 0.6em; min-width: 3.5rem; }
   .md-typeset table:not([class]) td:last-child { min-width: 8rem; }
+  .md-typeset td code { word-break: normal; }
 }
 """
 """Pictures have a white background; names of the library may be long. On a phone, you scroll a table that is wide, and
-its last column keeps room for a sentence."""
+its last column keeps room for a sentence. A flag is never broken behind its hyphens."""
 
+FLAG = re.compile(r"(?<![\w-])--?\w[\w.]{0,22}=?")
+"""A flag in code, up to its value: a wide table may break the value."""
 
 GROUPS = {
     "Models": ["models", "moe", "kernels", "generate", "hf"],
@@ -146,3 +149,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)
     parts[::2] = [re.sub(r"(!?\[[^]]*\])\(([^)\s]+)\)", target, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keeps each flag in one line, in code that is not a block."""
+
+    def marked(match: re.Match[str]) -> str:
+        return "<code>" + FLAG.sub(r'<span class="flag">\g<0></span>', match[1]) + "</code>"
+
+    return re.sub(r"<code>([^<]*)</code>", marked, html)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import one_line
 
 NAME = "seal.json"
@@ -235,7 +236,7 @@ def listing_corruption(checkpoint: Path) -> str | None:
         if now is None:
             return one_line(f"{name} is not a file")
         if now != size:
-            return one_line(f"{name} has {now:,} bytes, not {size:,}")
+            return one_line(f"{name} has {plural(now, 'byte', spec=',')}, not {size:,}")
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any, TextIO, TypeAlias
 
 from jaxstack.checkpoint import manifest
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, flat
 from jaxstack.config.reading.parse import parse_config, to_yaml
 
@@ -81,8 +82,8 @@ def prepare(cfg: Config, tokenizer: dict[str, object]) -> list[str]:
             )
         if cfg.train.steps < max(saved_steps):
             raise ConfigError(
-                f"train.steps={cfg.train.steps}, but {run} has trained {max(saved_steps)} steps already. Raise "
-                f"train.steps, or set another run.dir."
+                f"train.steps={cfg.train.steps}, but {run} has trained {plural(max(saved_steps), 'step')} already. "
+                f"Raise train.steps, or set another run.dir."
             )
         if (run / "config.yaml").is_file():
             changes = _changes(run / "config.yaml", flat(cfg))

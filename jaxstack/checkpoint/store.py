@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.run_dir import Metadata
 from jaxstack.common import files, version
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.config import CheckpointConfig, ConfigError
@@ -73,7 +74,7 @@ def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
     if differ:
         shown = "; ".join(f"{n} is {saved.get(n, 'absent')}, not {wanted.get(n, 'absent')}" for n in differ)
         raise ConfigError(
-            f"the checkpoint {directory / str(step)} does not fit this configuration in {len(differ)} arrays "
+            f"the checkpoint {directory / str(step)} does not fit this configuration in {plural(len(differ), 'array')} "
             f"({shown}). Use the settings of config.yaml in the run directory, or set another run.dir."
         )
     leaves, tree = jax.tree.flatten(abstract_state)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from jaxstack.cli import generate
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.config.data import TEMPLATED
 from jaxstack.config.reading.parse import Parser, user_path
@@ -76,7 +77,7 @@ def main(args: Namespace) -> None:
         generate.note_frame(tokenizer)
     else:
         how = "each line is a message"
-    note(f"{path}: {how}. The context has {context} tokens. /help lists commands.")
+    note(f"{path}: {how}. The context has {plural(context, 'token')}. /help lists commands.")
     history = History(tokenizer, template, args.system)
     talk(history, conversation, partial(TextStream, tokenizer, "", end=stop, stop=turn.texts))
 
@@ -181,9 +182,9 @@ def talk(history: History, conversation: "Conversation", begin: Callable[[], Tex
 def answer(line: str, history: History, conversation: "Conversation", text: TextStream) -> None:
     """Prints the answer to a line as its tokens come, which are added to `text`. Ctrl-C stops it."""
     asked = history.ask(line)
-    full = f"The context of {conversation.context} tokens is full. /reset begins a new conversation."
+    full = f"The context of {plural(conversation.context, 'token')} is full. /reset begins a new conversation."
     if conversation.room(asked) < 1:
-        note(f"{full} This line was not read: the text would have {len(asked)} tokens.")
+        note(f"{full} This line was not read: the text would have {plural(len(asked), 'token')}.")
         return
     tokens = []
     with interrupts() as hits:
@@ -200,7 +201,7 @@ def answer(line: str, history: History, conversation: "Conversation", text: Text
     elif not conversation.room([*asked, *tokens]):
         note(full)
     elif tokens and not text.ended:
-        note(f"(stopped after {len(tokens)} tokens; --sample.tokens allows more)")
+        note(f"(stopped after {plural(len(tokens), 'token')}; --sample.tokens allows more)")
 
 
 def lines() -> Iterator[str]:

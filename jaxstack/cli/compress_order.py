@@ -12,6 +12,7 @@ from typing import Literal
 from jsonargparse import Namespace
 
 from jaxstack.cli.compress_quantize import add_calibration_arguments, calibration
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
@@ -64,7 +65,7 @@ def main(args: Namespace) -> None:
     batches = calibration(opened, args.sequences)
     measured = order.Order(alone, opened.context, opened.params, batches, scheme)
     unit = opened.model.objective.unit
-    print(f"loss {measured.whole:.4f} {unit} on {args.sequences} sequences of the training data")
+    print(f"loss {measured.whole:.4f} {unit} on {plural(args.sequences, 'sequence')} of the training data")
     layers = list(measured.layers())
     experts = list(measured.experts())
     loads = {}

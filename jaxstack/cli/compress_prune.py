@@ -22,6 +22,7 @@ from jaxstack.cli.compress_quantize import (
     settings_of,
     write_layers,
 )
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
@@ -119,7 +120,7 @@ def main(args: Namespace) -> None:
         write(Path(args.run), new, report, out, keep_zeros=False)
     if report is not None:
         before, after = (params.count(families.spec(one.model)) for one in (opened, new))
-        print(f"{before:,} parameters before, {after:,} after ({after / before - 1:+.1%})")
+        print(f"{plural(before, 'parameter', spec=',')} before, {after:,} after ({after / before - 1:+.1%})")
     print_losses(opened.evaluate(), new.evaluate(), opened.model.objective.unit)
     teacher = f" --distill.teacher={args.run}" if new.model.family in TAUGHT_FAMILIES else ""
     print(f"wrote {out}; train it with `jaxstack train --config={out}/config.yaml{teacher}`")

@@ -17,6 +17,7 @@ from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.cli.export_model import write_tokenizer
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, LoraConfig, MeshConfig, ModelConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
@@ -215,7 +216,7 @@ def check_int4_experts(args: Namespace, model: ModelConfig) -> None:
         )
     if count >= experts:
         raise ConfigError(
-            f"--int4_experts={count} leaves none of the {experts} experts of a layer with 8 bits.",
+            f"--int4_experts={count} leaves none of the {plural(experts, 'expert')} of a layer with 8 bits.",
             f"Use at most {experts - 1}, or --weights=int4 for all matrices.",
         )
     if by_order != (args.order is not None):
@@ -284,16 +285,17 @@ def describe(walk: "Walk", scheme: Scheme) -> str:
         f"{name}/{path}" if several else path: p for name in walk.stacks for path, p in walk.matrices_of(name).items()
     }
     inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in matrices.items()}
+    group = "an output" if scheme.group is None else f"for {plural(scheme.group, 'input')}"
     whole = [
         f"{path} ({size})"
         for path, size in inputs.items()
         if scheme.groups(size) == 1 and size != scheme.group  # a group may be all inputs
     ]
     if not whole or len(whole) == len(inputs):
-        return f"{scheme.bits} bits, " + ("one scale an output" if whole else f"a scale for {scheme.group} inputs")
+        return f"{plural(scheme.bits, 'bit')}, " + ("one scale an output" if whole else f"a scale {group}")
     return (
-        f"{scheme.bits} bits, a scale for {scheme.group} inputs; one scale an output for matrices whose inputs it does "
-        f"not divide: {', '.join(whole)}"
+        f"{plural(scheme.bits, 'bit')}, a scale {group}; one scale an output for matrices "
+        f"whose inputs it does not divide: {', '.join(whole)}"
     )
 
 

@@ -6,6 +6,7 @@ from jsonargparse import Namespace
 from rich import get_console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.sources import Document, describe, describe_skipped, documents
@@ -70,11 +71,12 @@ def counted(source: Iterable[Document], progress: Progress, verb: str) -> Iterat
         if task is None:
             task = progress.add_task(verb, total=None)
         size += len(document.text)
-        progress.update(task, description=f"{verb}: {n:,} documents, {size / 1e6:,.1f} M characters")
+        progress.update(task, description=f"{verb}: {plural(n, 'document', spec=',')}, {size / 1e6:,.1f} M characters")
         yield document
 
 
 def summary(header: TokenFileHeader) -> str:
     """Returns the number of documents and tokens of a token file, and its bytes per token."""
     per_token = header.bytes / header.count
-    return f"{header.documents:,} documents, {header.count:,} tokens, {per_token:.2f} bytes per token"
+    documents = plural(header.documents, "document", spec=",")
+    return f"{documents}, {plural(header.count, 'token', spec=',')}, {per_token:.2f} bytes per token"

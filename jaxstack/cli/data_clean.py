@@ -20,6 +20,7 @@ from jsonargparse import Namespace
 from jaxstack.cli.data_build import counted, progress_of_documents
 from jaxstack.cli.data_tokenizer import add_source_keys, add_texts, text_sources
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
@@ -68,7 +69,8 @@ def main(args: Namespace) -> None:
     evaluation, short = overlap.evaluation_hashes(_evaluations(settings.overlap), settings.overlap.ngram)
     if settings.overlap.texts and not evaluation:
         raise ConfigError(
-            f"overlap.texts has no text of {settings.overlap.ngram} words. Name other texts, or lower overlap.ngram."
+            f"overlap.texts has no text of {plural(settings.overlap.ngram, 'word')}. Name other texts, or lower "
+            f"overlap.ngram."
         )
     processes = args.processes or os.cpu_count() or 1
     job = cleaning.Job(out / "work", settings, processes, evaluation, _bad_words(settings.c4))
@@ -87,7 +89,10 @@ def main(args: Namespace) -> None:
     if skipped:
         print(describe_skipped(sources[0], skipped))
     if short:
-        print(f"{short:,} texts of overlap.texts have fewer than {settings.overlap.ngram} words, and are not compared.")
+        print(
+            f"not compared: {plural(short, 'text', spec=',')} of overlap.texts with fewer than "
+            f"{plural(settings.overlap.ngram, 'word')}"
+        )
     if not cleaned.kept:
         print("Nothing is kept. The page shows why.")
     print(f"page     {out / 'report.html'}")

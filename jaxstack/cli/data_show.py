@@ -3,6 +3,7 @@
 from jsonargparse import Namespace
 
 from jaxstack.cli.data_build import summary
+from jaxstack.common.counts import plural
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data.tokens import read_header, read_token_file
 
@@ -21,5 +22,5 @@ def main(args: Namespace) -> None:
     header = read_header(args.file)
     tokens, tokenizer = read_token_file(args.file)
     print(f"{args.file}: {summary(header)}")
-    print(f"{header.dtype}, tokenizer {tokenizer.name} with {tokenizer.vocab_size:,} tokens")
+    print(f"{header.dtype}, tokenizer {tokenizer.name} with {plural(tokenizer.vocab_size, 'token', spec=',')}")
     print(f"begins: {tokenizer.decode(tokens.ids[: min(64, int(tokens.ends[0]))])!r}")

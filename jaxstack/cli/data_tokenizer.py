@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli.data_build import counted, progress_of_documents
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
@@ -82,7 +83,10 @@ def main(args: Namespace) -> None:
         if args.chat:
             (scratch / "chat_template.jinja").write_text(bpe.CHAT_TEMPLATE, "utf-8")
         os.replace(scratch, folder)
-    print(f"{folder}: {tokenizer.vocab_size:,} tokens, {size / count:.2f} bytes per token of the first {size:,} bytes")
+    print(
+        f"{folder}: {plural(tokenizer.vocab_size, 'token', spec=',')}, {size / count:.2f} bytes per token of the first "
+        f"{plural(size, 'byte', spec=',')}"
+    )
     if tokenizer.vocab_size < args.vocab_size:
         print(f"The text has no more parts of words, so there are fewer tokens than --vocab_size={args.vocab_size}.")
     if skipped:

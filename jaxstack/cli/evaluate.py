@@ -23,6 +23,7 @@ from jaxstack.checkpoint import evaluations, manifest, run_dir
 from jaxstack.checkpoint.evaluations import Result
 from jaxstack.cli.chat import context_of
 from jaxstack.cli.generate import DTYPE
+from jaxstack.common.counts import plural
 from jaxstack.common.files import atomic_file
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
@@ -329,7 +330,10 @@ def task_results(
         model = RunModel(run, context=context, rows=args.rows, template=template, progress=progress)
         results = run_tasks(model, tasks, limit=args.limit, chat=args.chat)
     if model.truncated:
-        print(f"note: {model.truncated:,} texts exceed --context={context} and were cut off at the left")
+        print(
+            f"note: {plural(model.truncated, 'text exceeds', 'texts exceed', ',')} --context={context}: what "
+            f"is too long was cut off at the left"
+        )
     return results
 
 

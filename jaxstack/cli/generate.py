@@ -15,6 +15,7 @@ import numpy as np
 from jsonargparse import Namespace
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
@@ -149,7 +150,10 @@ def main(args: Namespace) -> None:
         Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=rows, check=check, placement=args.placement
     )
     if longest > cfg.data.seq_len:
-        print(f"note: texts have up to {longest} tokens; the model was trained on {cfg.data.seq_len}", file=sys.stderr)
+        print(
+            f"note: texts have up to {plural(longest, 'token')}; the model was trained on {cfg.data.seq_len}",
+            file=sys.stderr,
+        )
     draft = open_draft(args, cfg.sample, cfg.train, longest) if args.draft is not None else None
     live = args.stream or sys.stdout.isatty()
 
@@ -321,7 +325,9 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
     out = Path(args.out or Path(args.run) / "pictures.png")
     count = cfg.sample.pictures
     if not names or not count:
-        raise ConfigError(f"sample.pictures={count} of {len(names)} classes makes no picture. Use one or more of each.")
+        raise ConfigError(
+            f"sample.pictures={count} of {plural(len(names), 'class')} makes no picture. Use one or more of each."
+        )
     Given.named(cfg.model, names, tokenizer, cfg.data)  # errors are shown before JAX starts
     if not out.parent.is_dir():
         raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
@@ -331,7 +337,7 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
 
     drawn = run.draw([name for name in names for _ in range(count)])
     write_grid(out, drawn.reshape(len(names), count, *drawn.shape[1:]))
-    print(f"{out} has {count} pictures of each of {', '.join(names)}")
+    print(f"{out} has {plural(count, 'picture')} of each of {', '.join(names)}")
 
 
 def check_memory(longest: int, cfg: Config, placement: "Placement | None") -> None:
@@ -370,7 +376,9 @@ def with_arguments(cfg: Config, args: Namespace) -> Config:
         kernels = replace(kernels, decode_weights=args.decode_weights, decode_group=args.decode_group)
         flag = f"--decode_weights={args.decode_weights}"
         if args.decode_weights != "float" and (cfg.model.family != "decoder" or devices != 1):
-            what = f"mesh has {devices} devices" if devices != 1 else f"run is of the family {cfg.model.family}"
+            what = (
+                f"mesh has {plural(devices, 'device')}" if devices != 1 else f"run is of the family {cfg.model.family}"
+            )
             raise ConfigError(f"{flag} is for decoders on one device, and this {what}. Remove {flag}.")
     elif args.decode_group is not None:
         raise ConfigError(f"--decode_group={args.decode_group} needs --decode_weights. Add --decode_weights=int4.")
@@ -435,6 +443,6 @@ def stop_tokens(tokenizer: Tokenizer, stop: list[str]) -> tuple[int, ...]:
     for word, tokens in zip(stop, ids, strict=True):
         if len(tokens) != 1:
             raise ConfigError(
-                f"--stop={word!r} is {len(tokens)} tokens of the run's tokenizer. Give exactly one token."
+                f"--stop={word!r} is {plural(len(tokens), 'token')} of the run's tokenizer. Give exactly one token."
             )
     return (*(tokens[0] for tokens in ids), *tokenizer.stop_ids)

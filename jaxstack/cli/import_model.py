@@ -15,6 +15,7 @@ import yaml
 from jsonargparse import Namespace
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, RunConfig, resolve
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading import parse
@@ -98,7 +99,10 @@ def _print_model(found: "hf.PretrainedFolder", model: ModelConfig, quant: str, a
     from jaxstack.models import params
 
     size = params.count(families.spec(model.base))
-    print(f"{found.folder} is a {found.family} model of {size:,} parameters in {' and '.join(found.dtypes)}")
+    print(
+        f"{found.folder} is a {found.family} model of {plural(size, 'parameter', spec=',')} in "
+        f"{' and '.join(found.dtypes)}"
+    )
     if found.formats:
         print(f"its matrices are quantised ({' and '.join(found.formats)}) and are read as float32")
     if found.inputs != "none":

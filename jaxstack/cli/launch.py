@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import ConfigError
 from jaxstack.config import Config, MeshConfig
 from jaxstack.config.bounds import NonNegativeInt, PositiveInt
@@ -151,8 +152,8 @@ def _check_machines(args: Namespace, target: Target, job: Job, mesh: MeshConfig,
     wrong = devices % needed if mesh.open_axis else devices - needed
     if devices and wrong and not args.auto_mesh:
         raise ConfigError(
-            f"the mesh needs {'a multiple of ' * bool(mesh.open_axis)}{needed} devices, but {job.nodes} machines "
-            f"of {job.gpus} GPUs have {devices}. Change --mesh.*, --nodes or --gpus."
+            f"the mesh needs {'a multiple of ' * bool(mesh.open_axis)}{plural(needed, 'device')}, but "
+            f"{plural(job.nodes, 'machine')} of {job.gpus} GPUs have {devices}. Change --mesh.*, --nodes or --gpus."
         )
     if args.on == "sagemaker":
         _check_sagemaker(job)
@@ -183,8 +184,8 @@ def _check_sagemaker(job: Job) -> None:
         )
     if job.nodes > 1 and not job.file_system:
         raise ConfigError(
-            f"--nodes={job.nodes} machines need a file system that they share, and S3 is copied to each of them. Set "
-            f"--file_system and --network."
+            f"--nodes={job.nodes} needs a file system that its machines share, and S3 is "
+            f"copied to each of them. Set --file_system and --network."
         )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import PositiveInt
 from jaxstack.config.reading.parse import Parser, user_path
 
@@ -52,7 +53,10 @@ def main(args: Namespace) -> None:
     console.print("load of the busiest device over the mean of all devices; the others wait for it")
     console.print(table)
     files.write_atomic(out, found.to_json())
-    print(f"wrote    {out}: {args.devices * args.slots} slots for {experts} experts in each of {layers} layers")
+    print(
+        f"wrote    {out}: {plural(args.devices * args.slots, 'slot')} for {plural(experts, 'expert')} in each of "
+        f"{plural(layers, 'layer')}"
+    )
     if picture is not None:
         plot.draw(load, found, picture)
         print(f"picture  {picture}")

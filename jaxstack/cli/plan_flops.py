@@ -8,6 +8,7 @@ from typing import Literal
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan_target import STYLES, Plan, add_network, add_target, add_tokens
+from jaxstack.common.counts import plural
 from jaxstack.config.reading.parse import Parser
 
 
@@ -37,7 +38,7 @@ def main(args: Namespace) -> None:
     time = step_time(plan.job, plan.limits)
     budget = plan.budget(args.tokens)
     *found, days = flops_figures(plan.job, time, budget, args.style == "megatron-fp16")
-    plan.table(f"FLOPs of a step of {time.tokens:,} tokens", found, "TFLOP", 1e12)
+    plan.table(f"FLOPs of a step of {plural(time.tokens, 'token', spec=',')}", found, "TFLOP", 1e12)
     plan.say(f"{found[-1].value / time.tokens * budget:.4g} FLOPs for {budget:.4g} tokens")
     whole = f"{days.value * plan.devices:,.6g} device-days"
     plan.say(f"{days.value:,.4g} days on {plan.devices} {plan.chip} at their peak, {whole}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan import add_chips, resolve_for_target
+from jaxstack.common.counts import plural
 from jaxstack.config import SEARCHED_KEYS, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from jaxstack.config.reading.parse import Parser, given_keys
@@ -49,9 +50,9 @@ def main(args: Namespace) -> None:
     given = given_keys(args.words, SEARCHED_KEYS)
     found = mesh_plan.search(cfg, devices, given, max(args.top, args.compile))
     print(
-        f"{devices.count} devices ({args.target}) with {devices.room.bytes / mesh_plan.GIB:.1f} GiB each: "
-        f"{found.meshes:,} meshes, {found.examined:,} candidates examined, {found.too_large:,} do not fit; "
-        f"{time.perf_counter() - begin:.1f} s"
+        f"{plural(devices.count, 'device')} ({args.target}) with {devices.room.bytes / mesh_plan.GIB:.1f} GiB each: "
+        f"{plural(found.meshes, 'mesh', spec=',')}, {plural(found.examined, 'candidate', spec=',')} examined, "
+        f"{found.too_large:,} do not fit; {time.perf_counter() - begin:.1f} s"
     )
     print(mesh_plan.table(found, flat(cfg), cfg.data.batch_size * cfg.data.seq_len))
     reason = "--compile is 0." if not args.compile else aot.obstacle(args.target)
@@ -80,8 +81,8 @@ def compile_best(found: "Found", devices: "Devices", count: int) -> "Candidate":
     fitting = [one for one in compiled if one.fits(devices.room)]
     if not fitting:
         raise ConfigError(
-            f"none of the {len(compiled)} compiled meshes fits {devices.room.bytes / mesh_plan.GIB:.1f} GiB. Compile "
-            f"more with --compile={2 * count}, or give less memory to the search with --memory."
+            f"none of the {plural(len(compiled), 'compiled mesh')} fits {devices.room.bytes / mesh_plan.GIB:.1f} GiB. "
+            f"Compile more with --compile={2 * count}, or give less memory to the search with --memory."
         )
     print(f"\nrank {1 + compiled.index(fitting[0])} as compiled\n{fitting[0].step}")
     return fitting[0].candidate

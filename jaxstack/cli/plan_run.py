@@ -16,6 +16,7 @@ from rich.table import Table
 
 from jaxstack.cli.plan import with_vocabulary
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, flat
 from jaxstack.config.bounds import NonNegativeFloat, PositiveFloat, PositiveFraction
 from jaxstack.config.reading.parse import Parser, given_keys, user_path
@@ -160,17 +161,19 @@ def figures(found: "RunPlan") -> dict[str, str]:
     m = found.cfg.model
     optim = found.cfg.optim
     machine = found.machine
-    heads = f"{m.num_heads} heads" + (f" ({m.kv_heads} of keys)" if m.kv_heads != m.num_heads else "")
+    heads = plural(m.num_heads, "head") + (f" ({m.kv_heads} of keys)" if m.kv_heads != m.num_heads else "")
     mlp = f"MLP {m.ff_width}"
     if m.moe.num_experts:
-        mlp = f"{m.moe.num_experts} experts of width {m.expert_width}, {m.moe.choices} for a token"
+        mlp = f"{plural(m.moe.num_experts, 'expert')} of width {m.expert_width}, {m.moe.choices} for a token"
     lines = {
         "parameters": f"{found.stored_parameters:,}"
         + (f", of which a token uses {found.parameters:,}" if m.moe.num_experts else ""),
-        "model": f"{m.num_layers} layers, width {m.d_model}, {heads}, {mlp}",
-        "batch": f"{found.batch:,} tokens, {found.cfg.data.batch_size} sequences (nanochat's rule)",
+        "model": f"{plural(m.num_layers, 'layer')}, width {m.d_model}, {heads}, {mlp}",
+        "batch": f"{plural(found.batch, 'token', spec=',')}, {plural(found.cfg.data.batch_size, 'sequence')} "
+        f"(nanochat's rule)",
         "steps": f"{found.cfg.train.steps:,}, {found.tokens:.4g} tokens",
-        "learning rate": f"{optim.lr:g}, b2 {optim.b2:g}, warm-up {optim.warmup_steps} steps (square-root rule)",
+        "learning rate": f"{optim.lr:g}, b2 {optim.b2:g}, "
+        f"warm-up {plural(optim.warmup_steps, 'step')} (square-root rule)",
     }
     if machine is None or found.seconds is None or found.need is None:
         return lines

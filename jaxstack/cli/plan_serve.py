@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from jaxstack.cli.plan import add_chips, with_vocabulary
 from jaxstack.cli.plan_target import add_network
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.bounds import PositiveFloat, PositiveInt
 from jaxstack.config.reading.parse import Parser, given_keys, user_path
@@ -86,7 +87,7 @@ def main(args: Namespace) -> None:
     if not servers:
         shown = " ".join(f"--mesh.{axis}={size}" for axis, size in kept.items())
         raise ConfigError(
-            f"no number of copies of the model {f'with {shown} ' if shown else ''}fits on {devices} devices "
+            f"no number of copies of the model {f'with {shown} ' if shown else ''}fits on {plural(devices, 'device')} "
             f"({args.target}). Use sizes that divide the devices, the heads and the experts."
         )
     slots = args.prompt + args.tokens
@@ -103,7 +104,7 @@ def main(args: Namespace) -> None:
     if args.json == "-":
         print(text)
         return
-    print(f"{devices} {chip}; prompts of {args.prompt:,} tokens, {args.tokens:,} new tokens;", end=" ")
+    print(f"{devices} {chip}; {_traffic(args.prompt, args.tokens)};", end=" ")
     print(f"weights in {args.weights}, cache in {args.cache}\n")
     print(_copies_table(whole, args.price))
     _print_best(best, whole[servers.index(best)]["batches"], args)
@@ -127,7 +128,7 @@ def _print_best(best: "Server", batches: Sequence[Mapping[str, Any]], args: Name
         print(f"{', '.join(map(str, larger))} sequences do not fit: the largest batch is {largest:,}")
     if args.explain:
         one = serve(best, largest, args.prompt, args.tokens)
-        print(f"\nparts of the largest batch, {one.batch} sequences of a copy\n{_explained(one)}")
+        print(f"\nparts of the largest batch, {plural(one.batch, 'sequence')} of a copy\n{_explained(one)}")
 
 
 def _figures(server: "Server", prompt: int, tokens: int, batches: list[int], price: float | None) -> dict[str, Any]:
@@ -159,14 +160,19 @@ def _row(one: "Served", price: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _traffic(prompt: int, tokens: int) -> str:
+    """Returns the lengths of prompt and answer of a request, for users."""
+    return f"prompts of {plural(prompt, 'token', spec=',')}, {plural(tokens, 'new token', spec=',')}"
+
+
 def _too_large(servers: list["Server"], target: str, slots: int) -> str:
     """Returns the error that no copy fits, with the memory that the smallest needs."""
     least = min(servers, key=lambda s: s.weight_bytes + s.cache_bytes(slots))
     need = (least.weight_bytes + least.cache_bytes(slots)) / 2**30
     return (
-        f"no copy of the model fits {target}: with {least} the weights and the cache of one sequence of {slots} "
-        f"tokens need {need:.4g} GiB, and {least.room / 2**30:.4g} GiB of a device are used. Use more devices, "
-        f"--weights=int8, or fewer tokens."
+        f"no copy of the model fits {target}: with {least} the weights and the cache of one sequence of "
+        f"{plural(slots, 'token')} need {need:.4g} GiB, and {least.room / 2**30:.4g} GiB of a device are used. Use "
+        f"more devices, --weights=int8, or fewer tokens."
     )
 
 
@@ -204,7 +210,7 @@ def _memory_table(server: "Server", slots: int) -> str:
     gib = 2**30
     rows = [
         ["weights", f"{server.weight_bytes / gib:,.3f}"],
-        [f"cache of a sequence of {slots:,} tokens", f"{server.cache_bytes(slots) / gib:,.4f}"],
+        [f"cache of a sequence of {plural(slots, 'token', spec=',')}", f"{server.cache_bytes(slots) / gib:,.4f}"],
         ["used of the device, nine tenths", f"{server.room / gib:,.3f}"],
     ]
     return _cells(rows)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import Namespace
 
 from jaxstack.cli.plan_target import Plan, add_network, add_target, add_tokens
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import PositiveFloat
 from jaxstack.config.reading.parse import Parser
 
@@ -69,7 +70,7 @@ def main(args: Namespace) -> None:
     if args.price:
         cost = args.price * plan.devices * 24 * days
         plan.say(f"{cost:,.0f} for them, {1e6 * cost / budget:.4g} for a million tokens, at {args.price:g} an hour")
-    say_utilisation(plan, time, f"{budget:.6g} tokens / {time.tokens} tokens a step x {whole:.6g} s / 86400")
+    say_utilisation(plan, time, f"{budget:.6g} tokens / {plural(time.tokens, 'token')} a step x {whole:.6g} s / 86400")
     if not assumed:
         plan.say(f"attention by {plan.job.ctx.ops.attention}")
     plan.say(published_errors())

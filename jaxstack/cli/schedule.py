@@ -5,6 +5,7 @@ from typing import get_args, get_type_hints
 from jsonargparse import Namespace
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, PipelineConfig
 from jaxstack.config.bounds import PositiveFloat, PositiveInt, Probability
 from jaxstack.config.reading.parse import Parser, user_path
@@ -48,8 +49,8 @@ def main(args: Namespace) -> None:
     units = args.stages * args.microbatches * args.chunks
     if units > MAX_UNITS:
         raise ConfigError(
-            f"--stages={args.stages} x --microbatches={args.microbatches} x --chunks={args.chunks} has {units} units. "
-            f"Lower them to {MAX_UNITS} units or fewer, which a chart can show."
+            f"--stages={args.stages} x --microbatches={args.microbatches} x --chunks={args.chunks} has "
+            f"{plural(units, 'unit')}. Lower them to {MAX_UNITS} units or fewer, which a chart can show."
         )
     schedule = SCHEDULES[args.schedule](args.stages, args.microbatches, args.chunks)
     if args.chunks != schedule.chunks:
@@ -60,8 +61,8 @@ def main(args: Namespace) -> None:
     figures = schedule.simulate(args.forward, args.backward, args.weight)
     print(schedule.text())
     print(
-        f"{schedule.ticks} ticks, bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} running freely, "
-        f"room for {schedule.room}"
+        f"{plural(schedule.ticks, 'tick')}, bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} running "
+        f"freely, room for {schedule.room}"
     )
     if out:
         draw(schedule, out, args.forward, args.backward, args.weight)

@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.cli.chat import context_of, template_of
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
 from jaxstack.config.reading.parse import Parser, user_path
@@ -139,8 +140,8 @@ def main(args: Namespace) -> None:
     address = f"{address_of(listener)}{'/score' if cfg.model.reward_head else '/v1'}"
     listener.listen(128)  # clients may connect as soon as the address is printed
     print(
-        f"{model.name} at {address}: {args.rows} texts at once, {args.waiting} may wait, "
-        f"{context} tokens each; {'with' if template else 'without'} a chat template, "
+        f"{model.name} at {address}: {plural(args.rows, 'text')} at once, {args.waiting} may wait, "
+        f"{plural(context, 'token')} each; {'with' if template else 'without'} a chat template, "
         f"{'with' if access.key else 'without'} a key",
         flush=True,
     )
@@ -207,7 +208,10 @@ def serve_models(args: Namespace) -> None:
     listener.listen(128)
     for name, kinds in server.kinds.items():
         print(f"{name}: {', '.join(kind.task for kind in kinds)}")
-    print(f"{len(paths)} models at {address_of(listener)}, {'with' if access.key else 'without'} a key", flush=True)
+    print(
+        f"{plural(len(paths), 'model')} at {address_of(listener)}, {'with' if access.key else 'without'} a key",
+        flush=True,
+    )
     http.run(server, listener, args.grace)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 
 from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import Exit
 from jaxstack.config import Config, ConfigError, MeshConfig, RunConfig
 from jaxstack.config.bounds import NonNegativeFloat, PositiveInt
@@ -124,8 +125,8 @@ def start(command: Sequence[str], mesh: MeshConfig, batch: int, shrink: bool) ->
         return subprocess.Popen(command)
     used = math.prod(smaller.sizes.values())
     print(
-        f"{_PROGRAM}: {devices} devices remain; the run uses {used}, with mesh.data={smaller.data} and "
-        f"mesh.fsdp={smaller.fsdp}",
+        f"{_PROGRAM}: {plural(devices, 'device remains', 'devices remain')}; the run uses {used}, with "
+        f"mesh.data={smaller.data} and mesh.fsdp={smaller.fsdp}",
         file=sys.stderr,
         flush=True,
     )
@@ -151,8 +152,8 @@ def fit_mesh(mesh: MeshConfig, batch: int, devices: int) -> MeshConfig:
     ]
     if not choices:
         raise ConfigError(
-            f"{devices} devices remain, but mesh.pipe, mesh.expert, mesh.context and mesh.tensor need {others}. Make "
-            f"these axes smaller."
+            f"{plural(devices, 'device remains', 'devices remain')}, but mesh.pipe, mesh.expert, mesh.context and "
+            f"mesh.tensor need {others}. Make these axes smaller."
         )
     _, fsdp, data = max(choices)
     return replace(mesh, data=data, fsdp=fsdp)
@@ -184,8 +185,8 @@ def _hide_devices(platform: str, devices: int, used: int) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
         return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:used])}
     raise ConfigError(
-        f"--shrink: the run would use {used} of {devices} devices, but a {platform} device cannot be left idle. Choose "
-        f"the mesh yourself."
+        f"--shrink: the run would use {used} of {plural(devices, 'device')}, but a {platform} device cannot be left "
+        f"idle. Choose the mesh yourself."
     )
 
 
@@ -238,8 +239,8 @@ class Supervisor:
                 return code
             if failed >= self._tries:
                 print(
-                    f"{_PROGRAM}: error: {ended}. Gave up after {failed} tries without a new checkpoint; see the "
-                    f"run's last lines above.",
+                    f"{_PROGRAM}: error: {ended}. Gave up after {plural(failed, 'try')} without a new checkpoint; see "
+                    f"the run's last lines above.",
                     file=sys.stderr,
                 )
                 return code if code > 0 else 128 - code

@@ -30,6 +30,7 @@ STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK,
     "axes.titlesize": 10,
     "axes.grid": False,
+    "axes.prop_cycle": f"cycler('color', {list(COLORS)})",
     "figure.constrained_layout.use": True,
     "font.family": "DejaVu Sans",  # matplotlib brings it along
     "font.size": 9,
@@ -38,7 +39,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "savefig.dpi": 130,
 }
-"""What matplotlib's defaults are replaced by."""
+"""What matplotlib's defaults are replaced by. In a notebook: `plt.rcParams.update(STYLE)`."""
 
 
 @contextmanager
@@ -52,12 +53,11 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.rcsetup import cycler
 
     form = path.suffix.removeprefix(".")
     # Without the version of matplotlib in it, the same picture has the same bytes.
     metadata = {"png": {"Software": None}, "svg": {"Date": None}}.get(form)
-    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLORS)}):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
         with files.atomic_file(path) as file:

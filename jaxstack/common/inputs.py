@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxstack.common import host_memory
+from jaxstack.common.counts import plural
 
 Json: TypeAlias = Any
 """A value of JSON, before anybody has checked its form."""
@@ -50,7 +51,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
             raise ValueError("it is not a regular file")
         content = file.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"it has more than {most:,} bytes")
+        raise ValueError(f"it has more than {plural(most, 'byte', spec=',')}")
     return content
 
 
@@ -116,7 +117,9 @@ def parse_integer(digits: str) -> int:
       ValueError: it is not one, or has more than `MOST_DIGITS` digits.
     """
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"the integer {digits[:12]}... has {len(digits):,} digits, and {MOST_DIGITS} are allowed")
+        raise ValueError(
+            f"the integer {digits[:12]}... has {plural(len(digits), 'digit', spec=',')}, and {MOST_DIGITS} are allowed"
+        )
     return int(digits)
 
 
@@ -143,7 +146,9 @@ def _check_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
         read = np.lib.format.read_array_header_1_0 if older else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
     if math.prod(shape) * dtype.itemsize > info.file_size:
-        raise ValueError(f"{info.filename} declares the shape {shape}, but has {info.file_size:,} bytes")
+        raise ValueError(
+            f"{info.filename} declares the shape {shape}, but has {plural(info.file_size, 'byte', spec=',')}"
+        )
 
 
 def check_npy_header(path: Path) -> None:
@@ -183,7 +188,7 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
         expanded = sum(members[name] for name in wanted)
         packed = path.stat().st_size
         if expanded > max(_EXPANDED_BYTES, _EXPANSION * packed):
-            raise ValueError(f"its {packed:,} bytes expand to {expanded:,}")
+            raise ValueError(f"its {plural(packed, 'byte', spec=',')} expand to {expanded:,}")
         host_memory.require(expanded)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in wanted}

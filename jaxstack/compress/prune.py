@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.compress.importance import Importance, OfStack
 from jaxstack.config import Config, ConfigError, ModelConfig
@@ -168,8 +169,8 @@ def _check(cfg: ModelConfig, new: Sizes) -> None:
     if new.heads % new.kv_heads or new.heads // new.kv_heads > each:
         advice = f"Use --kv_heads={new.heads}." if each == 1 else f"Use at most {each} times as many heads as kv_heads."
         raise ConfigError(
-            f"--heads={new.heads} with --kv_heads={new.kv_heads}: each key head must keep equally many of its {each} "
-            f"query heads. {advice}"
+            f"--heads={new.heads} with --kv_heads={new.kv_heads}: each key head must keep equally many of its "
+            f"{plural(each, 'query head')}. {advice}"
         )
     if new.layers % len(cfg.windows) or (new.layers != cfg.num_layers and cfg.num_layers % len(cfg.windows)):
         raise ConfigError(

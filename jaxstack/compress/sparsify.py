@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, flatten, path_of
 from jaxstack.compress.calibrate import Statistics, Walk
 from jaxstack.compress.quantize import DAMPS, Matrices, QuantizedLayer, as_rows, each_layer, from_rows
@@ -41,7 +42,7 @@ def check_groups(cfg: ModelConfig, pattern: Pattern) -> None:
         inputs = np.prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes], dtype=int)
         if pattern.group and inputs % pattern.group:
             raise ConfigError(
-                f"--sparsity={pattern} needs groups of {pattern.group} inputs, but {path} has {inputs}. Use "
+                f"--sparsity={pattern} needs groups of {plural(pattern.group, 'input')}, but {path} has {inputs}. Use "
                 f"--sparsity={pattern.fraction:g}, or another width."
             )
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import Interval, PositiveInt, ShortRepr, check_bounds, expand_home, require
 from jaxstack.config.denoisers import DenoiserConfig
 from jaxstack.config.pictures import PICTURES
@@ -293,7 +294,8 @@ def _check_mixture(cfg: DataConfig) -> None:
         place = f"data.mixture_changes={list(cfg.mixture_changes)}" if step else f"data.mixture={list(cfg.mixture)}"
         require(
             len(weights) == len(labels),
-            f"{place} has {len(weights)} weights for the {len(labels)} sources of data.mixture. Give one for each.",
+            f"{place} has {plural(len(weights), 'weight')} for the {plural(len(labels), 'source')} of data.mixture. "
+            f"Give one for each.",
         )
         require(
             all(0 <= w < math.inf for w in weights) and any(weights),

@@ -7,6 +7,7 @@ of text, and has 114 targets.
 from dataclasses import dataclass
 from typing import Annotated
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import Interval, PositiveFloat, ShortRepr, check_bounds, require
 
 
@@ -59,7 +60,7 @@ class DenoiserConfig(ShortRepr):
         rows = f"data.seq_len={seq_len}" + (f" and data.target_len={target_len}" if target_len else "")
         require(
             fits(length) and hidden >= (self.span or 1),
-            f"data.denoisers: {self} does not fit {rows}, where {hidden} tokens of a row are hidden. Use longer rows, "
-            f"or shorter spans.",
+            f"data.denoisers: {self} does not fit {rows}: it hides {plural(hidden, 'token')} of a row. Use longer "
+            f"rows, or shorter spans.",
         )
         return length

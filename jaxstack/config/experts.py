@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds, require
 from jaxstack.config.expert_layers import ExpertLayers
 
@@ -133,8 +134,9 @@ class MoEConfig:
         require(
             self.router not in ("softmax", "sigmoid")
             or self.top_k_groups * (self.num_experts // self.num_groups) >= self.top_k,
-            f"model.moe.top_k_groups={self.top_k_groups} groups of {self.num_experts // self.num_groups} experts hold "
-            f"fewer than model.moe.top_k={self.top_k}. Raise top_k_groups, or lower top_k.",
+            f"model.moe.top_k_groups={plural(self.top_k_groups, 'group')} of "
+            f"{plural(self.num_experts // self.num_groups, 'expert')} cannot give "
+            f"model.moe.top_k={self.top_k}. Raise top_k_groups, or lower top_k.",
         )
 
     def _check_timesteps(self) -> None:
@@ -142,7 +144,7 @@ class MoEConfig:
         bounds = (0, *self.timestep_starts, self.max_timestep)
         require(
             not starts or (self.router == "timestep" and len(starts) == self.num_experts - 1),
-            f"model.moe.timestep_starts={list(starts)} divides time among {len(starts) + 1} experts, but "
+            f"model.moe.timestep_starts={list(starts)} divides time among {plural(len(starts) + 1, 'expert')}, but "
             f"model.moe.router={self.router} has {self.num_experts}. Use router=timestep with one start less than "
             f"experts, or leave it empty.",
         )

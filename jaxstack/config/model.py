@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import (
     BelowOne,
     Interval,
@@ -551,15 +552,16 @@ class ModelConfig:
         )
         require(
             self.positions != "rope" or (self.rotary_width > 0 and self.rotary_width % 2 == 0),
-            f"model.rotary_fraction={self.rotary_fraction} rotates {self.rotary_width} of the {self.head_width} "
-            f"elements of a head, but RoPE rotates pairs. Use a fraction that gives an even number, such as 0.5.",
+            f"model.rotary_fraction={self.rotary_fraction} rotates {self.rotary_width} of the "
+            f"{plural(self.head_width, 'element')} of a head, but RoPE rotates pairs. Use a fraction that gives an "
+            f"even number, such as 0.5.",
         )
         scaling = self.rope_scaling
         for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
             require(
                 scaling.kind != "longrope" or len(factors) == self.rotary_width // 2,
-                f"model.rope_scaling.{name}={list(factors)} has {len(factors)} numbers, but RoPE has "
-                f"{self.rotary_width // 2} frequencies. Give a number for each.",
+                f"model.rope_scaling.{name}={list(factors)} has {plural(len(factors), 'number')}, but RoPE has "
+                f"{plural(self.rotary_width // 2, 'frequency')}. Give a number for each.",
             )
         require(
             self.num_heads % self.kv_heads == 0,
@@ -593,8 +595,8 @@ class ModelConfig:
         )
         require(
             self.kv_heads == self.num_heads,
-            f"model.num_kv_heads={self.num_kv_heads} shares keys among heads, but with {rank} all heads share one "
-            f"vector. Leave num_kv_heads null.",
+            f"model.num_kv_heads={self.num_kv_heads} shares keys among heads, but with {rank} all heads "
+            f"share one vector. Leave num_kv_heads null.",
         )
         require(
             not self.qk_norm,
@@ -626,8 +628,8 @@ class ModelConfig:
         unit = len(self.state_layers)
         require(
             self.num_layers % unit == 0,
-            f"{states} is a unit of {unit} layers, which does not divide model.num_layers={self.num_layers}. Change "
-            f"one of them.",
+            f"{states} is a unit of {plural(unit, 'layer')}, which does not divide "
+            f"model.num_layers={self.num_layers}. Change one of them.",
         )
         require(
             self.windows == (0,),
@@ -709,12 +711,12 @@ class ModelConfig:
         )
         require(
             self.num_layers % len(self.windows) == 0 or self.family == "encoder",
-            f"model.windows={list(self.windows)} has {len(self.windows)} entries, which do not divide "
+            f"model.windows={list(self.windows)} has {plural(len(self.windows), 'entry')}, which must divide "
             f"model.num_layers={self.num_layers}. Change one of them.",
         )
         require(
             self.num_layers >= len(self.windows),
-            f"model.windows={list(self.windows)} has {len(self.windows)} entries, but there are only "
+            f"model.windows={list(self.windows)} has {plural(len(self.windows), 'entry')}, but there are only "
             f"model.num_layers={self.num_layers}. Change one of them.",
         )
         rotated = ", ".join(map(str, self.rope_layers)).lower()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import require
 
 Name: TypeAlias = Literal["int4", "int8", "fp8", "nf4"]
@@ -67,7 +68,7 @@ class Scheme:
     @property
     def weights(self) -> str:
         """The format of the matrices in words."""
-        scales = "one scale for each output" if self.group is None else f"a scale for {self.group} inputs"
+        scales = "one scale for each output" if self.group is None else f"a scale for {plural(self.group, 'input')}"
         name = next(name for name, known in FORMATS.items() if known == (self.bits, self.kind))
         return f"{name} with {scales}"
 
@@ -84,7 +85,7 @@ class Scheme:
         """
         require(
             self.kind != "normal" or inputs % (self.group or 1) == 0,
-            f"nf4 with group={self.group} cannot be used for a matrix with {inputs} inputs. Use a group that divides "
-            f"the inputs of all matrices, or int4.",
+            f"nf4 with group={self.group} cannot be used for a matrix with {plural(inputs, 'input')}. Use a group "
+            f"that divides the inputs of all matrices, or int4.",
         )
         return 1 if self.group is None or inputs % self.group else inputs // self.group

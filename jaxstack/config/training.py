@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import (
     MAX_INT,
     BelowOne,
@@ -351,8 +352,8 @@ class RLConfig:
         expand_home(self, "reference")
         require(
             not self.weights or len(self.weights) == len(self.rewards),
-            f"rl.weights={list(self.weights)} has {len(self.weights)} numbers for the {len(self.rewards)} functions of "
-            f"rl.rewards. Give one for each, or none.",
+            f"rl.weights={list(self.weights)} has {plural(len(self.weights), 'number')} for the "
+            f"{plural(len(self.rewards), 'function')} of rl.rewards. Give one for each, or none.",
         )
         require(
             self.overlong_buffer <= self.tokens,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxstack.common import inputs
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.document_edges import MappedEdges
 from jaxstack.data.file_ids import FileIds, Ids, Place
@@ -240,8 +241,8 @@ def _nanogpt(path: Path, vocab_size: int) -> _Layout:
         raise ConfigError(f"{path} is {other}, and not ids, as data.format=nanogpt requires. Give a file of ids.")
     if size == 0 or size % 2:
         raise ConfigError(
-            f"{path} has {size:,} bytes, so it does not contain ids of 2 bytes, as data.format=nanogpt requires. Check "
-            f"the file, or use another data.format."
+            f"{path} has {plural(size, 'byte', spec=',')}, so it does not contain ids of 2 bytes, as "
+            f"data.format=nanogpt requires. Check the file, or use another data.format."
         )
     width = _width(path, size, begin, vocab_size)
     return _Layout(Place(path, f"<u{width}"), np.array([0, size // width]))
@@ -312,7 +313,10 @@ def _numpy(path: Path) -> _Layout:
         )
     expected = array.offset + array.nbytes
     if (size := _size(path)) != expected:
-        raise ConfigError(f"{path} should have {expected:,} bytes by its header, but it has {size:,}. Write it again.")
+        raise ConfigError(
+            f"{path} should have {plural(expected, 'byte', spec=',')} by its header, but it has {size:,}. Write it "
+            f"again."
+        )
     dtype = array.dtype.str.replace("i", "u")  # a negative id is past every vocabulary
     return _Layout(Place(path, dtype, array.offset), np.array([0, array.size]))
 
@@ -333,8 +337,8 @@ def _llmc(path: Path) -> _Layout:
     expected = _LLMC_HEADER + count * np.dtype(dtype).itemsize
     if count <= 0 or size != expected:
         raise ConfigError(
-            f"{path} declares {count:,} tokens, so it should have {expected:,} bytes, but it has {size:,}. Copy or "
-            f"write it again."
+            f"{path} declares {plural(count, 'token', spec=',')}, so it should have "
+            f"{plural(expected, 'byte', spec=',')}, but it has {size:,}. Copy or write it again."
         )
     return _Layout(Place(path, dtype, _LLMC_HEADER), np.array([0, count]))
 
@@ -364,8 +368,9 @@ def _megatron(path: Path) -> _Layout:
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if size != expected:
         raise ConfigError(
-            f"{index} declares {sequences:,} sequences and {documents:,} bounds of documents, so it should have "
-            f"{expected:,} bytes, but it has {size:,}. Copy it again; indices with modes are not supported."
+            f"{index} declares {plural(sequences, 'sequence', spec=',')} and {plural(documents, 'bound', spec=',')} of "
+            f"documents, so it should have {plural(expected, 'byte', spec=',')}, but it has {size:,}. Copy it again; "
+            f"indices with modes are not supported."
         )
     lengths = np.memmap(index, "<i4", "r", _HEADER.size, (sequences,)) if sequences else np.zeros(0, np.int32)
     pointers = np.memmap(index, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,)) if sequences else lengths
@@ -379,8 +384,9 @@ def _megatron(path: Path) -> _Layout:
         raise ConfigError(f"{index} does not have ascending bounds of documents from 0 to {sequences:,}. {again}")
     if (found := _size(file)) != total * dtype.itemsize:
         raise ConfigError(
-            f"{file} has {found:,} bytes, but {index.name} requires {total * dtype.itemsize:,} ({total:,} ids of "
-            f"{dtype.itemsize} bytes). Copy both files again."
+            f"{file} has {plural(found, 'byte', spec=',')}, but {index.name} requires "
+            f"{total * dtype.itemsize:,} ({plural(total, 'id', spec=',')} of {dtype.itemsize} bytes). Copy both files "
+            f"again."
         )
     return _Layout(Place(file, dtype), np.append(np.int64(0), ends)[bounds])
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.data.text_pieces import pieces
 from jaxstack.data.tokenizers import JsonObject
@@ -47,8 +48,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     least = _BYTES + len(special_tokens)
     if vocab_size < least:
         raise ConfigError(
-            f"--vocab_size={vocab_size} is less than {_BYTES} bytes and {len(special_tokens)} special tokens. Use "
-            f"{least} or more."
+            f"--vocab_size={vocab_size} is less than {_BYTES} bytes and "
+            f"{plural(len(special_tokens), 'special token')}. Use {least} or more."
         )
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

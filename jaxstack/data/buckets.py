@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.mixture import MixtureReader, WindowSizes, phases_from
@@ -110,9 +111,9 @@ def choose_lengths(cfg: DataConfig, texts: Sequence[Tokens]) -> tuple[int, ...]:
     padding = 1 - used / cost[-1]
     raise ConfigError(
         f"data.max_padding={cfg.max_padding} is less than the padding of {padding:.1%} that is left with all "
-        f"{possible.size} lengths for data.batch_size={cfg.batch_size} and data.seq_len={cfg.seq_len}. Raise it to "
-        f"{np.ceil(padding * 100) / 100:.2g}, use a batch_size with a factor of 3, or put several documents into a row "
-        f"with data.packing=best_fit."
+        f"{plural(possible.size, 'length')} for data.batch_size={cfg.batch_size} and data.seq_len={cfg.seq_len}. Raise "
+        f"it to {np.ceil(padding * 100) / 100:.2g}, use a batch_size with a factor of 3, or put several documents into "
+        f"a row with data.packing=best_fit."
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.data.images import Batch, ImageReader, PictureReader, to_patches
@@ -71,8 +72,8 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, special: SpecialIds
         ids = [special.start, *tokenizer.encode(text).tolist(), special.eos]
         if len(ids) > target_len:
             raise ConfigError(
-                f"data.target_len={target_len} is less than the {len(ids)} tokens of {quoted(text)} with its start and "
-                f"end. Raise it."
+                f"data.target_len={target_len} is less than the {plural(len(ids), 'token')} of {quoted(text)} with its "
+                f"start and end. Raise it."
             )
         tokens[i, : len(ids)] = ids
         targets[i, : len(ids) - 1] = ids[1:]

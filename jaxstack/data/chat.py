@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from jaxstack.common import inputs
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import Conversation, Message
 from jaxstack.data.template_process import CLOSE, OPEN, TemplateError, TemplateProcess
@@ -281,8 +282,8 @@ def render_conversations(
             answers = sum(message["role"] == "assistant" for message in conversation.messages)
             if conversation.unlearned and len(spans) != answers:
                 raise ConfigError(
-                    f"the template marks {len(spans)} spans for {answers} answers, so those with weight 0 are not "
-                    f"known. Remove the conversation."
+                    f"the template marks {plural(len(spans), 'span')} for {plural(answers, 'answer')}, so those with "
+                    f"weight 0 are not known. Remove the conversation."
                 )
         except ConfigError as error:
             raise ConfigError(f"{conversation.name}: {error}") from None
@@ -343,15 +344,19 @@ def encode_conversations(
         names.append(conversation.name)
     notes = []
     if too_long:
-        longest = f"the longest has {max(too_long):,} tokens"
+        longest = f"the longest has {plural(max(too_long), 'token', spec=',')}"
         if not pieces:
             raise ConfigError(
-                f"none of {len(too_long):,} conversations fits into data.seq_len={seq_len} ({longest}). Raise it."
+                f"none of {plural(len(too_long), 'conversation', spec=',')} fits into data.seq_len={seq_len} "
+                f"({longest}). Raise it."
             )
         notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
     if unlearned:
         if not pieces:
-            raise ConfigError(f"the answers of all {unlearned:,} conversations have weight 0. Give some the weight 1.")
+            raise ConfigError(
+                f"the answers of all {plural(unlearned, 'conversation', spec=',')} have weight 0. Give "
+                f"some the weight 1."
+            )
         notes.append(f"{unlearned:,} left out, without an answer of weight 1")
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)
     ids = np.concatenate(pieces).astype(id_dtype(tokenizer.vocab_size), copy=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, resolve
 from jaxstack.config.data import TEMPLATED
 from jaxstack.config.pictures import PICTURES
@@ -84,7 +85,11 @@ class Dataset:
     @property
     def description(self) -> str:
         """For users: the description of the only source, or the number of sources."""
-        return self.sources[0].description if len(self.sources) == 1 else f"a mixture of {len(self.sources)} sources"
+        return (
+            self.sources[0].description
+            if len(self.sources) == 1
+            else f"a mixture of {plural(len(self.sources), 'source')}"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -195,7 +200,7 @@ def _load_images(cfg: DataConfig) -> Dataset:
     train, held_out = split_images(images, cfg.eval_fraction)
     height, width, channels = classes.image
     text = (
-        f"{sources.describe(cfg)}: pictures of {height}x{width}x{channels} in {len(classes.names)} classes, "
+        f"{sources.describe(cfg)}: pictures of {height}x{width}x{channels} in {plural(len(classes.names), 'class')}, "
         f"{len(train):,} train, {len(held_out):,} held out"
     )
     return Dataset(classes, (Source(sources.describe(cfg), train, held_out, text, fingerprint(images)),))
@@ -231,8 +236,9 @@ def _load_own_captions(cfg: DataConfig) -> Dataset:
     train, held_out = split_images(images, cfg.eval_fraction)
     height, width, channels = images.pixels.shape[1:]
     text = (
-        f"{sources.describe(cfg)}: pictures of {height}x{width}x{channels} with {len(found.texts):,} different texts "
-        f"in {_format_count(len(texts), 'language')}, {len(train):,} train, {len(held_out):,} held out"
+        f"{sources.describe(cfg)}: pictures of {height}x{width}x{channels} with "
+        f"{plural(len(found.texts), 'different text', spec=',')} in {_format_count(len(texts), 'language')}, "
+        f"{len(train):,} train, {len(held_out):,} held out"
     )
     source = Source(sources.describe(cfg), train, held_out, text, fingerprint(images))
     return Dataset(tokenizer, (source,), special=special)
@@ -400,7 +406,10 @@ def _encode_prompts(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     held_out_D = held_out_prompts(tokens, cfg.eval_fraction)
     train = tokens.documents(~held_out_D)
     held_out = tokens.documents(held_out_D)
-    parts = [f"{train.starts.size:,} prompts train, {held_out.starts.size:,} held out", *([note] if note else [])]
+    parts = [
+        f"{plural(train.starts.size, 'prompt', spec=',')} train, {held_out.starts.size:,} held out",
+        *([note] if note else []),
+    ]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
 
 
@@ -417,7 +426,7 @@ def _encode_chat(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     fingerprint = hashlib.sha256(np.asarray(tokens.ids).tobytes() + tokens.loss_mask.tobytes()).hexdigest()
     train, held_out = split(tokens, cfg.eval_fraction)
     parts = [
-        f"{tokens.starts.size:,} conversations",
+        plural(tokens.starts.size, "conversation", spec=","),
         *(
             [f"of several shapes ({', '.join(f'{n:,} {shape}' for shape, n in shapes.items())})"]
             if len(shapes) > 1
@@ -460,7 +469,7 @@ def _encode_triples(name: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
     train = tokens.documents(~held_out_D)
     held_out = tokens.documents(held_out_D)
     parts = [
-        f"{train.starts.size:,} texts with triples train, {held_out.starts.size:,} held out",
+        f"{plural(train.starts.size, 'text', spec=',')} with triples train, {held_out.starts.size:,} held out",
         *([note] if note else []),
     ]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
@@ -478,7 +487,7 @@ def _encode_pairs(name: str, cfg: DataConfig, tokenizer: Tokenizer, special: Spe
     fingerprint = hashlib.sha256(b"".join(each.tobytes() for each in content)).hexdigest()
     parts = [
         _format_count(len(cfg.languages), "language"),
-        f"{train.starts.size:,} pairs train, {held_out.starts.size:,} held out",
+        f"{plural(train.starts.size, 'pair', spec=',')} train, {held_out.starts.size:,} held out",
         *([pairs.describe_left_out(left_out)] if left_out else []),
     ]
     return Source(name, train, held_out, f"{cfg.path}: {', '.join(parts)}", fingerprint)
@@ -494,7 +503,7 @@ def _format_sizes(train: Tokens, held_out: Tokens, tokenizer: Tokenizer) -> str:
     def size(tokens: Tokens) -> str:
         count = len(tokens)
         if tokenizer.name == "bytes":
-            return f"{count / 1e6:,.1f} MB" if count >= 100_000 else f"{count:,} bytes"
-        return f"{count / 1e6:,.1f} M tokens" if count >= 1_000_000 else f"{count:,} tokens"
+            return f"{count / 1e6:,.1f} MB" if count >= 100_000 else plural(count, "byte", spec=",")
+        return f"{count / 1e6:,.1f} M tokens" if count >= 1_000_000 else plural(count, "token", spec=",")
 
     return f"{size(train)} train, {size(held_out)} held out"

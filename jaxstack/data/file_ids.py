@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 
 
@@ -80,7 +81,7 @@ class FileIds:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             raise ConfigError(
-                f"{places[0].file.parent}: {len(places):,} files of ids cannot be mapped into memory "
+                f"{places[0].file.parent}: {plural(len(places), 'file', spec=',')} of ids cannot be mapped into memory "
                 f"({error.strerror}). Allow more open files, for example with `ulimit -n {2 * len(places)}`."
             ) from None
         sizes = [ids.size for _, ids in self.parts]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxstack.common import files, host_memory, inputs
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.position import Counts, Start
 from jaxstack.data.tokenizers import ClassNames
@@ -95,8 +96,8 @@ def split_images(images: Images, eval_fraction: float) -> tuple[Images, Images]:
     count = int((1 - eval_fraction) * len(images))
     if not 0 < count < len(images):
         raise ConfigError(
-            f"data.eval_fraction={eval_fraction} of {len(images)} pictures leaves none to train on, or none to hold "
-            f"out. Change it, or use more pictures."
+            f"data.eval_fraction={eval_fraction} of {plural(len(images), 'picture')} leaves none to train on, or none "
+            f"to hold out. Change it, or use more pictures."
         )
     return images.take(order[:count]), images.take(order[count:])
 
@@ -185,8 +186,8 @@ def room_for(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         host_memory.require(math.prod(shape) * 4)
     except ValueError as error:
         raise ConfigError(
-            f"data.path={path} has {shape[0]:,} pictures of {format_size(shape[1:])}: {error}. Use fewer or smaller "
-            f"pictures."
+            f"data.path={path} has {plural(shape[0], 'picture', spec=',')} of {format_size(shape[1:])}: {error}. Use "
+            f"fewer or smaller pictures."
         ) from None
     return np.empty(shape, np.float32)
 
@@ -324,7 +325,7 @@ class PictureReader:
     def describe(self, index: int) -> str:
         """Returns one line for error messages with the first pictures of a batch."""
         numbers = self.numbers(index)[:_DESCRIBED]
-        more = f"; and {self.batch_size - numbers.size} more rows" if self.batch_size > numbers.size else ""
+        more = f"; and {plural(self.batch_size - numbers.size, 'more row')}" if self.batch_size > numbers.size else ""
         return f"step {index}: {'; '.join(self.describe_rows(numbers))}{more}"
 
     def describe_rows(self, numbers_B: np.ndarray) -> list[str]:

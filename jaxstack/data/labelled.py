@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data.conversations import json_objects
@@ -100,8 +101,8 @@ def _words(name: str, value: Any, labels: Labels) -> Example:
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
         raise ConfigError(f"words={quoted(words)} are not a list of strings, or one is empty. Write a list of words.")
     if not isinstance(each, list) or len(each) != len(words):
-        count = len(each) if isinstance(each, list) else "no list of"
-        raise ConfigError(f"there are {count} labels for {len(words)} words. Give each word one, or null.")
+        count = plural(len(each), "label") if isinstance(each, list) else "no list of labels"
+        raise ConfigError(f"{plural(len(words), 'word has', 'words have')} {count}. Give each word one, or null.")
     starts = np.cumsum([0, *(len(word) + 1 for word in words[:-1])]).tolist()
     spans = [(start, start + len(word)) for start, word in zip(starts, words, strict=True)]
     found = [-1 if label is None else labels.index(label) for label in each]

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxstack import data
 from jaxstack.checkpoint.run_dir import Metadata
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig
 from jaxstack.config.reading.parse import from_values
@@ -235,7 +236,7 @@ def check_documents(batch: data.Batch, most: int | None, where: str) -> None:
         count_B = 1 + (ids_BS[:, 1:] != ids_BS[:, :-1]).sum(1)
         if (largest := int(count_B.max())) > most:
             raise ConfigError(
-                f"{where} has a row of {largest} documents, but data.max_documents={most}.",
+                f"{where} has a row of {plural(largest, 'document')}, but data.max_documents={most}.",
                 "Raise it and continue the run, or leave it out: attention then runs as another kernel.",
             )
 
@@ -343,7 +344,7 @@ class DataLoader:
         """
         lines = self._reader.describe_buckets() if isinstance(self._reader, BucketReader) else []
         if (most := self._keys.known_documents) is not None:
-            lines.append(f"rows of at most {most:,} documents")
+            lines.append(f"rows of at most {plural(most, 'document', spec=',')}")
         if len(self.held_out) == 1:
             return lines
         steps = self._steps

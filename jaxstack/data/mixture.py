@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.data.interleave import Interleaving
 from jaxstack.data.masking import BranchWindows, Masking
 from jaxstack.data.pairs import PairTokens
@@ -216,7 +217,7 @@ class MixtureReader:
             assert reader is not None
             name = f"{self._names[source]}: " if len(self._names) > 1 else ""
             texts.append(name + reader.describe(int(number)))
-        more = f"; and {self._batch_size - shown} more rows" if self._batch_size > shown else ""
+        more = f"; and {plural(self._batch_size - shown, 'more row')}" if self._batch_size > shown else ""
         return f"{'; '.join(texts)}{more}"
 
 
@@ -230,5 +231,5 @@ def describe_batch(
     reader = SequenceReader(tokens, seq_len=seq_len, seed=seed, packing=packing)
     first = step * batch_size
     texts = [reader.describe(sequence) for sequence in range(first, first + min(rows, batch_size))]
-    more = f"; and {batch_size - rows} more rows" if batch_size > rows else ""
+    more = f"; and {plural(batch_size - rows, 'more row')}" if batch_size > rows else ""
     return f"step {step}: {'; '.join(texts)}{more}"

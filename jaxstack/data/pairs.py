@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.seq2seq import Pair, SpecialIds, language_tokens, make_batch
 from jaxstack.data.tokenizers import Tokenizer, encode_each, id_dtype
@@ -97,8 +98,8 @@ def encode_pairs(
         gates.append(domain_of[one.language])
     if not pieces:
         raise ConfigError(
-            f"data.seq_len={lengths[0]} with {lengths[1]} targets is too short for all {left_out[reason]:,} pairs; the "
-            f"longest has {longest:,} tokens. Raise it."
+            f"data.seq_len={lengths[0]} with {lengths[1]} for targets is too short for every pair; the longest has "
+            f"{plural(longest, 'token', spec=',')}. Raise it."
         )
     bounds = np.append(0, np.cumsum(np.array(sizes, np.int64)))
     ids = np.concatenate(pieces).astype(id_dtype(special.size))

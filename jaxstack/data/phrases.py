@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 from jaxstack.data.tokenizers import HFTokenizer, Tokenizer, encode_each_with_offsets
@@ -87,7 +88,8 @@ class Phrases:
         for phrase, ids in _encodings(phrases, tokenizer):
             if ids.size > seq_len:
                 raise ConfigError(
-                    f"{phrase.name}: {quoted(phrase.text)} has {ids.size:,} tokens, and a row data.seq_len={seq_len}.",
+                    f"{phrase.name}: {quoted(phrase.text)} has {plural(ids.size, 'token', spec=',')}, and a row "
+                    f"data.seq_len={seq_len}.",
                     "Remove the line, or raise data.seq_len.",
                 )
             longest = max(longest, ids.size)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
+from jaxstack.common.counts import plural
 from jaxstack.data.windows import Order
 
 Counts = list[list[int]]
@@ -88,8 +89,9 @@ def continue_source(record: SourceRecord, orders: Sequence[Order | None], saved:
     total = sum(_rows(order) for order in before)
     return Continued(
         begun,
-        f"{record['name']}: the rest of pass {passes:,}, {left_out:,} of {total:,} sequences, is left out, because "
-        f"sequences are other ones now ({reason if same_text else 'another text'}). Pass {passes + 1:,} begins",
+        f"{record['name']}: the rest of pass {passes:,}, {left_out:,} of {plural(total, 'sequence', spec=',')}, is "
+        f"left out, because sequences are other ones now ({reason if same_text else 'another text'}). Pass "
+        f"{passes + 1:,} begins",
     )
 
 

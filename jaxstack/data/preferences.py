@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
@@ -181,8 +182,9 @@ def mismatch(rows: Sequence[Feedback]) -> list[Preference]:
     most = max(map(len, numbers.values()))
     if 2 * most > len(rows):
         raise ConfigError(
-            f"{most:,} of {len(rows):,} completions have the same prompt, but preference.loss=kto also reads each "
-            f"completion after another prompt. Add other prompts, or change data.eval_fraction."
+            f"{most:,} of {plural(len(rows), 'completion', spec=',')} have the same prompt, but "
+            f"preference.loss=kto also reads each completion after another prompt. Add other prompts, or change "
+            f"data.eval_fraction."
         )
     # Those of a prompt are neighbours, so the completion that is `most` places away has another prompt.
     order = [i for _, own in sorted(numbers.items(), key=lambda one: _digest(one[0])) for i in own]
@@ -310,7 +312,7 @@ def encode_preferences(
     both = [one for one in preferences if one.chosen != one.rejected or one.wanted is not None]
     equal = len(preferences) - len(both)
     if not both:
-        raise ConfigError(f"the completions of all {equal:,} pairs are equal, so none is better. Give other pairs.")
+        raise ConfigError(f"the completions of {plural(equal, 'pair', spec=',')} are equal. Give other pairs.")
     sides = chat.render_conversations((side for one in both for side in one.conversations()), template)
     encoded = [(ids, answers) for _, ids, answers in chat.encode_answers(sides, tokenizer)]
     if scores:
@@ -332,11 +334,11 @@ def encode_preferences(
         kept.append(one)
     notes = []
     if too_long:
-        longest = f"the longest needs {max(too_long):,} positions"
+        longest = f"the longest needs {plural(max(too_long), 'position', spec=',')}"
         if not pieces:
             raise ConfigError(
-                f"none of {len(too_long):,} pairs fits into data.seq_len={seq_len}, which has both completions with "
-                f"their prompt ({longest}). Raise it."
+                f"none of {plural(len(too_long), 'pair', spec=',')} fits into data.seq_len={seq_len}, which has both "
+                f"completions with their prompt ({longest}). Raise it."
             )
         notes.append(f"{len(too_long):,} left out, longer than data.seq_len={seq_len} ({longest})")
     if equal:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.data import chat
 from jaxstack.data.conversations import Message, json_objects
@@ -121,11 +122,11 @@ def encode_prompts(
         fitting.append(row)
     note = ""
     if too_long:
-        longest = f"the longest has {max(too_long):,} tokens"
+        longest = f"the longest has {plural(max(too_long), 'token', spec=',')}"
         if not pieces:
             raise ConfigError(
-                f"none of {len(too_long):,} prompts fits into {key}={seq_len} ({longest}). Raise {key}, or use shorter "
-                f"prompts."
+                f"none of {plural(len(too_long), 'prompt', spec=',')} fits into {key}={seq_len} ({longest}). Raise "
+                f"{key}, or use shorter prompts."
             )
         note = f"{len(too_long):,} left out, too long for {key}={seq_len} ({longest})"
     bounds = np.cumsum([0, *(piece.size for piece in pieces)], dtype=np.int64)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.config.sentences import SentencesConfig, SentenceTask
 from jaxstack.data.token_stream import TokenStream
@@ -63,8 +64,8 @@ class SentenceTasks:
         room = seq_len - len(before) - 2 * len(after)
         if room < 2 * cfg.parts:
             raise ConfigError(
-                f"data.seq_len={seq_len} leaves room for {max(room, 0)} tokens of text beside the special ones, which "
-                f"model.sentences.tasks={list(cfg.tasks)} cuts into parts. Raise data.seq_len."
+                f"data.seq_len={seq_len} leaves room for {plural(max(room, 0), 'token')} of text beside the special "
+                f"ones, which model.sentences.tasks={list(cfg.tasks)} cuts into parts. Raise data.seq_len."
             )
         return cls(cfg, seq_len, windows, before, after, token_types > 1)
 
@@ -82,8 +83,8 @@ class SentenceTasks:
         needed = 4 * self.seq_len
         if len(stream) < needed:
             raise ConfigError(
-                f"{shown} needs {needed:,} tokens of text, four windows, but there are {len(stream):,} {where}. Use "
-                f"more text, or lower data.seq_len."
+                f"{shown} needs {plural(needed, 'token', spec=',')} of text, four windows, but there are "
+                f"{len(stream):,} {where}. Use more text, or lower data.seq_len."
             )
         if "distance" in self.cfg.tasks and stream.starts_P.size < 2:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig
 from jaxstack.data.tokenizers import HFTokenizer, Tokenizer
 
@@ -124,8 +125,8 @@ def special_ids(tokenizer: Tokenizer, names: Sequence[str] = (), spans: int = 0)
         sentinels.append(found)
     if sentinels and len(sentinels) < spans:
         raise ConfigError(
-            f"data.denoisers hides up to {spans} spans of a row, but data.tokenizer={tokenizer.name} has "
-            f"{len(sentinels)} sentinels, such as <extra_id_0>. Lower data.seq_len, or use longer spans."
+            f"data.denoisers hides up to {plural(spans, 'span')} of a row, but data.tokenizer={tokenizer.name} has "
+            f"{plural(len(sentinels), 'sentinel')}, such as <extra_id_0>. Lower data.seq_len, or use longer spans."
         )
     if spans and not sentinels:
         size += max(SENTINELS, spans)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig, DenoiserConfig
 from jaxstack.data.seq2seq import Pair, SpecialIds, ids_of, make_batch
 from jaxstack.data.tokenizers import Tokenizer
@@ -73,8 +74,8 @@ class SpanCorruption:
         """
         if count <= self.text_len:
             raise ConfigError(
-                f"data.seq_len={self.seq_len} with data.denoisers needs {self.text_len + 1:,} tokens of text for one "
-                f"window, but there are {count:,} {what}. Lower data.seq_len or use more text."
+                f"data.seq_len={self.seq_len} with data.denoisers needs {plural(self.text_len + 1, 'token', spec=',')} "
+                f"of text for one window, but there are {count:,} {what}. Lower data.seq_len or use more text."
             )
 
     def apply(self, batch: Batch, rows_B: np.ndarray, seed: int, first_read_BS: np.ndarray | None = None) -> Batch:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxstack.common import files, inputs
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 from jaxstack.data.text_ends import TextEnds, read_text_ends
@@ -201,7 +202,8 @@ class CharTokenizer(_WithBytes, _WithoutFrame):
             char = text[unknown[0]]
             raise ConfigError(
                 f"character {char!r} (U+{ord(char):04X}) at position {unknown[0]:,} is not among the "
-                f"{self.vocab_size} characters of the training text. Remove it, or train with data.tokenizer=bytes."
+                f"{plural(self.vocab_size, 'character')} of the training text. Remove it, or train with "
+                f"data.tokenizer=bytes."
             )
         return ids.astype(id_dtype(self.vocab_size))
 
@@ -396,8 +398,8 @@ class HFTokenizer(_WithBytes):
         if self.vocab_size > _MOST_GAPS + 2 * len(vocab):
             token = max(vocab, key=lambda text: vocab[text])
             raise ConfigError(
-                f"data.tokenizer={name} has {len(vocab):,} tokens, but gives {quoted(token)} the id {vocab[token]:,}. "
-                f"Number the tokens from 0 without large gaps."
+                f"data.tokenizer={name} has {plural(len(vocab), 'token', spec=',')}, but gives {quoted(token)} the id "
+                f"{vocab[token]:,}. Number the tokens from 0 without large gaps."
             )
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
@@ -432,8 +434,8 @@ class HFTokenizer(_WithBytes):
         """
         if strange := [i for i in ends.stop if i >= self.vocab_size]:
             raise ConfigError(
-                f"data.tokenizer={self.name} has {self.vocab_size:,} ids, and {strange[0]:,} is not one of them, but "
-                f"should end a text. Restore the file."
+                f"data.tokenizer={self.name} has {plural(self.vocab_size, 'id', spec=',')}, and {strange[0]:,} is not "
+                f"one of them, but should end a text. Restore the file."
             )
         self._ends = ends
         self.eos_id = ends.eos

@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from jaxstack.common import files, inputs
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.data.document_edges import Edges, MappedEdges
 from jaxstack.data.file_ids import FileIds, Ids, Place
@@ -382,8 +383,8 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
     found = file.stat().st_size
     if expected != found:
         raise ConfigError(
-            f"{file} is truncated or belongs to another header: expected {expected:,} bytes ({header.count:,} tokens "
-            f"of {dtype.itemsize}), found {found:,}. Copy or build it again."
+            f"{file} is truncated or belongs to another header: expected {plural(expected, 'byte', spec=',')} "
+            f"({plural(header.count, 'token', spec=',')} of {dtype.itemsize}), found {found:,}. Copy or build it again."
         )
     try:
         inputs.check_npy_header(starts_file)
@@ -402,8 +403,8 @@ def _map(path: str | Path, header: TokenFileHeader) -> Tokens:
     fits = starts.shape == (header.documents,) and starts.dtype == np.int64
     if not fits or starts[0] != 0 or not all(tokens.each_chunk(lambda chunk: bool((tokens.sizes(chunk) >= 0).all()))):
         raise ConfigError(
-            f"{starts_file} does not hold {header.documents:,} ascending document starts within {header.count:,} "
-            f"tokens. Build the file again."
+            f"{starts_file} does not hold {header.documents:,} ascending document starts within "
+            f"{plural(header.count, 'token', spec=',')}. Build the file again."
         )
     return tokens
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxstack.common.counts import plural
 from jaxstack.common.files import is_foreign
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import json_objects
@@ -147,7 +148,8 @@ def _read_table(file: Path, left_out: Counter[str]) -> Iterator[Translation]:
         cells = line.split("\t")
         if len(cells) != len(header):
             raise ConfigError(
-                f"{name}: line 1 names {len(header)} columns, and there are cells for {len(cells)}. Write one for each."
+                f"{name}: line 1 names {plural(len(header), 'column')}, and there are cells for {len(cells)}. Write "
+                f"one for each."
             )
         if not cells[0].strip() or not any(cell.strip() for cell in cells[1:]):
             missing = header[0] if not cells[0].strip() else " or ".join(header[1:])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.data import labelled, triples
 from jaxstack.data.masking import BranchWindows, Masking
@@ -155,7 +156,8 @@ def _rows(windows: _AnyWindows, count: int) -> _AnyWindows:
     assert isinstance(windows, _Windows)
     if windows.size < count:
         raise ConfigError(
-            f"there are {windows.size:,} texts with triples for a row of {count} windows (model.branches.rates).",
+            f"{plural(windows.size, 'text', spec=',')} with triples cannot fill a row of {plural(count, 'window')} "
+            f"(model.branches.rates).",
             "Add texts, or change data.eval_fraction.",
         )
     return _Groups(windows, count)
@@ -268,8 +270,8 @@ def _cut(
     packing = plain is None
     if total < seq_len + 1:
         raise ConfigError(
-            f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of text for one window, but there are {total:,} to "
-            f"train on. Lower data.seq_len or use more text."
+            f"data.seq_len={seq_len} needs {plural(seq_len + 1, 'token', spec=',')} of text for one window, but there "
+            f"are {total:,} to train on. Lower data.seq_len or use more text."
         )
     full = full_windows(total, seq_len, packing)
     slack = 0 if packing else min(seq_len - 1, total - 1 - full * seq_len)
@@ -670,8 +672,8 @@ def _held_out_windows(stream: TokenStream, seq_len: int) -> _Windows:
     """
     if len(stream) - 1 < seq_len:
         raise ConfigError(
-            f"data.seq_len={seq_len} needs {seq_len + 1:,} tokens of held-out text for one window, but there are "
-            f"{len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
+            f"data.seq_len={seq_len} needs {plural(seq_len + 1, 'token', spec=',')} of held-out text for one window, "
+            f"but there are {len(stream):,}. Raise data.eval_fraction, lower data.seq_len or use more text."
         )
     first_W = np.arange((len(stream) - 1) // seq_len) * seq_len
     return _Windows.of(stream, first_W, np.full(first_W.size, seq_len + 1))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.files import short_path
 from jaxstack.config import ModelConfig
 from jaxstack.debug.guide import Place, RunGuide, is_stack
@@ -54,8 +55,8 @@ def device(finding: Finding) -> str:
     first = ", ".join(f"{axis} {at}" for axis, at in split.items())
     count = int(finding.bad.sum())
     if count == 1:
-        return f"{first} alone, of {finding.bad.size} devices"
-    return f"{count} of {finding.bad.size} devices; the first is {first}, and its values follow"
+        return f"{first} alone, of {plural(finding.bad.size, 'device')}"
+    return f"{count} of {plural(finding.bad.size, 'device')}; the first is {first}, and its values follow"
 
 
 def place(finding: Finding, guide: RunGuide) -> str:

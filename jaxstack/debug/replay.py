@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jaxstack import data, sharding
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import inputs as input_files
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import Config, ConfigError, MeshConfig
 from jaxstack.data.loader import DataLoader
@@ -48,8 +49,8 @@ def mesh_of(mesh: MeshConfig, microbatch_size: int) -> Mesh:
     needed = math.prod(mesh.sizes.values())
     if mesh.open_axis is None and len(devices) < needed:
         raise ConfigError(
-            f"the run has a mesh of {needed} devices, and there are {len(devices)}. To simulate them on the CPU, set "
-            f"JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES={needed}."
+            f"the run has a mesh of {plural(needed, 'device')}, and there are {len(devices)}. To simulate them on the "
+            f"CPU, set JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES={needed}."
         )
     return sharding.make_mesh(mesh, microbatch_size, devices if mesh.open_axis else devices[:needed])
 
@@ -61,8 +62,8 @@ class Replay:
         """Reads the data of a run; `run` is its configuration with its present folder in `run.dir`."""
         if run.learned_rewards is not None:
             raise ConfigError(
-                f"{run.run.dir} learns from completions that it samples, which are not stored, so its steps cannot be "
-                f"run again. Lower optim.lr, or check the rewards of these steps in metrics.jsonl."
+                f"{run.run.dir} learns from completions that it samples, which are not stored, so its steps "
+                f"cannot be run again. Lower optim.lr, or check the rewards of these steps in metrics.jsonl."
             )
         # The values do not depend on it, and what is examined must be on the device.
         run = replace(run, train=replace(run.train, offload="none"))
@@ -263,8 +264,8 @@ def repeat(folder: str | Path) -> tuple[list[jax.Array], list[jax.Array]]:
     if mesh:
         if (count := len(jax.devices())) < (needed := math.prod(mesh.values())):
             raise ConfigError(
-                f"the operation in {folder} needs {needed} devices, and there are {count}. Set JAX_PLATFORMS=cpu and "
-                f"JAX_NUM_CPU_DEVICES={needed}."
+                f"the operation in {folder} needs {plural(needed, 'device')}, and there are {count}. Set "
+                f"JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES={needed}."
             )
         grid = np.array(jax.devices()[:needed]).reshape([*mesh.values()])
         shardings = exported.in_shardings_jax(Mesh(grid, [*mesh], axis_types=(AxisType.Auto,) * len(mesh)))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, flatten
 from jaxstack.config import OptimConfig
 from jaxstack.debug import rules, search
@@ -45,7 +46,7 @@ def explain_update(
     bad = {name: array for name, array in results.items() if is_bad(array)}
     if not bad:
         return
-    counts = f"{len(bad)} of {len(results)} arrays"
+    counts = f"{len(bad)} of {plural(len(results), 'array')}"
     yield f"update   optim.name={recipe.optim.name} makes {counts} not finite; loss and gradients are finite"
     for name, array in [*bad.items()][:NAMED]:
         yield f"where    {name}, first at {_first_bad(array)}: {statistics(array)}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, DataConfig, RunConfig, TrainConfig
 from jaxstack.config.training import RLConfig
 from jaxstack.data import Dataset, Source, chat
@@ -63,8 +64,8 @@ def answer(
     allowed = min(rl.tokens, room) if tokens is None else tokens
     if allowed > room or allowed >= context:
         raise ConfigError(
-            f"--tokens={allowed} and the longest prompt of {path}, which has {longest:,} tokens, do not fit "
-            f"--context={context}. Lower --tokens, or raise --context."
+            f"--tokens={allowed} and the longest prompt of {path}, which has {plural(longest, 'token', spec=',')}, do "
+            f"not fit --context={context}. Lower --tokens, or raise --context."
         )
     pairs = 2 * run.context.layout.replicas  # a batch has two answers or more on each device
     keys = DataConfig(source="prompts", path=path, seq_len=context, batch_size=-(-rows // pairs) * pairs)

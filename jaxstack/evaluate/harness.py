@@ -13,6 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import chat
 from jaxstack.evaluate import text
@@ -106,8 +107,8 @@ class RunModel(TemplateLM):
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.context:
                 raise ConfigError(
-                    f"a task has an answer of {len(continuation)} tokens, and the context has {self.context}. Use a "
-                    f"larger --context."
+                    f"a task has an answer of {plural(len(continuation), 'token')}, and the context has "
+                    f"{self.context}. Use a larger --context."
                 )
             self.truncated += len(context) + len(continuation) > self.context + 1
             texts.append((context + continuation)[-(self.context + 1) :])
@@ -167,7 +168,8 @@ class RunModel(TemplateLM):
         tokens = int(options["max_gen_toks"])
         if not 0 < tokens < self.context:
             raise ConfigError(
-                f"a task asks for {tokens} tokens, and the context has {self.context}. Use a larger --context."
+                f"a task asks for {plural(tokens, 'token')}, and the context has {self.context}. Use a larger "
+                f"--context."
             )
         chosen = {name: options[name] for name in _CHOICES if name in options}
         if not options["do_sample"]:

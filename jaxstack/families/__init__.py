@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, DataConfig, ModelConfig
 from jaxstack.config.objective import OBJECTIVES, Objective
 from jaxstack.families import branches, contrastive, diffusion, encoder, encoder_decoder
@@ -137,7 +138,7 @@ def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """
     stacks = of(cfg).layers(cfg)
     if len(stacks) > 1:
-        names = f"{len(stacks)} stacks of layers ({', '.join(stacks)}), and this needs one"
+        names = f"{plural(len(stacks), 'stack')} of layers ({', '.join(stacks)}), and this needs one"
         if cfg.mtp.depth:
             raise ConfigError(
                 f"model.mtp.depth={cfg.mtp.depth} gives the model {names}. Make a run without modules of it: `jaxstack "

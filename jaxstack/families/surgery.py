@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import path_of
 from jaxstack.config import ConfigError, ModelConfig, MoEConfig
 from jaxstack.features.experts import segments_of
@@ -35,7 +36,7 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
     """
     if cfg.moe.num_experts or not moe.num_experts:
         raise ConfigError(
-            f"up-cycling starts from a dense model, but this one has {cfg.moe.num_experts} experts. "
+            f"up-cycling starts from a dense model, but this one has {plural(cfg.moe.num_experts, 'expert')}. "
             f"Name a dense model, and set model.moe.num_experts of the new one."
         )
     if cfg.delta.every:
@@ -79,8 +80,9 @@ def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[Model
     """
     if cfg.moe.router not in ("domain", "timestep") or cfg.moe.shared_experts or not cfg.moe.num_experts:
         raise ConfigError(
-            f"model.moe.router={cfg.moe.router} with {cfg.moe.shared_experts} shared experts is not a hard gate, so "
-            f"one expert alone is not the model. Use a model with router=domain or timestep and shared_experts=0."
+            f"model.moe.router={cfg.moe.router} with {plural(cfg.moe.shared_experts, 'shared expert')} is not a hard "
+            f"gate, so one expert alone is not the model. Use a model with router=domain or timestep and "
+            f"shared_experts=0."
         )
     if cfg.delta.every:
         raise ConfigError(

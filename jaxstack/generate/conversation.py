@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.generate.engine import Added, Engine, Programs, Sampling
@@ -56,8 +57,8 @@ class Conversation:
         limit = min(self._tokens, self.room(tokens))
         if limit < 1:
             raise ConfigError(
-                f"the text has {len(tokens)} tokens and the context has {self.context}. Shorten the text, or use a "
-                f"larger context."
+                f"the text has {plural(len(tokens), 'token')} and the context has {self.context}. Shorten the text, or "
+                f"use a larger context."
             )
         replicas = engine.ctx.layout.replicas
         zeros = np.zeros(replicas, np.int32)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.data import Tokenizer
@@ -80,7 +81,8 @@ class TextEncoder:
         longest = max(map(len, texts))
         if most is not None and longest > most:
             raise ConfigError(
-                f"a text has {longest} tokens, but the model's table of learned positions ends at {most}. Shorten it."
+                f"a text has {plural(longest, 'token')}, but the model's table of learned positions ends at {most}. "
+                f"Shorten it."
             )
         size = -(-ROWS // self.ctx.layout.replicas) * self.ctx.layout.replicas
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))

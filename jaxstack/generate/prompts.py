@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, ModelConfig, PredictionConfig
 from jaxstack.data.seq2seq import special_ids
 from jaxstack.data.tokenizers import Tokenizer
@@ -65,7 +66,7 @@ def begin_captions(tokenizer: Tokenizer, beginnings: Sequence[str], longest: int
     for text, row in zip(beginnings, rows, strict=True):
         if len(row) >= longest:
             raise ConfigError(
-                f"{text!r} has {len(row)} tokens with its start, which leaves no room in the {longest} of "
+                f"{text!r} has {plural(len(row), 'token')} with its start, which leaves no room in the {longest} of "
                 f"data.target_len. Shorten it."
             )
     return rows
@@ -104,14 +105,15 @@ def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int)
     for i, prompt in enumerate(prompts, start=1):
         if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
             raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but the "
-                f"model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or sample.tokens."
+                f"prompt {i} of {len(prompts)} has {plural(len(prompt), 'token')} and sample.tokens={tokens} adds "
+                f"more, but the model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or "
+                f"sample.tokens."
             )
         scaling = cfg.rope_scaling
         if scaling.is_short and len(prompt) + tokens > scaling.original_max_position:
             raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {len(prompt)} tokens and sample.tokens={tokens} adds more, but "
-                f"model.rope_scaling has frequencies for {scaling.original_max_position}. Use "
+                f"prompt {i} of {len(prompts)} has {plural(len(prompt), 'token')} and sample.tokens={tokens} adds "
+                f"more, but model.rope_scaling has frequencies for {scaling.original_max_position}. Use "
                 f"--model.rope_scaling.long_context=true."
             )
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxstack.checkpoint import manifest, run_dir
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, SampleConfig
 from jaxstack.config.training import RLConfig
@@ -211,8 +212,9 @@ class Rollouts(Batches):
         needed = int(ends[longest] - starts[longest]) + cfg.rl.tokens - 1
         if needed > cfg.data.seq_len:
             raise ConfigError(
-                f"{prompts.rows[longest].name} needs {needed:,} positions with rl.tokens={cfg.rl.tokens}, but "
-                f"data.seq_len={cfg.data.seq_len}. Raise data.seq_len, or lower rl.tokens."
+                f"{prompts.rows[longest].name} needs {plural(needed, 'position', spec=',')} with "
+                f"rl.tokens={cfg.rl.tokens}, but data.seq_len={cfg.data.seq_len}. Raise data.seq_len, or lower "
+                f"rl.tokens."
             )
         for row in prompts.rows:
             for one in functions:

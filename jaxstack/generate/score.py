@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.features import reward_head
@@ -172,8 +173,8 @@ class Scorer:
             raise ConfigError("a text has one token, before which there is nothing. Give two tokens or more.")
         if table is not None and longest > table:
             raise ConfigError(
-                f"a text has {longest + 1} tokens, but the model's table of learned positions ends at {table}. Use "
-                f"shorter texts, or windows of at most {table} tokens."
+                f"a text has {plural(longest + 1, 'token')}, but the model's table of learned positions ends at "
+                f"{table}. Use shorter texts, or windows of at most {plural(table, 'token')}."
             )
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:

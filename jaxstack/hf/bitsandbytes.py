@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.config.scheme import NF4_GROUPS, Scheme
 from jaxstack.hf.compressed import Codes
@@ -174,14 +175,14 @@ class Nf4Files:
         block = state["blocksize"]
         if shape[1] % block:
             raise ConfigError(
-                f"{stored}: {name} of shape {shape} has blocks of {block} numbers, which go over rows. Use a blocksize "
-                f"that divides {shape[1]}."
+                f"{stored}: {name} of shape {shape} has blocks of {plural(block, 'number')}, which go over rows. Use a "
+                f"blocksize that divides {shape[1]}."
             )
         found = held[name].shape, held[f"{name}.absmax"].shape
         if found != ((shape[0] * shape[1] // 2, 1), (shape[0] * shape[1] // block,)):
             raise ConfigError(
                 f"{stored}: {name} of shape {shape} has codes {list(found[0])} and scales {list(found[1])}, which is "
-                f"not nf4 with a scale for {block} numbers. Fetch or save it again."
+                f"not nf4 with a scale for {plural(block, 'number')}. Fetch or save it again."
             )
         if not np.array_equal(self._whole(f"{name}.quant_map"), np.asarray(NF4, np.float32)):
             raise ConfigError(f"{stored}: {name}.quant_map has other numbers than nf4. Fetch or save it again.")

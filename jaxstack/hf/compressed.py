@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.config.scheme import Scheme
 from jaxstack.hf.configs import JsonObject, Keys
@@ -83,7 +84,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Returns codes [O, I] as int32 [O, I * bits / 32], with zeros in the bits that are left."""
     per = 32 // bits
     low = 1 << (bits - 1)
-    assert -low <= codes.min(initial=0) <= codes.max(initial=0) < low, f"codes exceed {bits} bits"
+    assert -low <= codes.min(initial=0) <= codes.max(initial=0) < low, f"codes exceed {plural(bits, 'bit')}"
     shifted = np.pad(codes.astype(np.int32) + low, ((0, 0), (0, -codes.shape[1] % per)))
     words = shifted.astype(np.uint32).reshape(len(codes), -1, per) << (bits * np.arange(per, dtype=np.uint32))
     return np.bitwise_or.reduce(words, axis=2, dtype=np.uint32).view(np.int32)
@@ -170,7 +171,12 @@ def _read_scheme(keys: Keys, default: Any) -> tuple[Scheme, bool]:
     kind = weights.take("type", "int")
     bits = weights.take("num_bits")
     if name not in FORMATS or (kind, bits) not in FORMATS[name]:
-        allowed = [f"{n} with {b} bits of {k}" for n, row in FORMATS.items() for k, b in row if n != "naive-quantized"]
+        allowed = [
+            f"{n} with {plural(b, 'bit')} of {k}"
+            for n, row in FORMATS.items()
+            for k, b in row
+            if n != "naive-quantized"
+        ]
         raise weights.error("num_bits", bits, f"In {name} of type {kind} it cannot be read. Use {', '.join(allowed)}")
     if (order := weights.take("actorder", None)) not in (None, False, "weight", "static"):
         raise weights.error("actorder", order, "Quantise the model with actorder=weight or without it")

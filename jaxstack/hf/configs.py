@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from jaxstack.checkpoint import run_dir
 from jaxstack.common import inputs
+from jaxstack.common.counts import plural
 from jaxstack.config import (
     ConfigError,
     DeltaConfig,
@@ -257,10 +258,12 @@ def _delta_every(keys: Keys, layers: int) -> int:
     if isinstance(types, list) and FULL in types:
         every = types.index(FULL) + 1
     if type(every) is not int or every < 2 or layers % every:
-        raise keys.error("full_attention_interval", every, f"Give a divisor of {layers} layers, 2 or more")
+        raise keys.error("full_attention_interval", every, f"Give a divisor of {plural(layers, 'layer')}, 2 or more")
     if types not in (None, _delta_types(every, layers)):
         raise keys.error(
-            "layer_types", types, f"Give {FULL} to the last of every {every} layers, and {LINEAR} to the others"
+            "layer_types",
+            types,
+            f"Give {FULL} to the last of every {plural(every, 'layer')}, and {LINEAR} to the others",
         )
     return every
 
@@ -287,7 +290,9 @@ def _state_space(keys: Keys, family: Family, ours: JsonObject) -> JsonObject:
     together = ours["ssm.heads"] * ours["ssm.head_dim"]
     expand = keys.take(family.expansion, 2)
     if type(expand) is not int or expand * ours["d_model"] != together:
-        raise keys.error(family.expansion, expand, f"Its heads have {together} elements for {ours['d_model']}")
+        raise keys.error(
+            family.expansion, expand, f"Its heads have {plural(together, 'element')} for {ours['d_model']}"
+        )
     if ours["activation"] != "silu":
         raise keys.error(family.activation, ours["activation"], "Use silu, the activation of state spaces")
     return _hybrid(keys, ours) if "mamba_d_head" in family.fields else ours
@@ -300,7 +305,7 @@ def _hybrid(keys: Keys, ours: JsonObject) -> JsonObject:
     types = keys.take("layer_types", None) or [LINEAR] * layers
     names = {"mamba": LINEAR, "attention": FULL}
     if not isinstance(types, list) or len(types) != layers or any(names.get(t, t) not in (LINEAR, FULL) for t in types):
-        raise keys.error("layer_types", types, f"Give mamba or attention for each of {layers} layers")
+        raise keys.error("layer_types", types, f"Give mamba or attention for each of {plural(layers, 'layer')}")
     states = tuple(names.get(kind, kind) == LINEAR for kind in types)
     if any(states):
         found["ssm.layers"] = _period(states, cut=False)
@@ -613,7 +618,9 @@ def _rotated_layers(keys: Keys, family: Family, layers: int, period: tuple[int, 
                 raise keys.error("no_rope_layer_interval", every, "Give a positive number of layers")
             listed = [int((i + 1) % every != 0) for i in range(layers)]
         if not isinstance(listed, list) or len(listed) < layers or not all(one in (0, 1) for one in listed):
-            raise keys.error("no_rope_layers", listed, f"List 1, or 0 without RoPE, for each of {layers} layers")
+            raise keys.error(
+                "no_rope_layers", listed, f"List 1, or 0 without RoPE, for each of {plural(layers, 'layer')}"
+            )
         rotated = tuple(bool(one) for one in listed[:layers])
     return dict(zip(("windows", "rope_layers"), _shortest(windows, rotated), strict=True))
 
@@ -652,7 +659,7 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     if types is None:
         types = list(itertools.islice(itertools.cycle(family.layer_types), layers))
     if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
-        raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {layers} layers")
+        raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {plural(layers, 'layer')}")
     if SLIDING in types and size is None and family.lists_layer_types:
         raise keys.error("sliding_window", size, f"Give a number of tokens for the layers of {SLIDING}")
     return _period(tuple(size or 0 if kind == SLIDING else 0 for kind in types), cut=False)
@@ -685,7 +692,7 @@ def _local_attention(keys: Keys, layers: int) -> tuple[int, ...]:
         raise keys.error("global_attn_every_n_layers", every, "Give a positive number of layers")
     types = keys.take("layer_types", None) or [SLIDING if i % every else FULL for i in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
-        raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {layers} layers")
+        raise keys.error("layer_types", types, f"List {FULL} or {SLIDING} for each of {plural(layers, 'layer')}")
     return _period(tuple(half // 2 + 1 if kind == SLIDING else 0 for kind in types), cut=True)
 
 

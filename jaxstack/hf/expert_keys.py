@@ -1,5 +1,6 @@
 """The keys of a `config.json` that say which layers have experts, as `model.moe.layers` and back."""
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ExpertLayers, ModelConfig
 from jaxstack.config.expert_layers import rule_of
 from jaxstack.hf.families import Family
@@ -19,7 +20,9 @@ def read(keys: Keys, family: Family, num_layers: int, encoder_layers: int | None
             # DeepSeek's own code counts from layer 0, also behind the first dense layers.
             has = [i >= first and i % step == 0 for i in range(num_layers)]
             if not any(has):
-                raise keys.error("first_k_dense_replace", first, f"Leave experts to some of {num_layers} layers")
+                raise keys.error(
+                    "first_k_dense_replace", first, f"Leave experts to some of {plural(num_layers, 'layer')}"
+                )
         case "step":
             step = _count(keys, "decoder_sparse_step", 1, least=1)
             dense = keys.take("mlp_only_layers", None) or []
@@ -27,7 +30,7 @@ def read(keys: Keys, family: Family, num_layers: int, encoder_layers: int | None
                 raise keys.error("mlp_only_layers", dense, "Give a list of layers")
             has = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
             if not any(has):
-                raise keys.error("mlp_only_layers", dense, f"Leave experts to some of {num_layers} layers")
+                raise keys.error("mlp_only_layers", dense, f"Leave experts to some of {plural(num_layers, 'layer')}")
         case _:
             return _counts(keys, num_layers, encoder_layers)
     return rule_of(has)
@@ -66,7 +69,7 @@ def _counts(keys: Keys, num_layers: int, encoder_layers: int | None) -> ExpertLa
         count = keys.take(key)
         keys.take(f"{side}_sparse_step", None)  # newer files have what follows from the others
         if type(count) is not int or count < 1 or depth % count:
-            raise keys.error(key, count, f"Give a divisor of {depth} layers")
+            raise keys.error(key, count, f"Give a divisor of {plural(depth, 'layer')}")
         steps.append((depth, depth // count))
     numbers = [tuple(range(min(1, step - 1), depth, step)) for depth, step in steps]
     if steps[0][1] == steps[1][1]:

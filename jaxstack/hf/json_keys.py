@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import shortened
 from jaxstack.config import ConfigError
 
@@ -69,8 +70,8 @@ class Keys:
         if self._left:
             shown = ", ".join(f"{key}={json.dumps(value)[:40]}" for key, value in sorted(self._left.items())[:6])
             raise ConfigError(
-                f"{self.where} has {len(self._left)} unknown keys ({shown}), which may change the model. Remove those "
-                f"that do not."
+                f"{self.where} has {plural(len(self._left), 'unknown key')} ({shown}), which may change the model. "
+                f"Remove those that do not."
             )
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree, flatten, path_of
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.scheme import Scheme
@@ -120,8 +121,8 @@ class PretrainedFolder:
         many = max(layout.tensors(declared[path]) for path, (_, layout) in rows.items())
         if many > len(held):  # checked before names are generated, since the number may be absurd
             raise ConfigError(
-                f"{self.folder} holds {len(held)} tensors, but its config.json requires {many} of one kind. Use the "
-                f"config.json of the same model."
+                f"{self.folder} holds {plural(len(held), 'tensor')}, but its config.json requires {many} of one kind. "
+                f"Use the config.json of the same model."
             )
         expected = weights.hf_tensors(self.family, self._spec)
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in expected)), "")

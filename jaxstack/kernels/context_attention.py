@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack.common.counts import plural
 from jaxstack.kernels.attention import CAUSAL, chunked, cudnn, mask_arrays, options, pallas_gpu, reference
 from jaxstack.kernels.attention import sinks as with_sinks
 from jaxstack.kernels.attention.reference import (
@@ -49,7 +50,8 @@ def order(shards: int, length: int) -> np.ndarray:
         return np.arange(length)
     if length % (2 * shards):
         raise ValueError(
-            f"{length} tokens cannot be cut into 2 * {shards} equal chunks; use a multiple of {2 * shards}"
+            f"{plural(length, 'token')} cannot be cut into 2 * {plural(shards, 'equal chunk')}; use a multiple of "
+            f"{2 * shards}"
         )
     low, high = np.arange(length).reshape(2, shards, -1)
     return np.stack([low, high[::-1]], axis=1).reshape(length)
@@ -111,8 +113,8 @@ def context_attention(
         return _cross(o, axis, q, k, v, arrays)
     if q.shape[1] % 2:
         raise ValueError(
-            f"a shard of {q.shape[1]} tokens does not have two equal halves; use a sequence length that is a multiple "
-            f"of {2 * lax.axis_size(axis)} for mesh axis {axis!r} of size {lax.axis_size(axis)}"
+            f"a shard of {plural(q.shape[1], 'token')} does not have two equal halves; use a sequence length that is a "
+            f"multiple of {2 * lax.axis_size(axis)} for mesh axis {axis!r} of size {lax.axis_size(axis)}"
         )
     table = None if bias is None else bias.table
     q, k, v, tokens, table, sinks = _match_varying(axis, q, k, v, arrays.queries, table, sinks)

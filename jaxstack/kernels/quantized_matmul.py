@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack.common.counts import plural
 from jaxstack.sharding import collectives
 from jaxstack.sharding.collectives import Axes
 
@@ -96,7 +97,9 @@ def quantized_matmul(
         for size in shape:
             depth *= size
         if kind == "int8" and depth > _MAX_DEPTH:
-            raise ValueError(f"quant=int8 sums {depth} products, but int32 can sum only {_MAX_DEPTH}; use fp8 or none")
+            raise ValueError(
+                f"quant=int8 sums {plural(depth, 'product')}, but int32 can sum only {_MAX_DEPTH}; use fp8 or none"
+            )
     options = _Options(kind, in_axes, split_in, split_out, split_tokens, barrier)
     return _matmul(options, *collectives.match_varying(x, w))
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.kernels import sequence_parts
 from jaxstack.sharding import collectives
@@ -88,7 +89,8 @@ class StateTokens(NamedTuple):
         heads = self.q.shape[2]
         if self.v.shape[2] % heads:
             raise ValueError(
-                f"{self.v.shape[2]} value heads cannot be shared by {heads} key heads; use a multiple of {heads}"
+                f"{plural(self.v.shape[2], 'value head')} cannot be shared by {plural(heads, 'key head')}; use a "
+                f"multiple of {heads}"
             )
 
         def split(a: jax.Array) -> jax.Array:

@@ -97,8 +97,8 @@ def make(
         exported = export.export(jax.jit(outputs), platforms=tuple(platforms))(arguments, shapes)
     except InconclusiveDimensionOperation as error:
         raise ConfigError(
-            f"model.moe.num_experts={model.moe.num_experts} sorts the tokens of a batch, for which JAX needs to know "
-            f"their number. Set the number of rows, such as --batch_size=1."
+            f"model.moe.num_experts={model.moe.num_experts} sorts the tokens of a batch, for which JAX needs "
+            f"to know their number. Set the number of rows, such as --batch_size=1."
         ) from error
     tree = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     description = {

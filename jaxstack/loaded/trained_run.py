@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from jaxstack import data, families, sharding
 from jaxstack.checkpoint import manifest, run_dir, store
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, SampleConfig
 from jaxstack.config.training import PreferenceConfig, RLConfig
@@ -91,8 +92,8 @@ class TrainedRun:
 
     def __repr__(self) -> str:
         devices = 1 if self.context.layout.mesh is None else self.context.layout.mesh.size
-        count = params.count(families.spec(self.model))
-        return f"TrainedRun({self.config.run.dir}: {count:,} parameters on {devices} x {jax.devices()[0].device_kind})"
+        count = plural(params.count(families.spec(self.model)), "parameter", spec=",")
+        return f"TrainedRun({self.config.run.dir}: {count} on {devices} x {jax.devices()[0].device_kind})"
 
     @classmethod
     def open(cls, path: Path, cfg: Config, tokenizer: Tokenizer, step: int | None) -> "TrainedRun":
@@ -113,8 +114,8 @@ class TrainedRun:
             if len(devices) < needed:
                 shown = " x ".join(f"mesh.{axis}={size}" for axis, size in cfg.mesh.sizes.items() if size > 1)
                 raise ConfigError(
-                    f"{shown} needs {needed} devices, but JAX has {len(devices)}. Use a smaller mesh; on a CPU, load "
-                    f"the run before JAX is used, or set JAX_NUM_CPU_DEVICES={needed} before Python starts."
+                    f"{shown} needs {plural(needed, 'device')}, but JAX has {len(devices)}. Use a smaller mesh; on a "
+                    f"CPU, load the run before JAX is used, or set JAX_NUM_CPU_DEVICES={needed} before Python starts."
                 )
         ctx = make_context(cfg, sharding.make_mesh(cfg.mesh, cfg.microbatch_size, devices))
         if manifest.steps(run_dir.checkpoints(path)):

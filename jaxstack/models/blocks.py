@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, PyTree
 from jaxstack.config import ModelConfig
 from jaxstack.models import layers
@@ -325,7 +326,7 @@ def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
             parts.append(within(name, values))
         return x, join(parts)
 
-    assert depth % len(kinds) == 0, f"{depth} layers are not units of {len(kinds)}"
+    assert depth % len(kinds) == 0, f"{plural(depth, 'layer is', 'layers are')} not units of {len(kinds)}"
     first = kinds[0]
     return Stack(depth // len(kinds), enter=first.enter, counts=first.counts, step=step, kinds=tuple(kinds))
 

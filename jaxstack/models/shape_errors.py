@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import ConfigError
 from jaxstack.common.files import short_path
 from jaxstack.config import Config, ModelConfig
@@ -326,9 +327,9 @@ class _Found:
         path = next((path for group in groups if (path := self._group(group))), "")
         if self.stack is None or not self.name:
             return path
-        kind = f"in each of {self.stack.depth} layers of the {self.cfg.family if self.cfg else ''}"
+        kind = f"in each of {plural(self.stack.depth, 'layer')} of the {self.cfg.family if self.cfg else ''}"
         if self.ctx.layout.pipeline is not None:
-            kind += f", on {self.ctx.layout.pipeline.schedule.stages} stages"
+            kind += f", on {plural(self.ctx.layout.pipeline.schedule.stages, 'stage')}"
         return f"{path or self.name}, {kind}"
 
     def describe(self, name: str, value: Any) -> str:

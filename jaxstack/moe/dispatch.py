@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack.common.counts import plural
 from jaxstack.kernels import OP_IMPLEMENTATIONS, taps
 from jaxstack.kernels.implementation import Implementation
 from jaxstack.moe.expert_mlp import Activation, Adapters, Weights, apply_by_expert, expert_mlp
@@ -205,7 +206,9 @@ def _check(x: jax.Array, routing: Routing, weights: Weights, options: MoEOptions
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"moe has no implementation {options.implementation!r}. Use one of {names}")
     if k > num_experts:
-        raise ValueError(f"k={k} choices need as many experts, but num_experts={num_experts}. Lower k")
+        raise ValueError(
+            f"k={plural(k, 'choice needs', 'choices need')} as many experts, but num_experts={num_experts}. Lower k"
+        )
     n = 1 if options.expert_axis is None else lax.axis_size(options.expert_axis)
     if num_experts % n:
         raise ValueError(
@@ -214,8 +217,8 @@ def _check(x: jax.Array, routing: Routing, weights: Weights, options: MoEOptions
     for name, w in weights.items():
         if w.shape[0] != num_experts // n:
             raise ValueError(
-                f"{name} has {w.shape[0]} experts, but num_experts={num_experts} over {n} shards leaves "
-                f"{num_experts // n} to each. Shard its first axis over the expert axis"
+                f"{name} has {plural(w.shape[0], 'expert')}, but num_experts={num_experts} over {plural(n, 'shard')} "
+                f"leaves {num_experts // n} to each. Shard its first axis over the expert axis"
             )
     if options.implementation == "reference" and options.expert_axis is not None:
         raise ValueError("implementation='reference' runs on one device. Use expert_axis=None, or 'grouped'")
@@ -224,6 +227,6 @@ def _check(x: jax.Array, routing: Routing, weights: Weights, options: MoEOptions
             raise ValueError(f"capacity_factor={options.capacity_factor} is not positive. Use None for no limit")
         if options.rows is None or tokens % options.rows:
             raise ValueError(
-                f"rows={options.rows} does not divide the {tokens} tokens. A capacity holds for each "
+                f"rows={options.rows} does not divide the {plural(tokens, 'token')}. A capacity holds for each "
                 f"sequence, so give the number of sequences"
             )

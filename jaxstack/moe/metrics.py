@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstack.common.counts import plural
 from jaxstack.moe.routers import Routing
 
 
@@ -43,7 +44,8 @@ def balance_loss(
     experts, scores = routing.experts, routing.scores
     if experts.shape[0] % batch_rows:
         raise ValueError(
-            f"batch_rows={batch_rows} does not divide the {experts.shape[0]} tokens. Give the number of sequences"
+            f"batch_rows={batch_rows} does not divide the {plural(experts.shape[0], 'token')}. Give the number of "
+            f"sequences"
         )
     k, E = experts.shape[1], scores.shape[1]
     counted = jnp.ones_like(scores[:, 0]) if mask is None else mask.astype(jnp.float32)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 
 EXPERT_WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
@@ -93,7 +94,7 @@ def place(load: np.ndarray, devices: int, slots: int) -> Placement:
     if devices * slots < experts or slots > experts:
         raise ConfigError(
             f"slots={slots} on each of devices={devices} do not fit experts={experts}. Use from "
-            f"{-(-experts // devices)} to {experts} slots."
+            f"{-(-experts // devices)} to {plural(experts, 'slot')}."
         )
     return Placement(experts, np.stack([_place_layer(row.astype(np.float64), devices, slots) for row in load]))
 
@@ -149,8 +150,8 @@ def read(path: Path, num_layers: int, num_experts: int) -> Placement:
         ) from None
     if (found, len(layers)) != (num_experts, num_layers):
         raise ConfigError(
-            f"{path} places experts={found} of layers={len(layers)}, but the model has {num_experts} experts in "
-            f"{num_layers} layers. Use a load that was measured with this model."
+            f"{path} places experts={found} of layers={len(layers)}, but the model has {plural(num_experts, 'expert')} "
+            f"in {plural(num_layers, 'layer')}. Use a load that was measured with this model."
         )
     for i, layer in enumerate(layers):
         if len(layer) != devices:
@@ -158,7 +159,7 @@ def read(path: Path, num_layers: int, num_experts: int) -> Placement:
         for d, own in enumerate(layer):
             if len(own) != slots:
                 raise ConfigError(
-                    f"{path} has slots={slots}, but device {d} of layer {i} has {len(own)} replicas. {advice}"
+                    f"{path} has slots={slots}, but device {d} of layer {i} has {plural(len(own), 'replica')}. {advice}"
                 )
         held = {expert for own in layer for expert in own}
         if unknown := sorted(held - set(range(num_experts))):

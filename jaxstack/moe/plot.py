@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxstack.common import drawing
+from jaxstack.common.counts import plural
 from jaxstack.moe.placement import Placement, even, imbalance
 
 
@@ -20,7 +21,7 @@ def draw(load: np.ndarray, found: Placement, path: Path) -> None:
     """
     layers, experts = load.shape
     share = load / np.maximum(load.mean(-1, keepdims=True), 1e-9)
-    bars = {f"placed: {found.experts.shape[2]} slots a device": imbalance(found.device_load(load))}
+    bars = {f"placed: {plural(found.experts.shape[2], 'slot')} a device": imbalance(found.device_load(load))}
     if experts % found.devices == 0:
         bars = {"equal parts": imbalance(even(layers, experts, found.devices).device_load(load))} | bars
     height = 0.8 / len(bars)
@@ -39,7 +40,7 @@ def draw(load: np.ndarray, found: Placement, path: Path) -> None:
             xlabel="load of the busiest device over the mean",
             ylabel="layer",
             yticks=range(layers),
-            title=f"load of {found.devices} devices; at 1 no device waits",
+            title=f"load of {plural(found.devices, 'device')}; at 1 no device waits",
         )
         right.invert_yaxis()
         figure.legend(loc="outside lower right", ncols=2)

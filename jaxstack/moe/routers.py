@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxstack.common.counts import plural
+
 
 class Routing(NamedTuple):
     """The choices of a router for T tokens.
@@ -151,7 +153,7 @@ def check_domains(ids: np.typing.ArrayLike, num_experts: int) -> None:
     bad = ids[(ids < 0) | (ids >= num_experts)]
     if bad.size:
         raise ValueError(
-            f"domain id {bad.flat[0]} has no expert: {bad.size} of {ids.size} ids are outside of "
+            f"domain id {bad.flat[0]} has no expert: {bad.size} of {plural(ids.size, 'id')} are outside of "
             f"0 to {num_experts - 1}. Raise moe.num_experts or renumber the domains"
         )
 
@@ -177,13 +179,13 @@ def _check_choices(k: int, num_experts: int) -> None:
 def _check_groups(k: int, E: int, groups: int, top_groups: int) -> None:
     _check_choices(k, E)
     if groups < 1 or E % groups:
-        raise ValueError(f"groups={groups} does not divide the {E} experts. Use a divisor of {E}")
+        raise ValueError(f"groups={groups} does not divide the {plural(E, 'expert')}. Use a divisor of {E}")
     if not 1 <= top_groups <= groups:
         raise ValueError(f"top_groups={top_groups} is not between 1 and groups={groups}. Choose a number in that range")
     if top_groups * (E // groups) < k:
         raise ValueError(
-            f"top_groups={top_groups} groups of {E // groups} experts hold fewer than k={k}. "
-            f"Raise top_groups or lower k"
+            f"top_groups={plural(top_groups, 'group')} of {plural(E // groups, 'expert')} cannot give "
+            f"k={k}. Raise top_groups or lower k"
         )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline import arguments
 from jaxstack.pipeline.operations import index_leading, read_at, write_at
@@ -103,12 +104,14 @@ def _check_settings(stages: object, loss: object, schedule: Schedule, mesh: Mesh
     order = "value_and_grad_of_stages takes a list of functions and a loss"
     arguments.check_settings(functions, schedule, mesh, order)
     if schedule.chunks > 1 or schedule.weight_MG is not None:
-        what = "weight units" if schedule.weight_MG is not None else f"{schedule.chunks} chunks a stage"
+        what = "weight units" if schedule.weight_MG is not None else f"{plural(schedule.chunks, 'chunk')} a stage"
         raise ScheduleError(
             f"{schedule.name} has {what}, which stages of different functions cannot run; use gpipe or one_f_one_b"
         )
     if schedule.stages != len(stages):
-        raise ScheduleError(f"there are {len(stages)} stages, but the schedule has {schedule.stages}; make them equal")
+        raise ScheduleError(
+            f"got {plural(len(stages), 'stage')}, but the schedule has {schedule.stages}; make them equal"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +139,8 @@ class _Pipeline:
             check_params(params)
             if len(params) != len(self.stages):
                 raise ScheduleError(
-                    f"params has {len(params)} trees, but there are {len(self.stages)} stages; give each stage one"
+                    f"params has {plural(len(params), 'tree')} for {plural(len(self.stages), 'stage')}; "
+                    f"give each stage one"
                 )
         arguments.check_batch(batch)
         divided = math.prod(self.mesh.shape[name] for name in self.batch_axes)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import ConfigError
 from jaxstack.common.tree import PyTree, flatten
 from jaxstack.kernels.taps import find_weights
@@ -44,8 +45,8 @@ def check_axes(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[s
     check_axis_names(mesh, axis, batch_axes)
     if mesh.shape[axis] != schedule.stages:
         raise ScheduleError(
-            f"the schedule has {schedule.stages} stages, but the mesh's axis {axis!r} has {mesh.shape[axis]} devices; "
-            f"make them equal"
+            f"the schedule has {plural(schedule.stages, 'stage')}, but the mesh's axis {axis!r} has "
+            f"{plural(mesh.shape[axis], 'device')}; make them equal"
         )
 
 
@@ -129,10 +130,10 @@ def check_rows(batch: PyTree, microbatches: int, replicas: int, parts: int = 1) 
     rows = jax.tree.leaves(batch)[0].shape[0]
     pieces = replicas * microbatches * parts
     if rows % pieces:
-        of_parts = f" of {parts} parts" if parts > 1 else ""
+        of_parts = f" of {plural(parts, 'part')}" if parts > 1 else ""
         raise ScheduleError(
-            f"{rows} rows of the batch do not divide into {microbatches} microbatches{of_parts} on {replicas} "
-            f"replicas; use a multiple of {pieces}"
+            f"{plural(rows, 'row')} of the batch cannot be divided into {plural(microbatches, 'microbatch')}{of_parts} "
+            f"on {plural(replicas, 'replica')}; use a multiple of {pieces}"
         )
 
 
@@ -232,8 +233,8 @@ def run_abstractly(name: str, function: Callable[..., PyTree], given: Mapping[st
                 f"compute on the rows of one device, and set batch_axes to sum gradients over devices"
             ) from error
         raise ScheduleError(
-            f"{called} fails on {source}: {type(error).__name__}: {first}. It got {received}; make the function before "
-            f"return what it takes"
+            f"{called} fails on {source}: {type(error).__name__}: {first}. It got {received}; make the "
+            f"function before return what it takes"
         ) from error
     if not jax.tree.leaves(value):
         raise ScheduleError(f"{called} returns no array, but {type(value).__name__}; return what the next one takes")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import quoted
 from jaxstack.config import ConfigError
 
@@ -117,8 +118,8 @@ def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
     if not isinstance(values, _LISTS) or len(values) != count:
         actual = f"{len(values)}" if isinstance(values, _LISTS) else quoted(values)
         raise ConfigError(
-            f"{name} must hold {count} numbers, not {actual}; give first and last two numbers (forward and backward), "
-            f"and the others one for each layer of forward"
+            f"{name} must hold {plural(count, 'number')}, not {actual}; give first and last two numbers (forward and "
+            f"backward), and the others one for each layer of forward"
         )
     for number in values:
         if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.schedule import ScheduleError
@@ -42,7 +43,9 @@ def profile_functions(
       ScheduleError: there is not one tree of parameters for each function.
     """
     if len(functions) != len(params):
-        raise ScheduleError(f"params has {len(params)} trees, but there are {len(functions)} functions; give each one")
+        raise ScheduleError(
+            f"params has {plural(len(params), 'tree')} for {plural(len(functions), 'function')}; give each one"
+        )
 
     forward: list[float] = []
     backward: list[float] = []

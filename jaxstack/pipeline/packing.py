@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline import arguments
 from jaxstack.pipeline.replicas import Replicas
@@ -176,7 +177,8 @@ def replicas_of(stages: int, replicas: Sequence[int] | None) -> Replicas:
     counts = (1,) * stages if replicas is None else tuple(replicas)
     if len(counts) != stages:
         raise ScheduleError(
-            f"replicas={list(counts)} are for {len(counts)} stages, but there are {stages}; give one each"
+            f"replicas={list(counts)} has {plural(len(counts), 'entry')} for a pipeline of {plural(stages, 'stage')}; "
+            f"give one each"
         )
     return Replicas(counts)
 
@@ -198,6 +200,7 @@ def check_devices(replicas: Replicas, mesh: Mesh, axis: str) -> None:
     if mesh.shape[axis] != replicas.devices:
         each = "" if max(replicas.counts) == 1 else f" on {' + '.join(map(str, replicas.counts))} devices"
         raise ScheduleError(
-            f"there are {len(replicas.counts)} stages{each}, but the mesh's axis {axis!r} has {mesh.shape[axis]} "
-            f"devices; make them equal, or give a stage several devices with replicas=(1, 2, ...)"
+            f"got {plural(len(replicas.counts), 'stage')}{each}, but the mesh's axis {axis!r} has "
+            f"{plural(mesh.shape[axis], 'device')}; make them equal, or give a stage several devices with replicas=(1, "
+            f"2, ...)"
         )

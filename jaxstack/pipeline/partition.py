@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.schedule import IDLE, WEIGHT, Schedule
@@ -35,8 +36,8 @@ def even(layers: int, model_chunks: int) -> tuple[int, ...]:
         raise ConfigError(f"layers={layers} must be 1 or more; give the number of layers")
     if not 1 <= model_chunks <= layers:
         raise ConfigError(
-            f"{layers} layers cannot fill {model_chunks} model chunks (stages x chunks) with one or more each; use "
-            f"{min(max(model_chunks, 1), layers)} model chunks"
+            f"{plural(layers, 'layer')} cannot fill {plural(model_chunks, 'model chunk')} (stages x chunks) with one "
+            f"or more each; use {plural(min(max(model_chunks, 1), layers), 'model chunk')}"
         )
     return tuple(layers // model_chunks + (g < layers % model_chunks) for g in range(model_chunks))
 
@@ -129,8 +130,8 @@ class Partition:
         s = self.schedule
         other = Partition(self.costs, s, even(self.costs.layers, s.model_chunks))
         lines = [
-            f"{self.costs.layers} {unit} by {s.name}: {s.stages} stages, {s.chunks} chunks, {s.microbatches} "
-            f"microbatches; costs of {self.costs.measured_on}",
+            f"{self.costs.layers} {unit} by {s.name}: {plural(s.stages, 'stage')}, {plural(s.chunks, 'chunk')}, "
+            f"{plural(s.microbatches, 'microbatch')}; costs of {self.costs.measured_on}",
             f"{'stage':<6}{'layers':>12}{'even':>12}{'ms':>10}{'even':>10}",
         ]
         for p in range(s.stages):
@@ -178,9 +179,9 @@ def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> 
         assert smallest is not None, "without limits every cut is possible"
         needed = float(bytes_IJ[smallest[:-1], smallest[1:]].max())
         raise ConfigError(
-            f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB) is too little: the smallest cut of {costs.layers} "
-            f"layers for {schedule.name} on {schedule.stages} stages needs {needed:.0f} ({needed / GIB:.2f} GiB); use "
-            f"more stages, smaller microbatches or recomputation"
+            f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB) is too little: the smallest cut of "
+            f"{plural(costs.layers, 'layer')} for {schedule.name} on {plural(schedule.stages, 'stage')} needs "
+            f"{needed:.0f} ({needed / GIB:.2f} GiB); use more stages, smaller microbatches or recomputation"
         )
     best, evenly = (Partition(costs, schedule, n) for n in (tuple(np.diff(edges).tolist()), even(costs.layers, G)))
     as_good = evenly.step_seconds <= best.step_seconds * (1 + 1e-9)  # rounding depends on the order of the sums

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 import jax
 import jax.numpy as jnp
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.pipeline import program
 from jaxstack.pipeline.functions import PipelineFns, StackFns, Sums
@@ -61,7 +62,9 @@ def parts_of(
 ) -> tuple[Stack, ...]:
     """Returns the stacks of a program on this device. For the arguments, see `execute`."""
     if len(plan.parts) != 1 + len(fns.later):
-        raise ValueError(f"the program has {len(plan.parts)} stacks of layers, and the functions {1 + len(fns.later)}")
+        raise ValueError(
+            f"the program has {plural(len(plan.parts), 'stack')} of layers, and the functions {1 + len(fns.later)}"
+        )
     one = not fns.later
     stacks: tuple[PipelineFns | StackFns, ...] = (fns, *fns.later)
     return tuple(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from jaxstack.common import drawing
+from jaxstack.common.counts import plural
 from jaxstack.pipeline.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, Schedule
 
 
@@ -25,7 +26,7 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
     lengths = schedule.lane_seconds(*seconds).T  # the lanes of a tick follow each other
     starts = (lengths.cumsum() - lengths.ravel()).reshape(lengths.shape)
     figures = schedule.simulate(forward, backward, weight)
-    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    chunks = f" x {plural(schedule.chunks, 'chunk')}" if schedule.chunks > 1 else ""
     others = [f"a {KINDS[kind]} unit {seconds[kind]:g}" for kind in kinds[1:]]
     with drawing.picture(path, 12, 0.5 * schedule.stages + 1.5) as figure:
         axes = figure.subplots()
@@ -41,8 +42,8 @@ def draw(schedule: Schedule, path: Path, forward: float = 1.0, backward: float =
             yticklabels=[f"stage {s}" for s in range(schedule.stages)],
             xlabel=f"time (a forward unit takes {forward:g}, {', '.join(others)})",
             xlim=(0, lengths.sum()),
-            title=f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches; "
-            f"bubble {figures.bubble:.1%}, room for {schedule.room}",
+            title=f"{schedule.name}: {plural(schedule.stages, 'stage')}{chunks}, "
+            f"{plural(schedule.microbatches, 'microbatch')}; bubble {figures.bubble:.1%}, room for {schedule.room}",
         )
         axes.invert_yaxis()
         axes.spines["left"].set_visible(False)

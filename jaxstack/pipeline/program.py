@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.pipeline.partition import Partition
 from jaxstack.pipeline.phases import Phase, Turns, Units, count_sends, find_phases, layer_work, mask_turns
 from jaxstack.pipeline.schedule import IDLE, WEIGHT, Schedule, ScheduleError
@@ -67,8 +68,8 @@ class Program:
         b = (self.stages.stages, self.stages.chunks)
         if a != b:
             raise ScheduleError(
-                f"the schedule has {a[0]} stages x {a[1]} chunks, but the layers are on {b[0]} x {b[1]}; make them "
-                f"equal"
+                f"the schedule has {plural(a[0], 'stage')} x {plural(a[1], 'chunk')}, but the layers are on {b[0]} x "
+                f"{b[1]}; make them equal"
             )
         if self.stages.stacks and (self.static or self.schedule.weight_MG is not None):
             raise ScheduleError(
@@ -273,14 +274,15 @@ class Program:
         if self.partition is None:
             return ""
         period = self.stages.period
-        return self.partition.explain("layers" if period == 1 else f"groups of {period} layers")
+        return self.partition.explain("layers" if period == 1 else f"groups of {plural(period, 'layer')}")
 
     def __str__(self) -> str:
         """Returns one line: schedule, stages, microbatches, layers, bubble and stash slots."""
         s = self.schedule
-        chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
+        chunks = f" x {plural(s.chunks, 'chunk')}" if s.chunks > 1 else ""
         return (
-            f"{s.name}, {s.stages} stages{chunks}, {s.microbatches} microbatches; layers {self.stages}; "
-            f"bubble {self.bubble:.1%}; residuals of {self.slots} of {s.microbatches * s.chunks} units a stage"
+            f"{s.name}, {plural(s.stages, 'stage')}{chunks}, {plural(s.microbatches, 'microbatch')}; layers "
+            f"{self.stages}; bubble {self.bubble:.1%}; residuals of {self.slots} of "
+            f"{plural(s.microbatches * s.chunks, 'unit')} a stage"
             + (f", weight gradients of {self.pair_slots} waiting" if self.pair_slots else "")
         )

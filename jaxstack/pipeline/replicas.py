@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.pipeline.costs import Costs
 from jaxstack.pipeline.schedule import ScheduleError
@@ -139,7 +140,8 @@ class ReplicatedCut:
         """
         if len(entries) != sum(self.layers):
             raise ConfigError(
-                f"there are {len(entries)} entries, but the cut has {sum(self.layers)} layers; give one each"
+                f"got {plural(len(entries), 'entry')}, but the cut has {plural(sum(self.layers), 'layer')}; give "
+                f"one each"
             )
         ends = np.cumsum(self.layers)
         return [list(entries[end - count : end]) for end, count in zip(ends, self.layers, strict=True)]
@@ -184,13 +186,15 @@ def replicate(
         gradient_bytes = [amount / 4 for amount in costs.state_bytes]
     if len(gradient_bytes) != L:
         raise ConfigError(
-            f"gradient_bytes has {len(gradient_bytes)} entries, but the costs have {L} layers; make them equal"
+            f"gradient_bytes has {plural(len(gradient_bytes), 'entry')}, but the costs have {plural(L, 'layer')}; make "
+            f"them equal"
         )
     if devices < 1 or microbatches < 1:
         raise ConfigError(f"devices={devices} and microbatches={microbatches} must be 1 or more; raise them")
     if stages is not None and not 1 <= stages <= most:
         raise ConfigError(
-            f"stages={stages} must be from 1 to {most}: there are {L} layers and {devices} devices; change one of them"
+            f"stages={stages} must be from 1 to {most} for {plural(L, 'layer')} and "
+            f"{plural(devices, 'device')}; change one of them"
         )
     seconds_RIJ = _seconds(costs, devices, microbatches, gradient_bytes)
 

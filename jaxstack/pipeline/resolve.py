@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, ModelConfig, PipelineConfig
 from jaxstack.config.expert_layers import stack_of
 from jaxstack.pipeline.costs import Costs
@@ -79,13 +80,13 @@ def resolve(
     depth, period = next(iter(stacks.values())) if stacks else (model.num_layers, len(model.windows))
     groups = -(-depth // period)
     model_chunks = stages * pipeline.chunks
-    unit = "layers" if period == 1 else f"groups of {period} layers (model.windows)"
+    unit = "layers" if period == 1 else f"groups of {plural(period, 'layer')} (model.windows)"
     if depth < model.num_layers:  # a layer of the stack is a unit of layers of several kinds
-        unit = f"units of {model.num_layers // depth} layers"
+        unit = f"units of {plural(model.num_layers // depth, 'layer')}"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
         raise ScheduleError(
-            f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {model_chunks} model chunks, but "
+            f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {plural(model_chunks, 'model chunk')}, but "
             f"model.num_layers={model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
             + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
         )
@@ -127,9 +128,9 @@ def _resolve_stacks(
     parts = {one.name: one for of_stack in model.expert_segments.values() for one in of_stack if of_stack[1:]}
     if len(stacks) > MOST_STACKS and parts:
         raise ScheduleError(
-            f"{model.moe.layers.shown} cuts the model into {len(stacks)} stacks of layers ({', '.join(stacks)}), and "
-            f"mesh.pipe={stages} runs at most {MOST_STACKS}: with four, devices of a tensor group waited for each "
-            f"other; let layers with experts repeat as a group, or use mesh.pipe=1"
+            f"{model.moe.layers.shown} cuts the model into {plural(len(stacks), 'stack')} of layers "
+            f"({', '.join(stacks)}), and mesh.pipe={stages} runs at most {MOST_STACKS}: with four, devices of a tensor "
+            f"group waited for each other; let layers with experts repeat as a group, or use mesh.pipe=1"
         )
     for name, (depth, period) in stacks.items():
         groups = depth // period
@@ -138,9 +139,10 @@ def _resolve_stacks(
         if stages * chunks > groups and (depth == largest or name not in parts):
             unit = period * len(segments[name].kinds) if name in segments else period
             raise ScheduleError(
-                f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {stages * chunks} model chunks of each stack, "
-                f"but the {name} of model.family={model.family} has only {groups} "
-                f"{'layers' if unit == 1 else f'groups of {unit} layers'}; use mesh.pipe={max(groups // chunks, 1)}"
+                f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {plural(stages * chunks, 'model chunk')} of each "
+                f"stack, but the {name} of model.family={model.family} has only {groups} "
+                f"{'layers' if unit == 1 else 'groups of ' + plural(unit, 'layer')}; use "
+                f"mesh.pipe={max(groups // chunks, 1)}"
             )
         full = min(groups, stages * chunks)
         layers += tuple(period * n for n in even(groups, full)) + (0,) * (stages * chunks - full)
@@ -173,7 +175,7 @@ def _cut(name: str, num_layers: int, schedule: Schedule, groups: int, unit: str)
     costs = Costs.load(Path(name))
     if costs.layers != groups:
         raise ConfigError(
-            f"pipeline.partition={name} holds costs of {costs.layers} layers, but "
+            f"pipeline.partition={name} holds costs of {plural(costs.layers, 'layer')}, but "
             f"model.num_layers={num_layers} has {groups} {unit}; measure this model by "
             f"jaxstack profile, or use pipeline.partition=even"
         )
@@ -199,9 +201,9 @@ def _microbatches(asked: int | None, stages: int, sequences: int, chunks: int, b
     if asked not in works:
         near = sorted(works, key=lambda m: (abs(m - (asked or stages)), m))[:2]
         advice = f"use {' or '.join(map(str, sorted(near)))}" if near else "no number does"
-        groups = f" in groups of mesh.pipe={stages} ({chunks} model chunks a stage)" if multiple > 1 else ""
+        groups = f" in groups of mesh.pipe={stages} ({plural(chunks, 'model chunk')} a stage)" if multiple > 1 else ""
         raise ScheduleError(
-            f"pipeline.microbatches={'null' if asked is None else asked} does not divide the {sequences} sequences of "
-            f"a replica{groups}; {advice}, or {batch}"
+            f"pipeline.microbatches={'null' if asked is None else asked} does not divide the "
+            f"{plural(sequences, 'sequence')} of a replica{groups}; {advice}, or {batch}"
         )
     return asked

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 
 IDLE = -1
@@ -81,8 +82,8 @@ class Schedule:
         for kind, ticks in (ticks_of | {kind: a for kind, a in optional.items() if a is not None}).items():
             if ticks.shape != shape or ticks.min() < 0:
                 raise ScheduleError(
-                    f"{self.name}: the {kind} ticks have shape {ticks.shape} and start at {ticks.min()}; give one tick "
-                    f"of 0 or more for each microbatch and model chunk, shape {shape}"
+                    f"{self.name}: the {kind} ticks have shape {ticks.shape} and start at "
+                    f"{ticks.min()}; give one tick of 0 or more for each microbatch and model chunk, shape {shape}"
                 )
         for g in range(1, self.model_chunks):
             self._follows("forward", self.forward_MG[:, g], self.forward_MG[:, g - 1], g, g - 1)
@@ -242,7 +243,7 @@ class Schedule:
     def room(self) -> str:
         """What a stage has room for, in words: the residuals of units, and what weight units wait with."""
         pairs = f", weight gradients of {self.pair_slots}" if self.pair_slots else ""
-        return f"{self.slots} units a stage{pairs}"
+        return f"{plural(self.slots, 'unit')} a stage{pairs}"
 
     def in_flight(self) -> np.ndarray:
         """Returns the maximum number of units of each stage between their first and their last unit, [P]."""
@@ -308,7 +309,10 @@ class Schedule:
         A `w` marks a weight unit in the lane of another kind.
         """
         width = max(2, len(str(self.microbatches - 1)) + 1) + int((self.weight_KTP[:WEIGHT] != IDLE).any())
-        lines = [f"{self.name}: {self.stages} stages, {self.chunks} chunks, {self.microbatches} microbatches"]
+        lines = [
+            f"{self.name}: {plural(self.stages, 'stage')}, {plural(self.chunks, 'chunk')}, "
+            f"{plural(self.microbatches, 'microbatch')}"
+        ]
         for stage in range(self.stages):
             for lane in (FORWARD, BACKWARD) if self.weight_MG is None else (FORWARD, BACKWARD, WEIGHT):
                 label = f"stage {stage} F" if lane == FORWARD else f"        {'FBW'[lane]}"
@@ -380,7 +384,8 @@ def _round_the_ring(name: str, stages: int, microbatches: int, chunks: int, firs
     if V > 1 and M % P:
         near = max(P, M - M % P)
         raise ScheduleError(
-            f"{name}: {M} microbatches come in groups of {P} stages; use {near} or {near + P}, or the schedule 1f1b"
+            f"{name}: {plural(M, 'microbatche comes', 'microbatches come')} in groups of {plural(P, 'stage')}; use "
+            f"{near} or {near + P}, or the schedule 1f1b"
         )
 
     def forward(m: int, g: int) -> int:
@@ -470,5 +475,5 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
                 weight_MG[m, stage] = tick
                 lane_MG[m, stage] = lane
                 m += 1
-        assert m == M, f"stage {stage} of {P} has {M - m} weight units left"
+        assert m == M, f"stage {stage} of {P} has {plural(M - m, 'weight unit')} left"
     return Schedule("zb_h1", P, 1, M, fused.forward_MG, fused.backward_MG, weight_MG, lane_MG)

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxstack.common.counts import plural
 from jaxstack.pipeline.schedule import ScheduleError
 
 
@@ -49,8 +50,9 @@ class Stages:
         cut = any(n % self.period for n in self.layers[:-1])
         if not count or count % self.stages or min(self.layers) < fewest or cut:
             raise ScheduleError(
-                f"layers of each model chunk {list(self.layers)} do not fit {self.stages} stages; give each stage the "
-                f"same number of model chunks, each but the last with a positive multiple of {self.period} layers"
+                f"layers of each model chunk {list(self.layers)} do not fit {plural(self.stages, 'stage')}; give each "
+                f"stage the same number of model chunks, each but the last with a positive multiple of "
+                f"{plural(self.period, 'layer')}"
             )
 
     @cached_property

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, flat, with_values
 from jaxstack.planner import mesh_plan
 from jaxstack.runtime import distributed
@@ -42,5 +43,5 @@ def choose(cfg: Config, given: Collection[str], kept: Config | None) -> tuple[Co
         f"{' '.join(mesh_plan.flags(flat(c.cfg), flat(cfg)))} ({c.seconds:.3g} s a step predicted)"
         for c in (first, *others)
     ]
-    line = f"mesh     {words[0]}, chosen for {len(devices)} devices"
+    line = f"mesh     {words[0]}, chosen for {plural(len(devices), 'device')}"
     return first.cfg, line + (f"; runner-up {words[1]}" if others else "")

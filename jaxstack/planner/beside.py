@@ -6,6 +6,7 @@ The seconds of decoding are the least that memory and links allow. Other seconds
 import math
 from dataclasses import dataclass, replace
 
+from jaxstack.common.counts import plural
 from jaxstack.common.hardware import Chip
 from jaxstack.config.training import PreferenceConfig, RLConfig
 from jaxstack.planner import estimate, generation_memory, shards
@@ -35,7 +36,7 @@ def rollout_memory(job: Job, step: list[Figure]) -> list[Figure]:
     terms = {"each": cache / rows / tokens, "rows": rows, "tokens": tokens}
     return [
         *(figure for figure in step if figure.name in stay and figure.value),
-        Figure(f"KV cache of {rows} rows", cache, formula, terms),
+        Figure(f"KV cache of {plural(rows, 'row')}", cache, formula, terms),
     ]
 
 
@@ -124,7 +125,9 @@ def time_beside(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     passes = 2 * aim.exact + scores_again(job.model, job.cfg.mesh, aim)
     terms = {"passes": passes, "forward": forward.value}
     found.append(
-        Figure(f"rollout, {passes} forward passes", passes * forward.value, "{passes} x {forward:.6g} s", terms)
+        Figure(
+            f"rollout, {plural(passes, 'forward pass')}", passes * forward.value, "{passes} x {forward:.6g} s", terms
+        )
     )
     if aim.exact and job.ctx.layout.pipeline is None:
         found.append(replace(forward, name="update, forward pass again"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch
 from jaxstack.config import TrainConfig
 from jaxstack.kernels.cross_entropy_pallas import VOCAB_BLOCK
@@ -100,7 +101,7 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
     )
     waiting = counter.named("units that wait", units) * counter.named("layers of a stage", layers)
     waiting *= itemsize(job.train) * sum(pairs)
-    return {**parts, f"weight gradients of {units * layers} layers, waiting": waiting}
+    return {**parts, f"weight gradients of {plural(units * layers, 'layer')}, waiting": waiting}
 
 
 def stores_reference(job: Job) -> bool:

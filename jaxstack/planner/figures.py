@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.hardware import CHIPS
 from jaxstack.common.tree import Batch
 from jaxstack.config import ConfigError, ModelConfig
@@ -45,15 +46,15 @@ def limits_of(target: str, link: float | None = None, network: float | None = No
     host = chip.linked_devices
     if chip.platform == "tpu" and count > host:
         raise ConfigError(
-            f"target={target} has {count // chip.devices} chips, but a slice of {name} has at most "
+            f"target={target} has {plural(count // chip.devices, 'chip')}, but a slice of {name} has at most "
             f"{host // chip.devices}. Use a smaller topology."
         )
     if chip.platform == "gpu" and len(topology) > 1:
         if topology[-1] > host:
             hosts = math.ceil(math.prod(topology) / host)
             raise ConfigError(
-                f"target={target} has hosts of {topology[-1]} devices, but a host of {name} has at most {host}. Use "
-                f"--target {name}:{hosts}x{host}, which is hosts x devices of a host."
+                f"target={target} has hosts of {plural(topology[-1], 'device')}, but a host of {name} has at most "
+                f"{host}. Use --target {name}:{hosts}x{host}, which is hosts x devices of a host."
             )
         host = topology[-1]
     return name, count, ChipLimits(chip, link=link, network=network, host_devices=host)
@@ -107,7 +108,7 @@ def _traced_bytes(arrays: Mapping[trace.Array, int]) -> Recorded:
     large = {array: count for array, count in ranked if 50 * array.bytes * count >= whole}
     terms = [f"{n} x {'x'.join(map(str, array.shape)) or '1'} {array.dtype} {array.name}" for array, n in large.items()]
     rest = whole - trace.total(large)
-    return Recorded(whole, " + ".join([*terms, *([f"{rest} bytes of smaller arrays"] if rest else [])]))
+    return Recorded(whole, " + ".join([*terms, *([f"{plural(rest, 'byte')} of smaller arrays"] if rest else [])]))
 
 
 def _batch_bytes(batch: Batch) -> float:
@@ -186,7 +187,7 @@ def generation_figures(job: Job) -> list[Figure]:
     formula = "2 x {each} bytes x {rows} rows x {seen:g} tokens of all layers x {keys:g} elements of a key"
     return [
         Figure("parameters, float32", params, "4 bytes x {elements:.12g} parameters", {"elements": params / 4}),
-        Figure(f"KV cache of {tokens} tokens", cache, formula, terms | {"seen": seen}),
+        Figure(f"KV cache of {plural(tokens, 'token')}", cache, formula, terms | {"seen": seen}),
     ]
 
 

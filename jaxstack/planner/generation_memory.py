@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, ModelConfig
 from jaxstack.kernels.implementation import platform_of
 from jaxstack.moe.placement import EXPERT_WEIGHTS, Placement
@@ -125,9 +126,9 @@ class Demand:
         whole = self.params + self.cache
         half = gib(self.params + self.cache / 2)
         reason = (
-            f"out of memory: {self.prompts} prompts of up to {self.slots} tokens with sample.tokens={self.tokens} need "
-            f"at least {gib(whole)} ({gib(self.params)} for the parameters, {gib(self.cache)} for keys and values), "
-            f"and {self.room.name} has {gib(self.room.free)} free."
+            f"out of memory: {plural(self.prompts, 'prompt')} of up to {plural(self.slots, 'token')} with "
+            f"sample.tokens={self.tokens} need at least {gib(whole)} ({gib(self.params)} for the parameters, "
+            f"{gib(self.cache)} for keys and values), and {self.room.name} has {gib(self.room.free)} free."
         )
         fewer = f"half of the prompts {half}; " if self.prompts > 1 else ""
         split = f"--mesh.tensor=2 on two accelerators {gib(whole / 2)} on each"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxstack.common import host_memory
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import is_out_of_memory
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import Config, ConfigError, with_values
@@ -168,7 +169,7 @@ def plan(job: Job, name: str) -> str:
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
     lines = [
-        f"memory of {f'one of {count} devices' if count > 1 else 'the device'} ({chip.kinds[0]}), GiB",
+        f"memory of {'one of ' if count > 1 else ''}{plural(count, 'device')} ({chip.kinds[0]}), GiB",
         *(f"  {purpose:<44} {size / GIB:>8.3f}" for purpose, size in found.parts.items()),
         f"  {'by formula':<44} {found.formula / GIB:>8.3f}  (compiled steps: {low / GIB:.1f} to {high / GIB:.1f})",
         f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from jaxstack.common.counts import plural
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, flat, with_values
 from jaxstack.kernels.implementation import platform_of
@@ -117,8 +118,10 @@ def _impossible(space: Space, name: str) -> ConfigError:
         reason = f" {str(error)[0].upper()}{str(error)[1:].rstrip('.')}."
     fewer = (n for n in range(space.devices - 1, 0, -1) if replace(space, devices=n).is_possible)
     nearest = next(fewer, None)
-    advice = f"{nearest} devices have a mesh." if nearest else "Change the keys that are given."
-    return ConfigError(f"{space.devices} devices ({name}) have no mesh{_kept(space)}.{reason} {advice}")
+    advice = (
+        f"{plural(nearest, 'device has', 'devices have')} a mesh." if nearest else "Change the keys that are given."
+    )
+    return ConfigError(f"{plural(space.devices, 'device')} ({name}) have no mesh{_kept(space)}.{reason} {advice}")
 
 
 def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
@@ -138,7 +141,7 @@ def _too_large(space: Space, devices: Devices, found: Found) -> ConfigError:
     if room.sharing == 1 and not any(key.startswith("mesh.") for key in space.given):
         for times in (2, 4, 8, 16, 32, 64):
             if devices.search(replace(space, devices=times * devices.count)).any_fits:
-                help_.append(f"{devices.count * times} devices")
+                help_.append(plural(devices.count * times, "device"))
                 break
     return ConfigError(
         f"model.num_layers={least.cfg.model.num_layers}, model.d_model={least.cfg.model.d_model} and data.batch_size="

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxstack import families
 from jaxstack.checkpoint import manifest, run_dir
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import Batch, PyTree, flatten
 from jaxstack.config import Config, ConfigError, MeshConfig, PipelineConfig
 from jaxstack.families.context import make_context
@@ -98,7 +99,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     if replica > len(devices):
         raise ConfigError(
             f"mesh.expert={mesh['expert']} x mesh.context={mesh['context']} x mesh.tensor={mesh['tensor']} needs "
-            f"{replica} devices, but there are {len(devices)}. Measure on a machine where a replica of a stage fits."
+            f"{plural(replica, 'device')}, but there are {len(devices)}. Measure on a machine where a replica of a "
+            f"stage fits."
         )
     sequences = cfg.microbatch_size // math.prod(mesh[axis] for axis in BATCH_AXES)
     even = replace(cfg, pipeline=replace(cfg.pipeline, partition="even"))
@@ -139,8 +141,8 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
         bandwidth=bandwidth,
         latency=latency,
         measured_on=(
-            f"{replica} x {devices[0].device_kind}, microbatches of {rows} x {cfg.data.seq_len} tokens a replica in "
-            f"{cfg.train.dtype}, remat {cfg.train.remat}; one layer measured for all, {link}"
+            f"{replica} x {devices[0].device_kind}, microbatches of {rows} x {plural(cfg.data.seq_len, 'token')} a "
+            f"replica in {cfg.train.dtype}, remat {cfg.train.remat}; one layer measured for all, {link}"
         ),
         memory_bytes=None if memory is None else max(memory - shared_bytes, 0.0),
         weight=(seconds.get(WEIGHT_PART, 0.0),) * groups if stages.layout.pipeline.weight else None,
@@ -152,7 +154,7 @@ def format_costs(costs: Costs) -> str:
     """Returns the costs as text; all groups of layers cost the same."""
     assert not isinstance(costs.boundary_bytes, tuple)
     times = {
-        f"each of {costs.layers} groups of layers": (costs.forward[0], costs.backward[0]),
+        f"each of {plural(costs.layers, 'group')} of layers": (costs.forward[0], costs.backward[0]),
         "embedding, undivided": costs.first,
         "head, undivided": costs.last,
     }

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxstack.common.counts import plural
 from jaxstack.common.hardware import Chip, chip_name
 from jaxstack.config import ConfigError
 from jaxstack.families import flops
@@ -81,8 +82,8 @@ class ChipLimits:
         if not found:
             raise ConfigError(
                 f"{self.chip.kinds[0]} has no reference network, and the mesh has more than the "
-                f"{self.linked_devices} devices that its links connect. Give the GB/s that a device sends to other "
-                f"hosts: --network."
+                f"{plural(self.linked_devices, 'device')} that its links connect. Give the GB/s that a device sends to "
+                f"other hosts: --network."
             )
         return found
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.hardware import Chip
 from jaxstack.config import SEARCHED_KEYS, Config, ConfigError, DataConfig, ModelConfig, flat, with_values
 from jaxstack.families import flops
@@ -214,8 +215,9 @@ def _sized(base: Config, given: Collection[str], budget: float, sizes: Sizes) ->
     steps = round(tokens / batch)
     if steps < 1:
         raise ConfigError(
-            f"the budget of {budget:.3g} FLOPs is {tokens:.3g} tokens for {parameters:,} parameters, less than a batch "
-            f"of {batch:,} tokens. Use a larger budget, or a smaller family with --config."
+            f"the budget of {budget:.3g} FLOPs is {tokens:.3g} tokens for {plural(parameters, 'parameter', spec=',')}, "
+            f"less than a batch of {plural(batch, 'token', spec=',')}. Use a larger budget, or a smaller family with "
+            f"--config."
         )
     steps = base.train.steps if "train.steps" in given else min(steps, 2**31 - 1)
     width = model.base_width or model.d_model  # muP scales the rate to the width by itself

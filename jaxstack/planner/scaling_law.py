@@ -190,7 +190,7 @@ def fit(
         raise ValueError(f"a law with five constants needs at least {FEWEST_RUNS} runs, not {len(y)}")
     for name, values in (("numbers of parameters", n), ("numbers of tokens", d)):
         if len(set(values)) < 3:
-            raise ValueError(f"the runs have only {len(set(values))} different {name}: give at least 3")
+            raise ValueError(f"the runs have too few different {name} ({len(set(values))}): give at least 3")
     points = _Points(n - n.mean(), d - d.mean(), y)
     tries = [points.minimize(start) for start in _starts(points)]
     best, objective = min(tries, key=lambda found: found[1])

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxstack.models.params import Param, is_compressed
 from jaxstack.planner import memory, rates, shards
@@ -144,7 +145,7 @@ class Server:
         """Returns how many copies there are, and how each is split."""
         split = [f"{axis} {n}" for axis, n in (("tensor", self.tensor), ("expert", self.expert)) if n > 1]
         size = self.tensor * self.expert
-        devices = f"{size} devices ({', '.join(split)})" if split else "1 device"
+        devices = f"{plural(size, 'device')} ({', '.join(split)})" if split else "1 device"
         return f"{self.copies} {'copies' if self.copies > 1 else 'copy'} on {devices}"
 
     @property

@@ -17,6 +17,7 @@ import jax
 from jax.interpreters import partial_eval
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.config import Config
 from jaxstack.families.context import make_context
 from jaxstack.models.context import Context
@@ -53,7 +54,7 @@ def labels_of(job: Job) -> dict[str, str]:
     found = {}
     for name, stack in families.of(job.model).stacks(job.model).items():
         layers = stack.depth * max(len(stack.kinds), 1)
-        saved = f"saved by {layers} layers of {name}, remat {job.train.remat}"
+        saved = f"saved by {plural(layers, 'layer')} of {name}, remat {job.train.remat}"
         scope = name if job.ctx.layout.pipeline is not None and job.ctx.layout.pipeline.stages.stacks else ""
         found[f"stash_{scope}" if job.ctx.layout.pipeline is not None else f"stack_{name}"] = saved
     found = dict(sorted(found.items(), key=lambda item: -len(item[0])))  # the scope of `layers_2` has `layers` in it

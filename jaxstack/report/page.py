@@ -6,6 +6,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from jaxstack.common.counts import plural
 from jaxstack.report import charts, evaluations, heat_maps, html, style
 from jaxstack.report.comparison import Comparison, LossChart, compare, summary_rows
 from jaxstack.report.runs import (
@@ -147,12 +148,13 @@ def _both(chart: LossChart) -> list[str]:
 def _notes(runs: Sequence[LoggedRun], losses: Comparison, missing: Sequence[charts.Chart]) -> list[str]:
     """Returns sentences about smoothing, and about values that the charts do not show."""
     lines = max(len(run.training) for run in runs)
-    middle = f"{charts.smoothing_width(lines):,}" if len(runs) == 1 else "a fiftieth of a run's"
-    notes = [f"A smoothed point is the mean of {middle} training lines. A spike is marked if it fell on such a line."]
+    width = plural(charts.smoothing_width(lines), "training line", spec=",")
+    middle = width if len(runs) == 1 else "a fiftieth of a run's training lines"
+    notes = [f"A smoothed point is the mean of {middle}. A spike is marked if it fell on such a line."]
     if lines > charts.MAX_POINTS:
         notes.append(
-            f"The logs have up to {lines:,} lines. A chart shows at most {charts.MAX_POINTS:,} points of each curve: "
-            "the minimum and maximum of equal intervals."
+            f"The logs have up to {plural(lines, 'line', spec=',')}. A chart shows at most {charts.MAX_POINTS:,} "
+            f"points of each curve: the minimum and maximum of equal intervals."
         )
     if hidden := sum(map(charts.count_hidden, losses.charts)):
         notes.append(f"Training losses that are not finite or beyond the edge of the chart: {hidden:,}.")
@@ -194,7 +196,7 @@ def _watched(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
         for heat in maps[: heat_maps.MAX_MAPS]
     )
     more = len(maps) - heat_maps.MAX_MAPS
-    note = f"<p class=note>metrics.jsonl has {more} more maps of {escape(run.name)}.</p>" if more > 0 else ""
+    note = f"<p class=note>metrics.jsonl has {plural(more, 'more map')} of {escape(run.name)}.</p>" if more > 0 else ""
     return f"<div class=grid>{figures}</div>{note}"
 
 
@@ -245,4 +247,4 @@ def _config(run: LoggedRun) -> str:
         return ""
     rows = [[escape(key), escape(format_value(value))] for key, value in run.config.items()]
     table = html.table([], rows, "config stacked")
-    return f"<details><summary>{_breakable(run.name)}: {len(rows)} values</summary>{table}</details>"
+    return f"<details><summary>{_breakable(run.name)}: {plural(len(rows), 'value')}</summary>{table}</details>"

@@ -16,6 +16,7 @@ import yaml
 from jaxstack.checkpoint import evaluations
 from jaxstack.checkpoint.run_dir import LAUNCH
 from jaxstack.common import files, inputs
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import one_line
 from jaxstack.config import ConfigError
 from jaxstack.config.branches import BranchesConfig
@@ -191,7 +192,10 @@ def _read_run(path: Path, name: str) -> LoggedRun:
         gaps.append("There is no config.yaml.")
     untimed = sum(is_step(record) and "seconds" not in record for record in records)
     if untimed:
-        gaps.append(f"{untimed:,} training lines do not record how their seconds were spent, so goodput excludes them.")
+        gaps.append(
+            f"{plural(untimed, 'training line does', 'training lines do', ',')} not record how their seconds were "
+            f"spent, so goodput excludes them."
+        )
     config = _read_config(saved) if saved.is_file() else {}
     found, more = evaluations.read(path)
     tokenizer = _read_tokenizer(path / "tokenizer.json", config)

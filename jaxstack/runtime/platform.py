@@ -13,6 +13,7 @@ import time
 
 import psutil
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import shortened
 from jaxstack.config import ConfigError, MeshConfig
 
@@ -82,9 +83,10 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
     if devices > _MOST_OF_A_MACHINE and "JAX_NUM_CPU_DEVICES" not in os.environ:
         sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.known_sizes.items() if size > 1)
         raise ConfigError(
-            f"{sizes} needs {devices:,} devices in a process, and no machine has more than {_MOST_OF_A_MACHINE}. Lower "
-            f"it or start a process on each machine; `jaxstack plan memory --target` plans for machines that you do "
-            f"not have, and the variable JAX_NUM_CPU_DEVICES={devices} simulates them on this one."
+            f"{sizes} needs {plural(devices, 'device', spec=',')} in a process, and no machine has more than "
+            f"{_MOST_OF_A_MACHINE}. Lower it or start a process on each machine; `jaxstack plan memory --target` plans "
+            f"for machines that you do not have, and the variable JAX_NUM_CPU_DEVICES={devices} simulates "
+            f"them on this one."
         )
     if devices > 1 and not {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"} & os.environ.keys():
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)

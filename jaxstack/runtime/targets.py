@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import Exit
 from jaxstack.runtime.launchers import PORT
 
@@ -311,7 +312,7 @@ for i in {{0..{job.nodes - 1}}}; do
   ) &
   pids+=($!)
 done"""
-    comment = f"Runs on this machine in {job.nodes} processes. Each uses a GPU of its own, if there are any."
+    comment = f"Runs on this machine in {plural(job.nodes, 'process')}. Each uses a GPU of its own, if there are any."
     return _PROCESSES.format(comment=comment, start=start)
 
 

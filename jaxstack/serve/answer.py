@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from jaxstack.common.counts import plural
 from jaxstack.generate.answer_text import AnswerText
 from jaxstack.generate.continuous import Part, Prompt
 from jaxstack.generate.prompts import row_seeds
@@ -176,7 +177,7 @@ class TextsResponse(Response):
             self._done()
             first = "" if self._texts.first is None else f", first {self._texts.first:.2f} s"
             usage = self._texts.usage
-            shown = f"{usage.prompt} + {usage.completion} tokens, {usage.cached} cached{first}"
+            shown = f"{usage.prompt} + {plural(usage.completion, 'token')}, {usage.cached} cached{first}"
             scope["jaxstack.note"] = ", ".join(filter(None, (shown, scope.get("jaxstack.note"))))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:

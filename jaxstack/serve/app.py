@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import one_line
 from jaxstack.serve.access import Access, Guard
 from jaxstack.serve.answer import FAILED, SHUTTING_DOWN, Texts, TextsResponse
@@ -166,7 +167,8 @@ class Server:
         busy = self.unfinished
         if busy + more > self.limits.texts:
             raise ApiError(
-                f"{busy} texts are written or wait, and this server takes {self.limits.texts}. Try again later.",
+                f"{plural(busy, 'text is', 'texts are')} written or wait, and this server takes {self.limits.texts}. "
+                f"Try again later.",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after=1,
@@ -215,7 +217,7 @@ async def _receive(request: Request, most: int) -> bytes:
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
-                raise ApiError(f"the body has more than {most} bytes. Send less.", status=413)
+                raise ApiError(f"the body has more than {plural(most, 'byte')}. Send less.", status=413)
     except ClientDisconnect:
         raise ApiError("the client has gone before its request was complete. Send the whole body.") from None
     return bytes(body)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, SampleConfig
 from jaxstack.data import Tokenizer
 from jaxstack.data.chat import ChatTemplate
@@ -102,8 +103,8 @@ def read_request(body: bytes, model: Model, *, chat: bool) -> TextRequest:
     count = fields.integer("n", 1, 1, model.max_texts)
     if len(prompts) * count > model.max_texts:
         raise ApiError(
-            f"{len(prompts)} prompts with n={count} are more than the {model.max_texts} texts that this server writes "
-            f"and lets wait. Send fewer at a time.",
+            f"{plural(len(prompts), 'prompt')} with n={count} are more than the {plural(model.max_texts, 'text')} "
+            f"that this server writes and lets wait. Send fewer at a time.",
             "n",
         )
     limit = fields.integer("max_tokens", None, 0 if echo else 1, model.max_tokens)
@@ -446,8 +447,8 @@ def _limit(prompt: Sequence[int], asked: int | None, model: Model) -> int:
     least = 1 if asked is None else asked
     if room < least:
         raise ApiError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {least}, but the context of this server has "
-            f"{model.context}. Shorten the prompt or max_tokens.",
+            f"the prompt has {plural(len(prompt), 'token')} and max_tokens is {least}, but the context of this server "
+            f"has {model.context}. Shorten the prompt or max_tokens.",
             "prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )

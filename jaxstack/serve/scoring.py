@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.data.conversations import Message
 from jaxstack.data.preferences import scored_ids
@@ -75,11 +76,15 @@ def read_scores(body: bytes, model: Model, kind: str) -> ScoreRequest:
         raise unknown_model(name, model)
     texts = _pairs(fields, model) if kind == "score" else _texts(fields, model)
     if len(texts) > model.max_texts:
-        raise ApiError(f"{len(texts)} texts are more than the {model.max_texts} of this server. Send fewer at a time.")
+        raise ApiError(
+            f"{plural(len(texts), 'text is', 'texts are')} more than the {model.max_texts} of this server. Send fewer "
+            f"at a time."
+        )
     for i, text in enumerate(texts):
         if len(text) > model.context:
             raise ApiError(
-                f"text {i} has {len(text)} tokens, but the context of this server has {model.context}. Shorten it.",
+                f"text {i} has {plural(len(text), 'token')}, but the context of this server has {model.context}. "
+                f"Shorten it.",
                 code="context_length_exceeded",
             )
     fields.finish(ASKS_NOTHING)
@@ -101,8 +106,8 @@ def _pairs(fields: RequestFields, model: Model) -> Rows:
         prompts = prompts * len(answers)
     if len(prompts) != len(answers):
         raise ApiError(
-            f"text_1 has {len(prompts)} prompts and text_2 has {len(answers)} answers. Send one prompt, or one for "
-            f"each answer.",
+            f"text_1 has {plural(len(prompts), 'prompt')} and text_2 has {plural(len(answers), 'answer')}. Send one "
+            f"prompt, or one for each answer.",
             "text_2",
         )
     rows = [([{"role": "user", "content": prompt}], answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -234,7 +239,9 @@ class ScoreServer(Server):
             if self.closing:
                 raise SHUTTING_DOWN from None
             raise
-        request.scope["jaxstack.note"] = f"{sum(map(len, asked.texts))} tokens in {len(asked.texts)} texts"
+        request.scope["jaxstack.note"] = (
+            f"{plural(sum(map(len, asked.texts)), 'token')} in {plural(len(asked.texts), 'text')}"
+        )
         return JSONResponse(reply(asked, scores, self.model.name))
 
 

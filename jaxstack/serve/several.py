@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.serve.access import Access, Guard
 from jaxstack.serve.answer import SHUTTING_DOWN
@@ -105,8 +106,8 @@ class SeveralModels:
             raise SHUTTING_DOWN
         if self.waiting >= self.limits.texts:
             raise ApiError(
-                f"{self.waiting} requests are answered or wait, and this server takes {self.limits.texts}. Try again "
-                f"later.",
+                f"{plural(self.waiting, 'request is', 'requests are')} answered or wait, and this server takes "
+                f"{self.limits.texts}. Try again later.",
                 status=429, code="rate_limit_exceeded", retry_after=1,
             )  # fmt: skip
         self.waiting += 1

@@ -12,6 +12,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, MeshConfig
 
 AXES = tuple(MeshConfig().sizes)
@@ -89,8 +90,8 @@ def _checked_sizes(cfg: MeshConfig, batch: int, devices: int) -> dict[str, int]:
         fits = [n for n in range(1, sizes[axis] + 1) if batch % (n * rest) == 0]
         advice = f"use mesh.{axis}={max(fits)}, or " if fits and axis in BATCH_AXES else "use "
         raise ConfigError(
-            f"{_product({a: sizes[a] for a in BATCH_AXES})} does not divide the {batch} sequences of a microbatch; "
-            f"{advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)"
+            f"{_product({a: sizes[a] for a in BATCH_AXES})} does not divide the {plural(batch, 'sequence')} of a "
+            f"microbatch; {advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)"
         )
     return sizes
 
@@ -114,7 +115,7 @@ def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != devices:
         nearest = _product(_nearest(sizes, devices), "--mesh.{}={}", " ")
         raise ConfigError(
-            f"{_product(sizes)} needs {math.prod(sizes.values())} devices, but there are {devices}; "
+            f"{_product(sizes)} needs {plural(math.prod(sizes.values()), 'device')}, but there are {devices}; "
             f"the nearest mesh that fits is {nearest}"
         )
     return sizes

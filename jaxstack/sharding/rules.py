@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, MeshConfig
 from jaxstack.sharding.mesh import BATCH_AXES
 
@@ -115,13 +116,13 @@ class Rules:
                 continue
             if first is not None and entries and len(entries) != len(leaf.shape):
                 raise ShardingError(
-                    f"{path}: {source} has {len(entries)} entries, but the shape is {leaf.shape}; give one entry a "
-                    f"dimension, () to replicate it, or put a rule for this path before it"
+                    f"{path}: {source} has {plural(len(entries), 'entry')}, but the shape is {leaf.shape}; give one "
+                    f"entry a dimension, () to replicate it, or put a rule for this path before it"
                 )
             if len(entries) > len(leaf.shape):
                 raise ShardingError(
-                    f"{path}: {source} name {len(entries)} dimensions, but the shape is {leaf.shape}; correct the "
-                    f"annotation, or put a rule for this path in Rules.paths"
+                    f"{path}: {source} name {plural(len(entries), 'dimension')}, but the shape is {leaf.shape}; "
+                    f"correct the annotation, or put a rule for this path in Rules.paths"
                 )
             specs[path] = self._fit(path, leaf.shape, entries, source, mesh)
         self._refuse_unused(leaves, patterns, used_paths, used_names)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxstack.common.counts import plural
 from jaxstack.sharding.mesh import check_mesh
 from jaxstack.sharding.rules import Leaf, MeshAxes, ShardingError, names_of
 
@@ -40,7 +41,10 @@ def summarize(leaves: Mapping[str, Leaf], specs: Mapping[str, PartitionSpec], me
         for row in rows
     ]
     fraction = replicated_fraction(leaves, specs, mesh)
-    lines.append(f"total {total:,} bytes, {per_device:,} bytes per device, {fraction:.1%} replicated")
+    lines.append(
+        f"total {plural(total, 'byte', spec=',')}, {plural(per_device, 'byte', spec=',')} per device, {fraction:.1%} "
+        f"replicated"
+    )
     return "\n".join(lines)
 
 

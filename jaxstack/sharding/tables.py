@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import ConfigError
 from jaxstack.sharding.collectives import Axes, all_reduce
 
@@ -157,8 +158,8 @@ class EmbeddingTable:
         """
         if ids.ndim < 1 or ids.shape[0] % self.devices or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ConfigError(
-                f"the ids are {ids.dtype}{list(ids.shape)}, but {self.devices} devices split integers along the first "
-                f"dimension. Use a batch that they divide."
+                f"the ids are {ids.dtype}{list(ids.shape)}, but {plural(self.devices, 'device')} split integers along "
+                f"the first dimension. Use a batch that they divide."
             )
         split = PartitionSpec(self.axes)
         found = Lookup(split, split, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
@@ -200,11 +201,13 @@ class EmbeddingTable:
     def check(self, lookup: Lookup) -> None:
         """Raises a `ConfigError` if a lookup has failed. It waits for the lookup: call it when you read the loss."""
         if unknown := int(lookup.unknown):
-            raise ConfigError(f"{unknown} ids are not in 0 to {self.num_rows - 1}. Correct the data.")
+            raise ConfigError(
+                f"{plural(unknown, 'id is', 'ids are')} not in 0 to {self.num_rows - 1}. Correct the data."
+            )
         if overflow := int(lookup.overflow):
             raise ConfigError(
-                f"slots={self.slots} is too small: {overflow} unique ids of the batch have no slot. Use more slots; as "
-                f"many as a device has ids are always enough."
+                f"slots={self.slots} is too small: {plural(overflow, 'unique id has', 'unique ids have')} no slot. Use "
+                f"more slots; as many as a device has ids are always enough."
             )
 
     def bytes(self, ids: int) -> TableBytes:

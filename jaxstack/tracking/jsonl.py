@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 
 Record: TypeAlias = dict[str, Any]
 """One line of metrics.jsonl. Every record has a `step`; events also have an `event`."""
@@ -158,7 +159,7 @@ def _why_not_json(line: bytes) -> str:
     if not line.strip():
         return "is empty"
     if not line.strip(b"\0 "):
-        return f"has {len(line):,} zero bytes"
+        return f"has {plural(len(line), 'zero byte', spec=',')}"
     return _NOT_JSON
 
 

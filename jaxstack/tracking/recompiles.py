@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import path_of
 
 Signature = dict[str, str]
@@ -48,7 +49,7 @@ class Recompile(NamedTuple):
         first, *more = self.reasons[:MOST_REASONS]
         lines = [f"compiled {self.function} again, in {self.seconds:.1f} s: {first}", *more]
         if (left := len(self.reasons) - MOST_REASONS) > 0:
-            lines.append(f"and {left} more arguments")
+            lines.append(f"and {plural(left, 'more argument')}")
         return [lines[0], *(f"         {line}" for line in lines[1:])]
 
 

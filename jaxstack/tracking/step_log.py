@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxstack import families
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.tree import PyTree
 from jaxstack.config import Config
@@ -67,8 +68,8 @@ class LoopState:
         if self.rollbacks == limit:
             raise RunError(
                 Exit.DIVERGED,
-                f"stopped at step {self.step}: {limit + 1} spikes after step {self.saved}, and the run was rolled back "
-                f"each time. Lower optim.lr, or check the data of these steps.",
+                f"stopped at step {self.step}: {plural(limit + 1, 'spike')} after step {self.saved}, and the run was "
+                f"rolled back each time. Lower optim.lr, or check the data of these steps.",
             )
         return LoopState(self.saved, spike + self.batch - self.step, self.saved, self.rollbacks + 1)
 
@@ -185,7 +186,7 @@ class StepLogger:
         if skipped >= self._cfg.train.max_bad_steps:
             raise RunError(
                 Exit.DIVERGED,
-                f"stopped at step {step} after {skipped} skipped steps in a row: {reason}. {advice}",
+                f"stopped at step {step} after {plural(skipped, 'skipped step')} in a row: {reason}. {advice}",
             )
         return step if values["spike"] and self._cfg.train.spike.action == "rollback" else None
 

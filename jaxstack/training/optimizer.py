@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from optax.contrib import MuonState, scale_by_muon
 
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import PyTree
 from jaxstack.config import OptimConfig
 from jaxstack.models.params import Param, Spec, flat_spec, map_spec
@@ -90,9 +91,10 @@ def schedule_warning(cfg: OptimConfig, steps: int) -> str | None:
     remaining = steps - warmup
     if cfg.schedule == "wsd" and _wsd_decay_steps(cfg, steps) > remaining:
         return (
-            f"optim.decay_fraction={cfg.decay_fraction:g} of train.steps={steps} is {_wsd_decay_steps(cfg, steps)} "
-            f"steps, but optim.warmup_steps={warmup} leaves {remaining}: the decay takes these {remaining} steps. "
-            f"Lower one of the two to decay as slowly as optim.decay_fraction says."
+            f"optim.decay_fraction={cfg.decay_fraction:g} of train.steps={steps} is "
+            f"{plural(_wsd_decay_steps(cfg, steps), 'step')}, but optim.warmup_steps={warmup} leaves {remaining}: the "
+            f"decay takes {plural(remaining, 'step')}. Lower one of the two to decay as slowly as "
+            f"optim.decay_fraction says."
         )
     return None
 

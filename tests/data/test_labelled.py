@@ -98,7 +98,7 @@ def test_special_tokens_surround_a_text(tmp_path):
         (SIDES, [1], "this is not a JSON object"),
         (SIDES, "{\n", "is not JSON"),
         (WORDS, {"text": "a", "label": "noun"}, "there is no words, but model.label_each=token"),
-        (WORDS, {"words": ["a", "b"], "labels": ["noun"]}, "there are 1 labels for 2 words"),
+        (WORDS, {"words": ["a", "b"], "labels": ["noun"]}, "2 words have 1 label"),
         (WORDS, {"words": ["a", ""], "labels": ["noun", "noun"]}, "words=['a', ''] are not a list of strings"),
         (WORDS, {"words": ["a"], "labels": [None]}, "no word of ['a'] has a label"),
         (WORDS, {"words": ["long" * 9, "b"], "labels": [None, "noun"]}, "data.seq_len=8 leaves nothing with a label"),

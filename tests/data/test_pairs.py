@@ -166,7 +166,7 @@ def test_pairs_as_tokens():
     alone, _, _ = encode(pairs[:1], ("de",))
     assert bytes(alone.ids) == b"Yes\0Ja\0", "one language needs no token"
     assert alone.domains is None
-    with pytest.raises(ConfigError, match=r"data\.seq_len=3 with 2 targets is too short for all 5 pairs; the longest"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=3 with 2 for targets is too short for every pair"):
         encode(pairs, lengths=(3, 2))
     with pytest.raises(ConfigError, match=r"data\.domains: no pattern matches the document fr"):
         encode(pairs, domains=("de",))

@@ -238,7 +238,7 @@ def test_what_does_not_fit_or_does_not_differ_is_left_out_and_counted(tmp_path):
     load(tmp_path, pair, pair | {"prompt": "p"}, seq_len=exact)
     with pytest.raises(ConfigError, match=r"none of 2 pairs fits into data\.seq_len"):
         load(tmp_path, pair, pair | {"prompt": "p"}, seq_len=exact - 1)
-    with pytest.raises(ConfigError, match="the completions of all 1 pairs are equal"):
+    with pytest.raises(ConfigError, match="the completions of 1 pair are equal"):
         load(tmp_path, pair | {"chosen": "b"})
 
 

@@ -250,7 +250,7 @@ def test_ids_that_a_tokenizer_lacks_are_behind_its_vocabulary(tmp_path):
 
 @pytest.mark.parametrize(("denoiser", "seq_len"), [(T5, 15), (DenoiserConfig(0.15, 64), 256)])
 def test_spans_that_do_not_fit_the_row_are_an_error(denoiser, seq_len):
-    with pytest.raises(ConfigError, match=rf"data\.denoisers: \{{.*\}} does not fit data\.seq_len={seq_len}, where"):
+    with pytest.raises(ConfigError, match=rf"data\.denoisers: \{{.*\}} does not fit data\.seq_len={seq_len}: it hides"):
         denoiser.text_length(seq_len)
 
 

@@ -580,7 +580,7 @@ def test_memory_that_runs_out_is_explained(run_dir, monkeypatch):
             generation_memory, "room_of", lambda devices, size=size: memory.Room("this machine", size, size)
         )
         monkeypatch.setattr(TrainedRun, "open" if early else "stream_tokens", fail)
-        with pytest.raises(ConfigError, match=r"1 prompts of up to 10 tokens with sample.tokens=8 need") as raised:
+        with pytest.raises(ConfigError, match=r"1 prompt of up to 10 tokens with sample.tokens=8 need") as raised:
             execute(["generate", str(run_dir), "ab", "--sample.tokens=8"])
         assert raised.value.advice.startswith("What would help")
         assert (raised.value.__cause__ is None) == early

@@ -377,7 +377,7 @@ def test_an_expert_is_as_wide_as_it_was_and_shared_ones_keep_it_from_being_a_mod
     assert {path: v.shape for path, v in flatten(found).items()} == {
         path: p.shape for path, p in params.flat_spec(families.spec(dense)).items()
     }
-    with pytest.raises(ConfigError, match="with 1 shared experts is not a hard gate"):
+    with pytest.raises(ConfigError, match="with 1 shared expert is not a hard gate"):
         surgery.extract_expert(dataclasses.replace(cfg, moe=dataclasses.replace(moe, shared_experts=1)), values, 1)
 
 

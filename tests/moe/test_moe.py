@@ -668,7 +668,7 @@ def call_on_mesh(**options):
         (lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 2, groups=4), r"groups=4 does not divide the 6"),
         (
             lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 3, groups=3, top_groups=1),
-            r"top_groups=1 groups of 2 experts hold fewer than k=3",
+            r"top_groups=1 group of 2 experts cannot give k=3",
         ),
         (
             lambda: moe.sigmoid_groups(jnp.zeros((2, 6)), jnp.zeros(6), 3, groups=3, top_groups=4),
@@ -676,7 +676,7 @@ def call_on_mesh(**options):
         ),
         (lambda: moe.balance_loss(moe.by_domain(jnp.zeros(6, int), 2), 4), r"batch_rows=4 does not divide the 6"),
         (lambda: call(num_experts=1), r"k=2 choices need as many experts, but num_experts=1"),
-        (lambda: call(num_experts=8), r"w_up has 4 experts, but num_experts=8 over 1 shards leaves 8"),
+        (lambda: call(num_experts=8), r"w_up has 4 experts, but num_experts=8 over 1 shard leaves 8"),
         (lambda: call(implementation="fast"), r"no implementation 'fast'. Use one of ragged, grouped, "),
         (lambda: call(capacity_factor=1.0), r"rows=None does not divide the 12 tokens"),
         (lambda: call(capacity_factor=1.0, rows=5), r"rows=5 does not divide"),

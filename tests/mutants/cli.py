@@ -79,3 +79,13 @@ mistakes(
     "cli", "config/reading/parse.py", "config/test_config.py cli/test_package.py -k 'flag or help or config or mistake or resolved'",
     ('names.append(word.removeprefix("--config="))', 'names.append(word)', "config/test_config.py cli/test_package.py"),
 )  # fmt: skip
+
+mistakes(
+    "counts", "common/counts.py", "test_counts.py",
+    ("{one if count == 1 else", "{one if count <= 1 else"),
+    ('{count:{spec}} {one', "{count} {one"),
+    ("else more or _ending(one)", "else _ending(one)"),
+    ('("ch", "sh", "s", "x")', '("ch", "sh", "x")'),
+    ("noun[-2:-1] not in", "noun[-1:] not in"),
+    ('return f"{noun[:-1]}ies"', 'return f"{noun}ies"'),
+)  # fmt: skip

@@ -207,7 +207,7 @@ def test_layers_are_spread_evenly():
     assert even(3, 3) == (1, 1, 1)
     with pytest.raises(ConfigError, match=r"^6 layers cannot fill 8 model chunks .*; use 6 model chunks$"):
         even(6, 8)
-    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 model chunks .*; use 1 model chunks$"):
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 model chunks .*; use 1 model chunk$"):
         even(6, 0)
     with pytest.raises(ConfigError, match="layers=0 must be 1 or more"):
         even(0, 1)
@@ -237,7 +237,7 @@ def test_memory_that_holds_no_cut_is_refused_with_what_it_needs():
 def test_the_table_shows_both_cuts():
     costs = replace(PLAIN, last=(1.0, 2.0), state_bytes=(GIB / 4,) * 8, stash_bytes=(0.0,) * 8)
     assert cut(costs, gpipe(2, 4)).explain().splitlines() == [
-        "8 layers by gpipe: 2 stages, 1 chunks, 4 microbatches; costs of paper",
+        "8 layers by gpipe: 2 stages, 1 chunk, 4 microbatches; costs of paper",
         "stage       layers        even        ms      even",
         "0                4           4  12000.00  12000.00",
         "1                4           4  15000.00  15000.00",
@@ -311,8 +311,8 @@ def test_costs_survive_a_file(rng, tmp_path):
 
 
 WRONG = [
-    ({"forward": []}, "forward must hold 1 numbers, not 0"),
-    ({"forward": "fast"}, "forward must hold 1 numbers, not 'fast'"),
+    ({"forward": []}, "forward must hold 1 number, not 0"),
+    ({"forward": "fast"}, "forward must hold 1 number, not 'fast'"),
     ({"backward": [1.0] * 7}, "backward must hold 8 numbers, not 7"),
     ({"state_bytes": 5}, "state_bytes must hold 8 numbers, not 5"),
     ({"stash_bytes": [1.0] * 7 + [-1.0]}, "stash_bytes holds -1.0; it takes finite numbers of 0 or more"),

@@ -143,7 +143,7 @@ def test_a_cut_makes_functions_of_stages():
 def test_mistakes_are_named(rng):
     costs = random_costs(rng, 3, spread=False)
     for words, arguments in {
-        r"stages=4 must be from 1 to 3: there are 3 layers and 8 devices": (8, 1, None, 4),
+        r"stages=4 must be from 1 to 3 for 3 layers and 8 devices": (8, 1, None, 4),
         r"devices=0 and microbatches=1 must be 1 or more": (0, 1),
         r"gradient_bytes has 2 entries, but the costs have 3 layers": (4, 1, [1.0, 2.0]),
     }.items():
@@ -151,5 +151,5 @@ def test_mistakes_are_named(rng):
             replicate(costs, *arguments)
     with pytest.raises(ScheduleError, match=r"replicas=\[1, 0\] must be an integer of 1 or more for each stage"):
         Replicas((1, 0))
-    with pytest.raises(ConfigError, match="there are 2 entries, but the cut has 3 layers"):
+    with pytest.raises(ConfigError, match="got 2 entries, but the cut has 3 layers"):
         ReplicatedCut((2, 1), (1, 3), (1e-3, 2e-3)).group([1, 2])

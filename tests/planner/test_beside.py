@@ -128,8 +128,8 @@ def test_rewards_take_rollouts_and_forward_passes():
     assert exact["rollout, 2 forward passes"] == pytest.approx(2 * once)
     assert exact["update, forward pass again"] == once
     _, fast = named(*PROMPTS, "--rl.exact=false")
-    assert fast.keys() == {"rollout, decoding at least", "rollout, 1 forward passes"}
-    assert fast["rollout, 1 forward passes"] == pytest.approx(once)
+    assert fast.keys() == {"rollout, decoding at least", "rollout, 1 forward pass"}
+    assert fast["rollout, 1 forward pass"] == pytest.approx(once)
 
 
 def test_log_probabilities_are_computed_once_more_where_the_sampler_has_other_bits():

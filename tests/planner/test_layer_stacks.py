@@ -87,7 +87,7 @@ def test_layers_with_and_without_experts_save_what_they_have_by_hand():
     heads = 2 * m.head_width * (m.num_heads + m.kv_heads)
     dense = 4 * tokens * (2 * m.d_model + heads + 2 * m.ff_width)
     hidden = (m.moe.top_k + m.moe.shared_experts) * m.expert_width
-    assert parts["saved by 1 layers of dense_layers, remat selective"] == dense
+    assert parts["saved by 1 layer of dense_layers, remat selective"] == dense
     assert parts["saved by 2 layers of layers, remat selective"] == 2 * 4 * tokens * (
         2 * m.d_model + heads + 2 * hidden
     )

@@ -126,7 +126,7 @@ def test_other_routes_and_mistakes(running):
         ("score", {}, "text_1=null is neither"),
         ("score", {"text_1": "a", "text_2": 3}, "text_2=3 is neither"),
         ("score", {"text_1": "a", "text_2": []}, r"text_2=\[\] is neither"),
-        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 has 2 prompts and text_2 has 1 answers"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 has 2 prompts and text_2 has 1 answer"),
         ("score", {"text_1": "a", "text_2": "x" * 99}, "text 0 has .* tokens, but the context"),
         ("score", {"text_1": "a", "text_2": "b", "softmax": True}, "softmax is not supported"),
         ("score", {"text_1": "a", "text_2": "b\0"}, "zero byte"),

@@ -114,7 +114,7 @@ def test_an_overflow_is_loud_and_changes_nothing(rng):
     rows, lookup = table.fetch(state, jnp.asarray(ids))
     assert int(lookup.overflow) == 1
     assert np.isnan(rows).all()
-    with pytest.raises(ConfigError, match="slots=2 is too small: 1 unique ids"):
+    with pytest.raises(ConfigError, match="slots=2 is too small: 1 unique id has no slot"):
         table.check(lookup)
     after = table.update(state, lookup, jnp.ones_like(rows), 0.1)
     np.testing.assert_array_equal(after.rows, state.rows)
@@ -131,7 +131,7 @@ def test_an_unknown_id_is_loud(wrong, rng):
     state = table.from_dense(rng.standard_normal((ROWS, WIDTH)))
     rows, lookup = table.fetch(state, jnp.full((8, 2), 5, jnp.int32).at[3, 1].set(wrong))
     assert np.isnan(rows).all()
-    with pytest.raises(ConfigError, match="1 ids are not in 0 to 52"):
+    with pytest.raises(ConfigError, match="1 id is not in 0 to 52"):
         table.check(lookup)
 
 

@@ -101,7 +101,10 @@ def test_a_decay_that_the_warm_up_shortens_is_told(warmup, counts):
         return
     wanted, remaining = counts
     assert f"optim.decay_fraction=0.4 of train.steps=100 is {wanted} steps" in told
-    assert f"optim.warmup_steps={warmup} leaves {remaining}: the decay takes these {remaining} steps" in told
+    assert (
+        f"optim.warmup_steps={warmup} leaves {remaining}: the decay takes {remaining} step{'s' * (remaining > 1)}."
+        in told
+    )
     assert optimizer.schedule_warning(dataclasses.replace(cfg, schedule="cosine"), 100) is None
 
 

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import require
 from jaxstack.config.data import DataConfig
 from jaxstack.config.groups import Groups
@@ -88,9 +89,9 @@ def require_lengths(cfg: Groups, mesh: MeshConfig, microbatches: int) -> None:
     wrong = [length for length in data.lengths if length not in works]
     near = sorted(sorted(works, key=lambda n: max(n / wrong[0], wrong[0] / n))[:_SHOWN]) if wrong else []
     advice = f"Lengths that work: {', '.join(map(str, near))}" if near else "No length works"
-    needs = [f"divide the {data.batch_size * data.seq_len:,} tokens of a batch into whole rows"]
+    needs = [f"divide the {plural(data.batch_size * data.seq_len, 'token', spec=',')} of a batch into whole rows"]
     if rows > 1:
-        needs.append(f"leave a multiple of {rows} rows for mesh, train.grad_accum and microbatches")
+        needs.append(f"leave a multiple of {plural(rows, 'row')} for mesh, train.grad_accum and microbatches")
     if parts > 1:
         needs.append(f"be a multiple of {parts} for mesh.context={sizes['context']} and mesh.tensor={sizes['tensor']}")
     if pairs:

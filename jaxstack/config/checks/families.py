@@ -7,6 +7,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import require
 from jaxstack.config.data import TEMPLATED
 from jaxstack.config.groups import Groups
@@ -310,8 +311,8 @@ def _check_experts(cfg: Groups) -> None:
     shortest = cfg.data.seq_len // (2 * max(cfg.mesh.context, 1))
     require(
         not states or shortest >= taps - 1 or cfg.mesh.context == 1,
-        f"mesh.context={cfg.mesh.context} leaves parts of {shortest} tokens, but model.{name}.taps={taps} reads "
-        f"{taps - 1} tokens of the part before. Raise data.seq_len, or lower mesh.context.",
+        f"mesh.context={cfg.mesh.context} leaves parts of {plural(shortest, 'token')}, but model.{name}.taps={taps} "
+        f"reads {plural(taps - 1, 'token')} of the part before. Raise data.seq_len, or lower mesh.context.",
     )
     by_time = moe.router == "timestep"
     require(
@@ -335,8 +336,8 @@ def _check_expert_layers(model: ModelConfig) -> None:
     for name, depth, numbers in sides:
         require(
             all(number < depth for number in numbers),
-            f"{layers.shown} lists layer {max(numbers, default=0)}, but model.{name}={depth} layers are counted from "
-            f"0. Lower it.",
+            f"{layers.shown} lists layer {max(numbers, default=0)}, but "
+            f"model.{name}={depth} layers are counted from 0. Lower it.",
         )
         require(
             layers.first < depth or layers.is_list,
@@ -347,7 +348,7 @@ def _check_expert_layers(model: ModelConfig) -> None:
     require(
         not cut,
         f"{layers.shown} has a change before layer {min(cut, default=0)}, which cuts a period of model.windows="
-        f"{list(model.windows)}. Let experts begin and end at multiples of {period} layers.",
+        f"{list(model.windows)}. Let experts begin and end at multiples of {plural(period, 'layer')}.",
     )
 
 
@@ -407,8 +408,8 @@ def _check_sentences(cfg: Groups) -> None:
     )
     require(
         data.seq_len >= 4 * sentences.parts,
-        f"data.seq_len={data.seq_len} is too short for {tasks} with up to {sentences.parts} parts of 4 tokens or more. "
-        f"Raise it.",
+        f"data.seq_len={data.seq_len} is too short for {tasks} with up to {plural(sentences.parts, 'part')} of 4 "
+        f"tokens or more. Raise it.",
     )
 
 

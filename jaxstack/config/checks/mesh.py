@@ -2,6 +2,7 @@
 
 import math
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import require
 from jaxstack.config.groups import Groups
 from jaxstack.config.parallel import sequence_parts
@@ -27,7 +28,7 @@ def _check_batch(cfg: Groups) -> None:
         size = cfg.mesh.known_sizes[axis]
         require(
             batch % size == 0,
-            f"mesh.{axis}={size} does not divide the {batch} sequences of a microbatch "
+            f"mesh.{axis}={size} does not divide the {plural(batch, 'sequence')} of a microbatch "
             f"(data.batch_size={cfg.data.batch_size} / train.grad_accum={cfg.train.grad_accum}). Use a divisor.",
         )
 
@@ -89,14 +90,15 @@ def _check_sequence(cfg: Groups) -> None:
     targets = cfg.data.target_length if cfg.model.family == "encoder_decoder" or cfg.model.reads_captions else 0
     require(
         targets % parts == 0,
-        f"data.target_len={targets} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
-        f"mesh.tensor={mesh.tensor} require. Use --data.target_len={-(-targets // parts) * parts}.",
+        f"data.target_len={targets} cannot be split into {plural(parts, 'equal part')}, as "
+        f"mesh.context={mesh.context} and mesh.tensor={mesh.tensor} require. Use "
+        f"--data.target_len={-(-targets // parts) * parts}.",
     )
     require(
         cfg.data.seq_len % parts == 0,
-        f"data.seq_len={cfg.data.seq_len} cannot be split into {parts} equal parts, as mesh.context={mesh.context} and "
-        f"mesh.tensor={mesh.tensor} with mesh.sequence_parallel={str(mesh.sequence_parallel).lower()} require. Use a "
-        f"multiple of {parts}.",
+        f"data.seq_len={cfg.data.seq_len} cannot be split into {plural(parts, 'equal part')}, as "
+        f"mesh.context={mesh.context} and mesh.tensor={mesh.tensor} with "
+        f"mesh.sequence_parallel={str(mesh.sequence_parallel).lower()} require. Use a multiple of {parts}.",
     )
 
 

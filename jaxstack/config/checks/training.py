@@ -1,5 +1,6 @@
 """Checks of a run's steps, data, adapters and samples against each other."""
 
+from jaxstack.common.counts import plural
 from jaxstack.config.bounds import require
 from jaxstack.config.groups import Groups
 from jaxstack.config.scheme import NF4_GROUPS
@@ -60,8 +61,8 @@ def _check_domains(cfg: Groups) -> None:
     )
     require(
         len(names) == domains or taught,
-        f"data.domains={names} has {len(names)} patterns, but model.moe.router=domain has {domains} experts. Give one "
-        f"pattern per expert.",
+        f"data.domains={names} has {plural(len(names), 'pattern')}, but model.moe.router=domain has "
+        f"{plural(domains, 'expert')}. Give one pattern per expert.",
     )
     require(
         not domains or data.source in ("stdlib", "path", "pairs"),
@@ -69,15 +70,16 @@ def _check_domains(cfg: Groups) -> None:
     )
     require(
         cfg.sample.domain < max(domains, 1),
-        f"sample.domain={cfg.sample.domain} is out of range: data.domains has {domains} domains. Count domains from 0.",
+        f"sample.domain={cfg.sample.domain} is out of range: data.domains has {plural(domains, 'domain')}. Count "
+        f"domains from 0.",
     )
 
 
 def _check_adapters(cfg: Groups) -> None:
     require(
         not cfg.model.lora.rank or cfg.run.init_from is not None,
-        f"model.lora.rank={cfg.model.lora.rank} trains adapters of an existing model, but run.init_from is not set. "
-        f"Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
+        f"model.lora.rank={cfg.model.lora.rank} trains adapters of an existing model, but run.init_from is "
+        f"not set. Name a run or a Hugging Face folder, or use model.lora.rank=0 to train all parameters.",
     )
     require(
         cfg.run.init_adapter is None or cfg.model.lora.rank > 0,
@@ -93,8 +95,8 @@ def _check_lengths(cfg: Groups) -> None:
     longest = max((len(prompt.encode()) for prompt in prompts), default=0)
     require(
         sample.beams == 1 or not longest or longest + sample.tokens <= seq_len,
-        f"sample.tokens={sample.tokens} after a prompt of {longest} bytes is more than data.seq_len={seq_len}, the "
-        f"limit of beam search. Lower it, or use sample.beams=1.",
+        f"sample.tokens={sample.tokens} after a prompt of {plural(longest, 'byte')} is more than "
+        f"data.seq_len={seq_len}, the limit of beam search. Lower it, or use sample.beams=1.",
     )
     positions = cfg.model.max_positions if cfg.model.positions == "learned" else None
     first = cfg.model.first_position

@@ -22,6 +22,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_loader, set_parsing_settings
 
 from jaxstack.common import inputs
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import shortened
 from jaxstack.config import Config, ConfigError, flat, resolve
 from jaxstack.config.bounds import check_value, type_in_words
@@ -321,7 +322,8 @@ def _check_digits(words: Sequence[str]) -> None:
         if len(value) > inputs.MOST_DIGITS and _INTEGER.fullmatch(value):
             named = f"{flag}=" if flag else ""
             raise ConfigError(
-                f"{named}{value[:12]}... is an integer of {len(value):,} digits. Use at most {inputs.MOST_DIGITS}."
+                f"{named}{value[:12]}... is an integer of {plural(len(value), 'digit', spec=',')}. Use at most "
+                f"{inputs.MOST_DIGITS}."
             )
 
 

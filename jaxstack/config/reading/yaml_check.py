@@ -10,6 +10,7 @@ import yaml
 from jsonargparse import get_loader
 
 from jaxstack.common import inputs
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import ConfigError
 from jaxstack.config.bounds import type_in_words
 from jaxstack.config.reading.renamed import with_new_keys
@@ -93,7 +94,10 @@ def _check_digits(event: yaml.ScalarEvent) -> None:
     """Refuses an integer that is too long for Python to convert."""
     value = str(event.value)
     if len(value) > inputs.MOST_DIGITS and (not event.style or event.tag) and _INTEGER.fullmatch(value):
-        raise LimitError(f"the integer {value[:12]}... has {len(value):,} digits, and {inputs.MOST_DIGITS} are allowed")
+        raise LimitError(
+            f"the integer {value[:12]}... has {plural(len(value), 'digit', spec=',')}, and {inputs.MOST_DIGITS} are "
+            f"allowed"
+        )
 
 
 def load(text: str) -> inputs.Json:

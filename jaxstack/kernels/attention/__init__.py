@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxstack.common.counts import plural
 from jaxstack.kernels.attention import chunked, cudnn, pallas_gpu, pallas_tpu, reference, tokamax
 from jaxstack.kernels.attention import sinks as attention_sinks
 from jaxstack.kernels.attention.reference import (
@@ -294,19 +295,26 @@ def cached_cross_attention(
 def options(q, k, scale, mask: AttentionMask, softcap, implementation, bias=None, **case: Any) -> Options:
     """Checks the arguments of `attention` and returns them as `Options`; `case` has more properties of the call."""
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly; use a divisor")
+        raise ValueError(
+            f"{plural(q.shape[2], 'query head')} cannot share {plural(k.shape[2], 'kv head')} evenly; use a divisor"
+        )
     if mask.window < 0:
         raise ValueError(f"window={mask.window} is negative; use a positive size, or window=0 to attend to all keys")
     if mask.window and mask.kind not in ("causal", "full"):
         raise ValueError(f"a mask of kind={mask.kind!r} has no window; use window=0, or kind='causal'")
     if mask.kind != "cross" and q.shape[1] != k.shape[1]:
-        raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys are not the same tokens; use kind='cross'")
+        raise ValueError(
+            f"{plural(q.shape[1], 'query')} and {plural(k.shape[1], 'key')} are not the same tokens; use kind='cross'"
+        )
     if bias is not None and mask.kind == "cross":
         raise ValueError("a relative bias needs queries and keys of one sequence; leave it out with kind='cross'")
     if case.get("sinks") and (bias is not None or mask.kind not in ("causal", "full")):
         raise ValueError(f"sinks are not for relative biases or a mask of kind={mask.kind!r}; leave them out")
     if bias is not None and bias.table.shape[1] != q.shape[2]:
-        raise ValueError(f"a bias of {bias.table.shape[1]} heads does not fit {q.shape[2]} query heads; use as many")
+        raise ValueError(
+            f"a bias of {plural(bias.table.shape[1], 'head')} does not fit {plural(q.shape[2], 'query head')}; use as "
+            f"many"
+        )
     case |= {"dtype": q.dtype, "head_dim": q.shape[3], "softcap": softcap, "mask": mask, "bias": bias is not None}
     name = resolve_implementation("attention", IMPLEMENTATIONS, implementation, case)
     return Options(scale, mask, softcap, name, interpret_setting(), None if bias is None else bias.buckets)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxstack.common.counts import plural
 from jaxstack.sharding import collectives
 
 Buckets: TypeAlias = tuple[tuple[int, int], ...]
@@ -65,8 +66,8 @@ def distances_of_buckets(count: int, max_distance: int, bidirectional: bool) -> 
     if not 0 < exact < max_distance:
         least = 4 if bidirectional else 2
         raise ValueError(
-            f"{count} buckets cannot divide distances up to {max_distance}; use at least {least} buckets, and a "
-            f"max_distance above {exact}"
+            f"{plural(count, 'bucket')} cannot divide distances up to {max_distance}; use at least "
+            f"{plural(least, 'bucket')}, and a max_distance above {exact}"
         )
     far = np.arange(exact, max_distance + 1)
     # T5 computes in float32, which decides the bucket of distances such as 64, whose logarithm is almost an integer.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 
 _SIZE = 1_000_000  # rows to draw from
@@ -45,7 +46,7 @@ def find(path: str, name: str) -> Generator:
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)[:3]
         raise ConfigError(
-            f"data.path={path} is not one of the {len(DATASETS)} tasks of reasoning-gym. Similar names: "
+            f"data.path={path} is not one of the {plural(len(DATASETS), 'task')} of reasoning-gym. Similar names: "
             f"{', '.join(near)}."
         )
     try:

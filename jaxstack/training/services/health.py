@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack import families
 from jaxstack.checkpoint import store
+from jaxstack.common.counts import plural
 from jaxstack.common.errors import Exit, RunError
 from jaxstack.common.hardware import CHIPS, chip_name
 from jaxstack.config import ConfigError, MeshConfig, ModelConfig
@@ -118,7 +119,9 @@ def _check(model: ModelConfig, mesh: MeshConfig, directory: str, timeout_s: floa
 
 
 def _sentences(found: Sequence[str], most: int = 3) -> str:
-    more = f" {len(found) - most} more machines have faults." if len(found) > most else ""
+    more = (
+        f" {plural(len(found) - most, 'more machine has', 'more machines have')} faults." if len(found) > most else ""
+    )
     return " ".join(found[:most]) + more
 
 
@@ -169,7 +172,8 @@ def faults(machines: Sequence[Machine], devices: int | None, needed: int) -> lis
     for name, machine in zip(names, machines, strict=True):
         if machine.devices < most and not complete:
             found.append(
-                f"{name} has {machine.devices} devices, and others have {most}. Repair it, or leave it out of the job."
+                f"{name} has {plural(machine.devices, 'device')}, and others have {most}. Repair it, or leave it out "
+                f"of the job."
             )
         if machine.kind != kind:
             found.append(f"{name} has devices of kind {machine.kind}, and others {kind}. Use one kind of machine.")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxstack import families, hf
 from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.common.tree import flatten
 from jaxstack.config import Config, ConfigError, DataConfig, ModelConfig, PipelineConfig
 from jaxstack.config.reading import parse
@@ -158,7 +159,7 @@ def require_same_tokenizer(source: Source, name: str, cfg: DataConfig, tokenizer
         made = f"data.tokenizer={cfg.tokenizer}"
         advice = f"Use {flag}"
     if saved["kind"] == "chars":
-        advice = f"Use text with exactly the {len(saved['alphabet'])} characters of {path}"
+        advice = f"Use text with exactly the {plural(len(saved['alphabet']), 'character')} of {path}"
     raise ConfigError(f"{made}, but {name} has another tokenizer, with other token ids. {advice}.")
 
 
@@ -355,8 +356,8 @@ def _require_same_task(name: str, model: ModelConfig, cfg: Config) -> None:
     if model.moe.num_experts and model.moe.router == "domain":
         if len(cfg.data.domains) != model.moe.num_experts:
             raise ConfigError(
-                f"{name} has {model.moe.num_experts} experts by domain, but data.domains has "
-                f"{len(cfg.data.domains)} patterns. Set data.domains as in that run."
+                f"{name} has {plural(model.moe.num_experts, 'expert')} by domain, but data.domains has "
+                f"{plural(len(cfg.data.domains), 'pattern')}. Set data.domains as in that run."
             )
     elif cfg.data.domains and not cfg.model.moe.num_experts:
         raise ConfigError(
@@ -398,8 +399,8 @@ def read_frozen(
     longest = max(cfg.data.seq_len, cfg.data.target_length if model.family == "encoder_decoder" else 0)
     if model.positions == "learned" and model.family != "diffusion" and (model.max_positions or 0) < longest:
         raise ConfigError(
-            f"{name} has learned positions up to {model.max_positions}, but rows have {longest} tokens. Shorten "
-            f"data.seq_len, or name another model."
+            f"{name} has learned positions up to {model.max_positions}, but rows have {plural(longest, 'token')}. "
+            f"Shorten data.seq_len, or name another model."
         )
     # The head of a reward model is small and whole on each device: the rest determines the context.
     shape = replace(model, dropout=0.0, reward_head=False)

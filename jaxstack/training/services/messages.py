@@ -7,6 +7,7 @@ import jax
 
 from jaxstack import families
 from jaxstack.common import files
+from jaxstack.common.counts import plural
 from jaxstack.data.loader import DataLoader
 from jaxstack.data.tokenizers import describe_frame
 from jaxstack.models import params
@@ -48,15 +49,17 @@ def _model_lines(setup: Setup) -> Iterator[str]:
     cfg = setup.cfg
     ctx = setup.ctx
     devices = list(setup.mesh.devices.flat)
-    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    processes = f" in {plural(jax.process_count(), 'process')}" if jax.process_count() > 1 else ""
     yield f"device   {len(devices)} x {devices[0].device_kind}{processes}"
     spec = families.spec(cfg.model)
-    yield f"model    {params.count(spec):,} parameters, {cfg.model.num_layers} layer{'s' * (cfg.model.num_layers != 1)}"
+    count = plural(params.count(spec), "parameter", spec=",")
+    yield f"model    {count}, {plural(cfg.model.num_layers, 'layer')}"
     if cfg.model.padded_vocab > cfg.model.vocab:
-        yield f"padding  {cfg.model.vocab:,} rows of the vocabulary, padded with zeros to {cfg.model.padded_vocab:,}"
+        rows = plural(cfg.model.vocab, "row", spec=",")
+        yield f"padding  {rows} of the vocabulary, padded with zeros to {cfg.model.padded_vocab:,}"
     if cfg.model.lora.rank:
         trained = params.count(params.partition(spec, spec)[0])
-        yield f"adapters {trained:,} parameters of rank {cfg.model.lora.rank}; all others are frozen"
+        yield f"adapters {plural(trained, 'parameter', spec=',')} of rank {cfg.model.lora.rank}; all others are frozen"
     if ctx.layout.pipeline is not None:
         yield f"pipeline {ctx.layout.pipeline}"
         if explanation := ctx.layout.pipeline.explain():

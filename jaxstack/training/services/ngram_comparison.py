@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from jaxstack.common.counts import plural
 from jaxstack.data import Dataset, ngram
 from jaxstack.data.loader import DataLoader
 from jaxstack.tracking.console import Console
@@ -45,5 +46,7 @@ def compare_with_ngrams(
     order, bits, read = (fitted[f"ngram_{name}"] for name in ngram.Baseline._fields)
     own = math.nan if final["eval_bits_per_byte"] is None else final["eval_bits_per_byte"]
     console.print(f"held out, this model      {own:.3f} bits per byte", style="bold")
-    console.print(f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {read:,} bytes")
+    console.print(
+        f"held out, byte {order}-grams    {bits:.3f} bits per byte, fitted on the same {plural(read, 'byte', spec=',')}"
+    )
     return f"byte {order}-gram", bits * math.log(2) * loader.held_out_bytes_per_token
