@@ -1,8 +1,8 @@
 """Profiles a training step on the CPU beside PyTorch's, operation by operation: `python benchmarks/cpu_profile.py J2`
 
-Needs the extra `[parity]`. Jobs, weights and batch are those of `train_cpu.py`. Each side runs a few steps under its own
-profiler, on one core, so that the times of operations add up to a step. PyTorch is eager: a compiled program has few
-names. Results go to `benchmarks/results/cpu_profile.json`, job by job.
+Needs the extra `[parity]`. Jobs, weights and batch are those of `train_cpu.py`. Each side runs a few steps under its
+own profiler, on one core, so that the times of operations add up to a step. PyTorch is eager: a compiled program has
+few names. Results go to `benchmarks/results/cpu_profile.json`, job by job.
 
 Matrix products without a batch dimension are those with weights. Those with one are of attention, where PyTorch has one
 kernel for products and softmax. So compare `attention` as a whole, and the parts of ours beside it.
@@ -33,9 +33,7 @@ CONTAINERS = ("while", "call", "conditional", "jit_train_step")
 
 def kinds(text: str) -> dict[str, str]:
     """Returns the kind of each instruction of a compiled program by its name."""
-    computations: dict[str, str] = {}
-    for name, body in re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S):
-        computations[name] = body
+    computations: dict[str, str] = dict(re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
 
     def lines(line: str) -> list[str]:
         called = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line)

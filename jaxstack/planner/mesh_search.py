@@ -338,8 +338,8 @@ class Search:
                 least = memory.least_bytes(job, self.space.platform) if self._bounds_time else 0.0
                 if least > self._limit:
                     return Branch(sizes, NEVER, least)
-                if (job := self._with_state(job)) is not None:
-                    free = job if "train.remat" in self.space.given else job.with_remat("none")
+                if (known := self._with_state(job)) is not None:
+                    free = known if "train.remat" in self.space.given else known.with_remat("none")
                     return Branch(sizes, self.clock.floor(free), least)
         return None
 
