@@ -4,7 +4,7 @@ The program is a jaxpr. Its equations run in their order. An array takes memory 
 last one that reads it, unless it is never written: XLA computes elementwise operations, broadcasts and slices within
 whatever reads them, see `FUSED`. Such an array keeps alive what it is computed from. It is written as soon as an
 operation reads it that does not compute its operands itself, such as a matmul. Loops write what they carry in place.
-What is spread from a small array, such as a mask, they compute in each of their turns.
+On a GPU they compute what is spread from a small array, such as a mask, in each of their turns.
 """
 
 import math
@@ -109,6 +109,7 @@ class _Value:
       outside: whether the caller counts its memory.
       sources: written values that it is computed from, if it is not written.
       place: the value into whose memory it is written.
+      shared: whether other operations may read it.
       born, last: steps that write it and read it last.
     """
 
@@ -117,6 +118,7 @@ class _Value:
     outside: bool = False
     sources: tuple["_Value", ...] = ()
     place: "_Value | None" = None
+    shared: bool = False
     born: int = -1
     last: int = -1
 
@@ -143,6 +145,7 @@ class _Walk:
       labels: label of the arrays that are made in a named scope and wait for the backward pass, by a part of its name.
       trips: mean trip counts of `while` loops by the name of their scope.
       copies: whether loops read copies of arguments.
+      on_gpu: see `walk`.
       times: how often the equations run.
       known: results of operations that write none, and copies of operands of matmuls.
     """
@@ -150,6 +153,7 @@ class _Walk:
     labels: Mapping[str, str]
     trips: Mapping[str, float]
     copies: bool = False
+    on_gpu: bool = True
     times: float = 1.0
     step: int = 0
     values: list[_Value] = field(default_factory=list)
@@ -215,9 +219,11 @@ class _Walk:
         if name in FUSED:
             return self.fused(equation, inputs, where)
         results = [self.value(variable, name, where, inputs) for variable in equation.outvars]
+        if name in IN_PLACE:
+            inputs = [_own(value) for value in inputs]
         for value in inputs:
             self.read(value, name in READS_FUSED, where)
-        if name == "dot_general":
+        if name == "dot_general" and self.on_gpu:
             self.reorder(equation, inputs)
         for k, result in enumerate(results):
             self.write(result)
@@ -229,12 +235,13 @@ class _Walk:
         return list(results)
 
     def fused(self, equation: Any, inputs: Values, where: str) -> Values:
-        """Returns the values of the results of an operation that writes none. Equal operations have the same values."""
+        """Returns the values of the results of an operation that writes none, of equal operations the same."""
         key = _key(equation, inputs)
-        if key not in self.known:
+        if key not in self.known or not self.on_gpu:
             results = [self.value(variable, equation.primitive.name, where, inputs) for variable in equation.outvars]
             for result in results:
                 result.sources = _sources(inputs)
+                result.shared = True
             self.known[key] = results
         return list(self.known[key])
 
@@ -271,12 +278,14 @@ class _Walk:
             return self.run(bodies[0], inputs, where)
         inputs = [self.copy(value) for value in inputs]
         first = constants if name == "scan" else len(inputs) - carry
+        for k in range(first, first + carry):
+            inputs[k] = _own(inputs[k])
         for k, value in enumerate(inputs):
             carried = first <= k < first + carry
-            self.read(value, not carried and value is not None and value.is_spread, where)
+            self.read(value, self.on_gpu and not carried and value is not None and value.is_spread, where)
         results = [self.value(variable, name, where, []) for variable in equation.outvars]
         labels = {} if any(part in where for part in self.labels) else self.labels
-        walks = [_Walk(labels, self.trips, times=self.times * turns) for _ in bodies]
+        walks = [_Walk(labels, self.trips, on_gpu=self.on_gpu, times=self.times * turns) for _ in bodies]
         names = [walk.turn(body, inputs, where) for walk, body in zip(walks, bodies, strict=True)][-1]
         most = max(walks, key=lambda walk: total(walk.peak()))
         self.inner[self.step] = most.peak()
@@ -355,6 +364,11 @@ def _sources(inputs: Values) -> tuple[_Value, ...]:
     return tuple({id(source): source for source in found}.values())
 
 
+def _own(value: _Value | None) -> _Value | None:
+    """Returns a value that may be written over: a copy of one that other operations may read."""
+    return _Value(value.array, sources=_sources([value])) if value is not None and value.shared else value
+
+
 def _key(equation: Any, inputs: Values) -> Any:
     """Returns what is equal for operations with equal results."""
     pairs = zip(inputs, equation.invars, strict=True)
@@ -391,6 +405,7 @@ def walk(
     trips: Mapping[str, float],
     results: str = "",
     copies: bool = False,
+    on_gpu: bool = True,
 ) -> Trace:
     """Returns what a program needs.
 
@@ -401,8 +416,10 @@ def walk(
       trips: mean trip counts of `while` loops by the name of their scope.
       results: label of the arrays that the program returns.
       copies: whether loops read copies of parameters, as on a CPU.
+      on_gpu: whether XLA computes equal operations once, what is spread from a small array in each turn of a loop, and
+        copies of operands whose rows or columns are apart. It was seen for GPUs.
     """
-    run = _Walk(labels, trips, copies)
+    run = _Walk(labels, trips, copies, on_gpu)
     inputs = [_outside(variable, label) for variable, label in zip(jaxpr.invars, arguments, strict=True)]
     found = run.run(jaxpr, inputs, "")
     run.step += 1

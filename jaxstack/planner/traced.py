@@ -83,8 +83,8 @@ def _trace(cfg: Config, kernels: tuple[tuple[str, str], ...], platform: str, dev
     count = len(jax.tree.leaves(state.params))
     arguments = [PARAMETERS if i < count else "" for i in range(len(program.invars))]
     labels = labels_of(Job(cfg, ctx))
-    copies = platform == "cpu"
-    return trace.walk(program, arguments, labels, ctx.layout.trip_counts, "gradients", copies)
+    trips = ctx.layout.trip_counts
+    return trace.walk(program, arguments, labels, trips, "gradients", platform == "cpu", platform == "gpu")
 
 
 def memory(job: Job) -> dict[str, Counter[Array]]:

@@ -206,7 +206,7 @@ REFUSED = {
     "rotated": (GOOD, {"outer": {"transform_config": {"config_groups": {}}}}, "transform_config="),
     "no groups": (GOOD, {"outer": {"config_groups": {}}}, "List at least one group of matrices"),
     "preset": (GOOD, {"outer": {"config_groups": {"W4A16": ["Linear"]}}}, "W4A16 is not a JSON object"),
-    "unknown": (GOOD, {"outer": {"rotation": 3}}, "has 1 unknown keys (rotation=3)"),
+    "unknown": (GOOD, {"outer": {"rotation": 3}}, "has 1 unknown key (rotation=3)"),
     "inputs": (GOOD, {"group": {"input_activations": compressed.INPUTS}}, "multiplied with weights of int8 and one"),
     "4-bit inputs": (GOOD, {"group": {"input_activations": compressed.INPUTS | {"num_bits": 4}}}, "num_bits=4"),
     "static inputs": (GOOD, {"group": {"input_activations": compressed.INPUTS | {"dynamic": False}}}, "dynamic=false"),

@@ -4,8 +4,8 @@ import memory_of_kinds
 import pytest
 
 ROWS = memory_of_kinds.load()
-TOO_LOW = {"qwen3_next_80b_a3b": 0.79, "granite4_h_small": 0.82}
-"""Cases that miss the bar, and by how much: the trace misses arrays of layers with states, several in a turn."""
+TOO_LOW = {"granite4_h_small": 0.80}
+"""Cases that miss the bar, and by how much: XLA copies arrays of states in other orders than the trace has."""
 
 
 def test_most_kinds_of_layers_are_compiled():

@@ -127,7 +127,10 @@ R = jax.ShapeDtypeStruct((64,), jnp.float32)
         (lambda x, r: add_in_turns(x, spread(r)), 0),
         (lambda x, r: add_in_turns(spread(r), x), 1),
         (lambda x, r: add_in_turns(x, jnp.exp(x)), 1),
-        # Rows of a batch that lie apart are copied before they are multiplied, once for both products.
+        # Two loops that begin with equal arrays write over one each.
+        (lambda x, r: (add_in_turns(spread(r), x), add_in_turns(spread(r), 2 * x)), 3),
+        (lambda x, r: (set_row(spread(r), 3, r), set_row(spread(r), 4, r)), 2),
+        # Rows of a batch that are apart are copied before they are multiplied, once for both products.
         (lambda x, r: apart("ij,brjl->bril", x, r), 2),
         (lambda x, r: (apart("ij,brjl->bril", x, r), apart("ji,brjl->bril", x, r)), 3),
         (lambda x, r: apart("ij,jbrl->ibrl", x, r), 1),
@@ -139,6 +142,10 @@ def test_arrays_that_xla_writes_once_never_or_twice(f, arrays):
 
 def spread(row):
     return jnp.broadcast_to(jnp.sin(row), (64, 64))
+
+
+def set_row(x, i, row):
+    return jax.lax.dynamic_update_slice(x, row.reshape(1, 64), (i, 0))
 
 
 def add_in_turns(x, y):

@@ -82,7 +82,7 @@ def test_gradients_do_not_depend_on_the_barriers(model, mesh, rng):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_turn_has_a_barrier_for_each_layer_that_another_one_follows(model, rng):
-    """The backward pass of a turn ends with its first layer. A loop of single layers goes on with the next turn."""
+    """The backward pass of a turn ends with its first layer. A loop of single layers continues with the next turn."""
     cfg, plain = plan(model, "cpu", fsdp=2)
     _, ordered = plan(model, "gpu", fsdp=2)
     values, batch = inputs(cfg, rng)
