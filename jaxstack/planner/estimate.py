@@ -249,7 +249,7 @@ def _saved_by(job: Job, one: _StackSizes, counter: Counter) -> dict[str, float]:
             streams += plan.slots
         saved += e * streams * acts.stream // acts.between / layers
     on_device = offload.residual_layers(job, layers)
-    return {f"saved by {on_device:.0f} {label('layers')}, remat {t.remat}": on_device * saved}
+    return {f"saved by {one.stack.counted(round(on_device))}, remat {t.remat}": on_device * saved}
 
 
 def _exact_parts(job: Job, state: TrainState, batch: Batch) -> dict[str, float]:
@@ -307,7 +307,7 @@ def residuals(job: Job) -> dict[str, float]:
     t = job.train
     if has_formulas(job.model):
         return {
-            f"saved by {one.stack.layers} {one.stack.label('layers')}, remat {t.remat}": one.stack.layers
+            f"saved by {one.stack.counted(one.stack.layers)}, remat {t.remat}": one.stack.layers
             * _saved_bytes(one.job, one.acts, t.remat)
             for one in _stack_sizes(job)
         }
@@ -323,7 +323,8 @@ def _traced_parts(job: Job) -> dict[str, float]:
     for name in [name for name in parts if name.startswith("saved by")]:
         layers = int(name.split()[2])
         on_device = offload.residual_layers(job, layers)
-        parts[f"saved by {on_device:.0f} {name.split(maxsplit=3)[3]}"] = parts.pop(name) * on_device / layers
+        stack = name.split(maxsplit=4)[4]
+        parts[f"saved by {plural(round(on_device), 'layer')} {stack}"] = parts.pop(name) * on_device / layers
     saved = sum(size for name, size in parts.items() if name.startswith("saved by"))
     if _pipelines_collectives(job.ctx):
         if job.train.grad_accum > 1:  # see `_copied_bytes`

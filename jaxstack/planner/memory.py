@@ -168,8 +168,9 @@ def plan(job: Job, name: str) -> str:
     low, high = found.bounds
     verdict = "it does NOT fit" if low > chip.hbm_bytes else "it may not fit"
     verdict = "it fits" if high <= chip.hbm_bytes else verdict
+    device = "the device" if count == 1 else f"one of {plural(count, 'device')}"
     lines = [
-        f"memory of {'one of ' if count > 1 else ''}{plural(count, 'device')} ({chip.kinds[0]}), GiB",
+        f"memory of {device} ({chip.kinds[0]}), GiB",
         *(f"  {purpose:<44} {size / GIB:>8.3f}" for purpose, size in found.parts.items()),
         f"  {'by formula':<44} {found.formula / GIB:>8.3f}  (compiled steps: {low / GIB:.1f} to {high / GIB:.1f})",
         f"  {'there is':<44} {chip.hbm_bytes / GIB:>8.3f}  ({verdict})",

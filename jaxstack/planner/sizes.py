@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import jax.numpy as jnp
 
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, ExpertLayers, ModelConfig, MoEConfig, TrainConfig
 from jaxstack.models.context import Context
 from jaxstack.models.params import is_compressed
@@ -34,6 +35,10 @@ class LayerStack:
     def label(self, name: str) -> str:
         """Returns a name with the name of the stack, if the model has several."""
         return f"{name} of {self.name}" if self.name else name
+
+    def counted(self, layers: int) -> str:
+        """Returns a number of layers in words, with the name of the stack if the model has several."""
+        return plural(layers, self.label("layer"), self.label("layers"))
 
 
 @lru_cache(maxsize=512)
