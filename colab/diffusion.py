@@ -221,8 +221,8 @@ assert (errors.argmin(1) == np.arange(EXPERTS)).all(), "each expert is the best 
 # ## Exercise
 #
 # How many parameters does this model have beyond a model with one MLP in each block? How many more FLOPs does a step of the
-# sampler take? `model.d_model` and `model.d_ff` have the sizes of an MLP, which has two matrices. The cell below checks your
-# first number.
+# sampler take? An MLP has two matrices, whose sizes are `model.d_model` and `model.expert_width`. The cell below checks
+# your first number.
 #
 # <details><summary>Answer</summary>
 #
@@ -238,7 +238,7 @@ experts = families.spec(model)["layers"]["moe"]
 right = params.count(experts) * (EXPERTS - 1) // EXPERTS
 if answer is not None:
     print("Right." if answer == right else "Not yet.")
-assert right == model.num_layers * (EXPERTS - 1) * 2 * model.d_model * model.d_ff
+assert right == model.num_layers * (EXPERTS - 1) * 2 * model.d_model * model.expert_width
 
 # %% [markdown]
 # ## Things to try
