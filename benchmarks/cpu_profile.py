@@ -27,7 +27,7 @@ STEPS = 3
 GEMMS = "products with weights"
 ATTENTION = "attention"
 REST = "all other operations"
-CONTAINERS = ("while", "call", "conditional", "jit_train_step")
+CONTAINERS = ("while", "conditional")
 """Operations of XLA that run others, which the profile has, too."""
 
 
@@ -42,7 +42,7 @@ def kinds(text: str) -> dict[str, str]:
     found = {}
     for name, opcode, line in re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = [^\n]*? ([\w\-]+)\(([^\n]*)$", text, re.M):
         inside = "\n".join(lines(f" {opcode}({line}"))
-        if opcode in CONTAINERS and opcode != "call":
+        if opcode in CONTAINERS:
             continue
         dots = re.findall(r" dot\([^\n]*", inside)
         batched = any("lhs_batch_dims={}" not in dot and "lhs_batch_dims=" in dot for dot in dots)

@@ -2,7 +2,7 @@
 
 Needs jax, flax, optax, numpy and pyyaml, and not torch. The implementations are those of `jaxstack.kernels` and
 `jaxstack.moe`, so a new one is measured too. If tokamax is installed, its norm and cross-entropy are measured as well,
-and on Hopper its attention and grouped matmul are implementations of ours. Shapes are those of models of 1e9
+and on Hopper GPUs its attention and grouped matmul too. Shapes are those of models of 1e9
 to 8e9 parameters with random bfloat16 arrays. On a CPU they are those of `train_cpu.py` in float32.
 
 An operation runs in a loop on the device, so that the time has no dispatch. Implementations take turns in rounds, and

@@ -113,7 +113,8 @@ def _by_tokamax(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 def _tokamax_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     out = load_tokamax().ragged_dot(_rows_for_tokamax(x), w, sizes, implementation=_of_tokamax())
     used = jnp.arange(x.shape[0])[:, None] < sizes.sum()
-    return jnp.where(used, _typed_as(out[: x.shape[0]], x), 0)
+    # `shard_map` takes results of the package's kernels for equal on all devices.
+    return jnp.where(used, collectives.match_varying_tree(out[: x.shape[0]], x), 0)
 
 
 def _rows_for_tokamax(x: jax.Array) -> jax.Array:
@@ -125,11 +126,6 @@ def _of_tokamax() -> str:
     return "xla" if interpret_setting() else "mosaic_gpu"
 
 
-def _typed_as(result: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a result of a library's kernel, which `shard_map` takes for equal on all devices."""
-    return collectives.varying(result, collectives.varies_along(x))
-
-
 def _tokamax_backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = residuals
     used = jnp.arange(x.shape[0])[:, None] < sizes.sum()
@@ -137,7 +133,7 @@ def _tokamax_backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[
     over_rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
     rows, d_rows = (_rows_for_tokamax(a) for a in (x, dy))
     dw = load_tokamax().ragged_dot_general(rows, d_rows, sizes, over_rows, implementation=_of_tokamax())
-    return _tokamax_rows(dy, w.mT, sizes), _typed_as(dw, w), None
+    return _tokamax_rows(dy, w.mT, sizes), collectives.match_varying_tree(dw, w), None
 
 
 _by_tokamax.defvjp(lambda x, w, sizes: (_tokamax_rows(x, w, sizes), (x, w, sizes)), _tokamax_backward)

@@ -257,7 +257,8 @@ mistakes(
     "kernels", "kernels/grouped_matmul.py", "kernels/test_tokamax.py -k rows",
     ("((0, -x.shape[0] % 64), (0, 0))", "((0, 0), (0, 0))"),
     ("dy = jnp.where(used, dy, 0)", "dy = dy"),
-    ("return jnp.where(used, _typed_as(out[: x.shape[0]], x), 0)", "return _typed_as(out[: x.shape[0]], x)"),
+    ("return jnp.where(used, collectives.match_varying_tree(out[: x.shape[0]], x), 0)",
+     "return collectives.match_varying_tree(out[: x.shape[0]], x)"),
     ("if width % TOKAMAX_WIDTH]", "if width % 8]", "kernels/test_attention_kernels.py -k tokamax"),
 )  # fmt: skip
 

@@ -293,7 +293,10 @@ def leaves(run: mesh_search.Search, branch: mesh_search.Branch):
     if branch.accum is not None and branch.remat is not None and len(branch.pipelines) == 1:
         yield branch
         return
-    for part in run.divide(branch):
+    parts = run.divide(branch)
+    if len(parts) == 2 and parts[1].divided:  # the numbers of microbatches are powers of two: multiples of the first
+        assert parts[1].floor.seconds >= (1 - 1e-12) * parts[0].floor.seconds
+    for part in parts:
         assert part.floor.seconds >= (1 - 1e-12) * branch.floor.seconds
         if branch.remat is None:
             yield from leaves(run, part)

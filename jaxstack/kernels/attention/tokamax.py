@@ -58,7 +58,8 @@ def forward(o: Options, q, k, v, segment_ids):
     op, _ = _operations(o)
     out, (largest_BHS, total_BHS) = op(q, k, v, **_settings(o, op, q, k, v, mask), return_residuals=True)
     lse_BHS = largest_BHS + jnp.log(total_BHS)
-    out, lse_BHS = _typed_as(q, out, lse_BHS)
+    # `shard_map` takes results of the package's kernels for equal on all devices.
+    out, lse_BHS = collectives.match_varying_tree((out, lse_BHS), (q, q))
     if contiguous is not None:  # in place, without reading the output
         out = out.at[:, jnp.where(contiguous, out.shape[1], 0)].set(jnp.nan, mode="drop")
     return out[:, :s], lse_BHS.swapaxes(1, 2)[:, :s]
@@ -74,12 +75,8 @@ def backward(o: Options, q, k, v, segment_ids, d_out, out, lse_BSH):
     # The kernel takes the largest score and a sum that it divides by.
     residuals = (lse_BHS, jnp.ones_like(lse_BHS))
     gradients = vjp(residuals, out, d_out, q, k, v, **_settings(o, op, q, k, v, mask))
-    return _typed_as(q, *(gradients[name][:, :s] for name in ("q", "k", "v")))
-
-
-def _typed_as(q, *results):
-    """Returns results of the package's kernels, which `shard_map` takes for equal on all devices."""
-    return tuple(collectives.varying(x, collectives.varies_along(q)) for x in results)
+    of_inputs = tuple(gradients[name][:, :s] for name in ("q", "k", "v"))
+    return collectives.match_varying_tree(of_inputs, (q, q, q))
 
 
 def _whole_blocks(x):
