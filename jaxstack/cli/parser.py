@@ -115,8 +115,8 @@ def _run(program: str, words: Sequence[str]) -> None:
         sys.exit(1)
     except (ConfigError, RunError, OSError, MemoryError, RuntimeError) as error:
         code, text = ending(error, words)
-        for line in filter(None, (f"{program}: {text}", getattr(error, "advice", ""))):
-            print(one_line(line), file=sys.stderr, flush=True)
+        lines = in_lines(f"{program}: {text}", getattr(error, "advice", ""))
+        print("\n".join(lines), file=sys.stderr, flush=True)
         if "jax" in sys.modules:
             from jaxstack.runtime import distributed
 
