@@ -101,7 +101,7 @@ def _check_settings(stages: object, loss: object, schedule: Schedule, mesh: Mesh
     if not isinstance(stages, (list, tuple)) or not stages:
         raise ScheduleError(f"stages is a {type(stages).__name__}, not a list of functions. Give one for each stage.")
     functions = {f"stages[{i}]": stage for i, stage in enumerate(stages)} | {"loss": loss}
-    order = "value_and_grad_of_stages takes a list of functions and a loss"
+    order = "Give value_and_grad_of_stages a list of functions, and a loss."
     arguments.check_settings(functions, schedule, mesh, order)
     if schedule.chunks > 1 or schedule.weight_MG is not None:
         what = "weight units" if schedule.weight_MG is not None else f"{plural(schedule.chunks, 'chunk')} a stage"
@@ -208,7 +208,7 @@ class _Pipeline:
         last = len(self.stages) - 1
         source = f"what stage {last} ({arguments.name_of(self.stages[last])}) returns, and rows of the batch"
         value = arguments.run_abstractly("loss", self.loss, {"x": x, "batch": rows}, source)
-        arguments.check_loss(value, "it is called as loss(x, batch)")
+        arguments.check_loss(value, "It is called as loss(x, batch).")
         return tuple(received[:-1])
 
 

@@ -101,8 +101,8 @@ def check_params(name: str, tree: PyTree) -> None:
 
 def check_batch(batch: PyTree) -> None:
     """Raises ScheduleError if a leaf of the batch is not an array, or leaves differ in their number of rows."""
-    _check_arrays("batch", batch, "call it as (params, batch)")
-    _check_leading("batch", _named("batch", batch), "call it as (params, batch)")
+    _check_arrays("batch", batch, "Call it as (params, batch)")
+    _check_leading("batch", _named("batch", batch), "Call it as (params, batch)")
 
 
 def _named(name: str, tree: PyTree) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class Rules:
         for rule in self.paths:
             if isinstance(self.paths, Mapping) or not isinstance(rule, tuple | list) or len(rule) != 2:
                 raise ShardingError(
-                    f'Rules.paths has the rule {rule!r}. Write a list of pairs, such as [(".*/kernel", ("fsdp", None))].'
+                    f"Rules.paths has the rule {rule!r}. Write a list of pairs, such as "
+                    '[(".*/kernel", ("fsdp", None))].'
                 )
             pattern, entries = rule
             if entries is None or isinstance(entries, str):

@@ -290,11 +290,11 @@ def test_mistakes_are_named(rng):
 
     refuses("stages is a function, not a list of functions", stages=stages[0])
     refuses(
-        r"`stages\[1\]` is not a function, but a str; value_and_grad_of_stages takes a list", stages=[stages[0], "x"]
+        r"`stages\[1\]` is not a function, but a str. Give value_and_grad_of_stages a list", stages=[stages[0], "x"]
     )
     refuses("got 3 stages, but the schedule has 4. Make them equal", stages=stages[:3])
     refuses(
-        "interleaved_1f1b has 2 chunks a stage, which .* use gpipe or one_f_one_b",
+        "interleaved_1f1b has 2 chunks a stage, which .* Use gpipe or one_f_one_b",
         schedule=interleaved_one_f_one_b(4, 4, 2),
     )
     refuses("zb1 has weight units", schedule=zb1(4, 4))
@@ -311,7 +311,7 @@ def test_mistakes_are_named(rng):
     )
     refuses(r"24 rows .* 5 microbatches on 2 replicas. Use a multiple of 10", schedule=one_f_one_b(4, 5))
     refuses(
-        r"all arrays of `batch` must have .*call it as \(params, batch\)", batch=batch | {"clean": batch["clean"][:3]}
+        r"all arrays of `batch` must have .*Call it as \(params, batch\)", batch=batch | {"clean": batch["clean"][:3]}
     )
     refuses(
         r"24 rows of the batch cannot be divided into 5 microbatches of 2 parts on 2 replicas. Use a multiple of 20",
@@ -332,7 +332,7 @@ def test_mistakes_are_named(rng):
         batch=batch | {"clean": jnp.zeros((24, 5))},
     )
     refuses(
-        r"`loss` must return one number .*, not float32\[4, 8, 8, 1\]; it is called as loss\(x, batch\)",
+        r"`loss` must return one number .*, not float32\[4, 8, 8, 1\]. It is called as loss\(x, batch\)",
         loss=lambda y, batch: y,
     )
     refuses(r"stage 3 \(<lambda>\) returns no array, but NoneType", stages=[*stages[:3], lambda params, x: None])

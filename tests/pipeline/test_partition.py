@@ -297,7 +297,7 @@ def test_weight_units_change_the_cut():
     assert cut(costs, zb1(2, 8)).layers == (2, 6)
     assert cut(PLAIN, one_f_one_b(2, 8)).layers == (4, 4)
     assert simulate(costs, (2, 6), zb1(2, 8)) < simulate(costs, (4, 4), zb1(2, 8))
-    with pytest.raises(ConfigError, match=r"no weight units, which zb1 has. Measure again .* --pipeline.schedule=zb1.$"):
+    with pytest.raises(ConfigError, match=r"weight units, which zb1 has. Measure again .* --pipeline.schedule=zb1.$"):
         cut(PLAIN, zb1(2, 8))
 
 
@@ -315,7 +315,7 @@ WRONG = [
     ({"forward": "fast"}, "forward must hold 1 number, not 'fast'"),
     ({"backward": [1.0] * 7}, "backward must hold 8 numbers, not 7"),
     ({"state_bytes": 5}, "state_bytes must hold 8 numbers, not 5"),
-    ({"stash_bytes": [1.0] * 7 + [-1.0]}, "stash_bytes holds -1.0; it takes finite numbers of 0 or more"),
+    ({"stash_bytes": [1.0] * 7 + [-1.0]}, "stash_bytes holds -1.0. It takes finite numbers of 0 or more"),
     ({"backward": [1.0] * 7 + ["2"]}, "backward holds '2'"),
     ({"backward": [1.0] * 7 + [float("nan")]}, "backward holds nan"),
     ({"boundary_bytes": [1.0] * 3}, "boundary_bytes must hold 8 numbers, not 3"),

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from test_report import LINES, checked, training, write
 
 from jaxstack.report import charts, comparison, page, pointer, runs
-from test_report import LINES, checked, training, write
 
 
 def reading(name: str, steps: list[int], values: list[float]) -> pointer.Reading:

@@ -104,7 +104,7 @@ def test_what_is_no_array(mesh):
         shard(nn.Dense(4), Rules(), mesh)
     with pytest.raises(ShardingError, match=r"rules is a dict, not Rules. Call it as shard\(tree, Rules"):
         shard(plain(), {"embed": "fsdp"}, mesh)
-    with pytest.raises(ConfigError, match="mesh is a MeshConfig, not a Mesh. Make one with make_mesh"):
+    with pytest.raises(ConfigError, match=r"mesh is a MeshConfig, not a Mesh. Make one with make_mesh"):
         shard(plain(), PLAIN, MeshConfig())
 
 
