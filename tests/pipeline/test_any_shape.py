@@ -337,7 +337,7 @@ def test_mistakes_are_named(rng):
     )
     refuses(r"stage 3 \(<lambda>\) returns no array, but NoneType", stages=[*stages[:3], lambda params, x: None])
     refuses(
-        r"stage 1 \(<lambda>\) returns key of the dtype key<fry>, which stages cannot send; send jax.random.key_data",
+        r"stage 1 \(<lambda>\) returns key of the dtype key<fry>, which stages cannot send. Send jax.random.key_data",
         stages=[stages[0], lambda params, x: stages[1](params, x) | {"key": jax.random.key(0)}, *stages[2:]],
     )
     refuses(
