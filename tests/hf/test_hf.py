@@ -1145,9 +1145,9 @@ def test_an_imported_model_is_not_trained_on_the_ids_of_another_tokenizer(tmp_pa
 
     def error(*flags):
         _, printed = run("--config=" + str(imported / "config.yaml"), *flags, code=2)
-        assert printed.count("\n") == 1
+        assert printed.count("\n") <= 2
         assert [path.name for path in imported.iterdir() if path.name == "metrics.jsonl"] == []
-        return printed
+        return printed.replace("\n", " ")
 
     assert f"data.tokenizer=bytes, but run.init_from={source}. Use {own}." in error("--data.tokenizer=bytes")
     tokens = ["--data.source=tokens", f"--data.path={tmp_path / 'bytes'}"]
