@@ -396,9 +396,9 @@ def test_mesh_errors_before_compilation():
         make_mesh(type(cfg.mesh)(data=9), 18)
     with pytest.raises(ConfigError, match=r"mesh.data=3 x mesh.tensor=4 needs 12 .* is --mesh.data=2 --mesh.tensor=4"):
         make_mesh(type(cfg.mesh)(data=3, tensor=4), 18)
-    with pytest.raises(ConfigError, match=r"mesh.data=4 x mesh.fsdp=2 does not divide the 12 .* use mesh.data=3,"):
+    with pytest.raises(ConfigError, match=r"mesh.data=4 x mesh.fsdp=2 does not divide the 12 .* Use mesh.data=3,"):
         make_mesh(type(cfg.mesh)(data=-1, fsdp=2), 12)
-    with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* use mesh.data=6"):
+    with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* Use mesh.data=6"):
         make_mesh(type(cfg.mesh)(data=-1), 12)
     with pytest.raises(ConfigError, match=r"mesh.fsdp=2 x mesh.expert=4 does not divide the 12 .* multiple of 8"):
         make_mesh(type(cfg.mesh)(data=1, fsdp=2, expert=4), 12)
