@@ -7,6 +7,7 @@ import ast
 import functools
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -493,6 +494,28 @@ def test_the_code_of_the_readme_runs():
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert 15 <= len(block.splitlines()) <= 20
     exec(block, {})
+
+
+def named_in_code(text: str) -> set[str]:
+    """Returns the dotted names of the package in a page's Python blocks, and in its code within sentences."""
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    found = set(re.findall(r"`(jaxstack(?:\.[a-zA-Z_]\w*)+)[`(]", text))
+    for block in blocks:
+        found |= {f"jaxstack.{name}" for name in re.findall(r"\b(?:js|jaxstack)\.((?:\w+\.)*\w+)\(", block)}
+        for module, names in re.findall(r"^\s*from (jaxstack[\w.]*) import \(?([\w, \n]+)", block, re.M):
+            found |= {f"{module}.{name.split()[0]}" for name in names.split(",") if name.strip()}
+    return found
+
+
+def test_names_of_the_package_in_code_exist():
+    wrong = []
+    for page in PAGES:
+        for name in sorted(named_in_code(page.read_text(encoding="utf-8"))):
+            try:
+                pkgutil.resolve_name(name)
+            except (AttributeError, ImportError):
+                wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    assert not wrong
 
 
 def test_the_readme_counts_the_lines_of_the_core():

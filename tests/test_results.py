@@ -65,12 +65,12 @@ def speed() -> dict[str, str]:
     debug = result("debug_time")["commands"]
     assert (served["lost"], served["wrong"]) == (0, 0)
     return {
-        "training step against the better of torch eager and `torch.compile`, three jobs: torch is still "
+        "training step of three jobs, compared with torch (the better of eager and `torch.compile`): torch is still "
         "faster": listed([job["speed_against_better_torch"] for job in jobs], "{:.2f}x"),
         "the same at batch 8": listed(by_batch[8], "{:.2f}x"),
         "the same at temperature 0.8": listed(drafts[0.8][-3:], "{:.2f}x"),
-        "32 clients of `jaxstack serve` for two minutes on a busy machine: answers, none lost, none of another "
-        "prompt": f"{served['answers']:,}",
+        "32 clients of `jaxstack serve` for two minutes on a busy machine: answers, of which none was lost or mixed "
+        "up": f"{served['answers']:,}",
         "the same for step 3": f"{debug['debug step 3']['seconds']:.0f} s",
     }
 
@@ -81,8 +81,8 @@ def planner() -> dict[str, str]:
     memory = result("predicted_memory")["summary"]
     meshes = [row["ratio"] for row in result("mesh_search")["report"].values()]
     return {
-        f"step times by `step_time`, which `plan time` prints, against {unseen['all']['rows']} published steps of "
-        f"{len(unseen['by_project'])} projects, each by a fit without its project: median error": (
+        f"step times of `plan time`, compared with {unseen['all']['rows']} published steps of "
+        f"{len(unseen['by_project'])} projects; each project is predicted by a fit to the others: median error": (
             f"{unseen['all']['median']:.0%}"
         ),
         "90th percentile of these errors": f"{unseen['all']['90%']:.0%}",
@@ -94,8 +94,8 @@ def planner() -> dict[str, str]:
         "rank correlation of predicted and compiled memory, H100 and TPU v5p": listed(
             [memory[chip]["rank_correlation"] for chip in ("h100", "v5p")]
         ),
-        "`--mesh=auto` on 2, 4 and 8 devices of a CPU, four models, against all 287 measured programs: time of its "
-        "choice over the time of the fastest": f"{min(meshes):.2f} to {max(meshes):.2f}",
+        "`--mesh=auto` on 2, 4 and 8 devices of a CPU, four models and 287 measured programs: time of its choice "
+        "divided by the time of the fastest": f"{min(meshes):.2f} to {max(meshes):.2f}",
     }
 
 
@@ -103,7 +103,7 @@ def mutants() -> dict[str, str]:
     summary = result("mutations")["summary"]
     run = summary["mutants"]
     return {
-        "mutants of the code that the tests ran against": f"{run:,} of {run + summary['not_run']:,}",
+        "mutants of the code on which the tests were run, of all mutants": f"{run:,} of {run + summary['not_run']:,}",
         "mutants that the tests kill, equivalent ones left out": f"{summary['killed_fraction']:.1%}",
     }
 

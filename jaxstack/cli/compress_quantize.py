@@ -208,7 +208,7 @@ def check_int4_experts(args: Namespace, model: ModelConfig) -> None:
         return
     experts = model.moe.num_experts
     if not experts:
-        raise ConfigError(f"--int4_experts={count}, but model.moe.num_experts=0.", "Leave it out.")
+        raise ConfigError(f"--int4_experts={count}, but model.moe.num_experts=0.", "Leave --int4_experts out.")
     if args.weights != "int8":
         raise ConfigError(
             f"--int4_experts={count} gives 4 bits to some of the experts, and --weights={args.weights} is not int8.",
@@ -285,17 +285,19 @@ def describe(walk: "Walk", scheme: Scheme) -> str:
         f"{name}/{path}" if several else path: p for name in walk.stacks for path, p in walk.matrices_of(name).items()
     }
     inputs = {path: prod(p.shape[p.batch_axes : p.batch_axes + p.in_axes]) for path, p in matrices.items()}
-    group = "an output" if scheme.group is None else f"for {plural(scheme.group, 'input')}"
+    bits = plural(scheme.bits, "bit")
+    group = "each output" if scheme.group is None else f"each {plural(scheme.group, 'input')}"
     whole = [
         f"{path} ({size})"
         for path, size in inputs.items()
         if scheme.groups(size) == 1 and size != scheme.group  # a group may be all inputs
     ]
     if not whole or len(whole) == len(inputs):
-        return f"{plural(scheme.bits, 'bit')}, " + ("one scale an output" if whole else f"a scale {group}")
+        why = f", because --group={scheme.group} divides the inputs of no matrix" if whole else ""
+        return f"{bits}, one scale for {'each output' if whole else group}{why}"
     return (
-        f"{plural(scheme.bits, 'bit')}, a scale {group}; one scale an output for matrices "
-        f"whose inputs it does not divide: {', '.join(whole)}"
+        f"{bits}, one scale for {group}; one scale for each output of matrices whose number of inputs "
+        f"{scheme.group} does not divide: {', '.join(whole)}"
     )
 
 

@@ -77,7 +77,11 @@ def main(args: Namespace) -> None:
     cleaning.begin(job, [json.dumps([str(cfg.source), str(cfg.path), cfg.glob, cfg.hf_column]) for cfg in sources])
     skipped: list[str] = []
     with progress_of_documents() as progress:
-        cleaned = cleaning.clean(job, counted(_named(sources, skipped), progress, "cleaning"))
+        try:
+            cleaned = cleaning.clean(job, counted(_named(sources, skipped), progress, "cleaning"))
+        except ConfigError:  # a text that cannot be read: the corrected command may have other sources
+            cleaning.abandon(job)
+            raise
     summary = cleaning.summarize(cleaned, settings)
     cleaning.write_kept(cleaned.kept, out / "kept.jsonl")
     rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in cleaned.dropped)
@@ -115,6 +119,8 @@ def _named(sources: Sequence[DataConfig], skipped: list[str]) -> Iterator[Docume
 def _evaluations(rules: OverlapRules) -> Iterator[str]:
     """Yields the texts of the evaluations."""
     for path in rules.texts:
+        if not Path(path).expanduser().exists():
+            raise ConfigError(f"overlap.texts={path} does not exist. Name a text file, a table or a folder.")
         table = Path(path).name.removesuffix(".gz").endswith(_TABLES)
         cfg = DataConfig(source="hf" if table else "path", path=os.path.expanduser(path), hf_column=rules.column)
         yield from (document.text for document in documents(cfg))

@@ -115,4 +115,7 @@ def _paths(source: str, texts: list[str], folder: Path) -> list[str | None]:
         return [None]
     if not texts:
         raise ConfigError(f"{folder} is the folder to write, and no text is named. Name a text or a folder before it.")
+    for path in texts if source == "path" else ():
+        if not Path(path).exists():
+            raise ConfigError(f"{path} does not exist. Name a text file or a folder of text files.")
     return [*texts]

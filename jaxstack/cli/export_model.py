@@ -3,6 +3,7 @@
 With `--format stablehlo` the folder has the forward pass as a program that needs JAX alone, see `loaded.portable`.
 """
 
+import importlib.util
 import json
 import os
 from dataclasses import asdict, replace
@@ -147,6 +148,8 @@ def _write_program(run: Path, folder: Path, args: Namespace) -> None:
             raise ConfigError(f"--{flag} is for Hugging Face folders. Leave it out, or use --format=hf.")
     if not args.platforms:
         raise ConfigError("--platforms is empty. Name one or more of cpu, cuda and tpu.")
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ConfigError("--format=stablehlo needs the flatbuffers library. Run `pip install flatbuffers`.")
     cfg = parse.parse_config([f"--config={run / 'config.yaml'}"])
     model = replace(cfg.model.base, pad_vocab_to=None)
     data = replace(cfg.data, seq_len=args.seq_len or cfg.data.seq_len)

@@ -93,7 +93,7 @@ def json_objects(path: str, what: str) -> Iterator[tuple[str, Any]]:
         yield from tasks.rows(path, answered=what == "conversation")
         return
     if not Path(path).is_file():
-        raise ConfigError(f"data.path={path} is not a file. Give a file with one {what} in JSON per line.")
+        raise ConfigError(f"data.path={path} is not a file. Give a file with a JSON object on each line: one {what}.")
     with Path(path).open("rb") as lines:
         first = next((line for line in _lines(path, lines) if line.strip()), b"")
         lines.seek(0)

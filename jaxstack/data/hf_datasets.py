@@ -76,7 +76,7 @@ def _load(cfg: DataConfig) -> "datasets.Dataset":
             reason = logged[0] if logged else _first_cause(error)
     raise ConfigError(
         f"data.path={path} with data.hf_split={cfg.hf_split} could not be loaded: {reason}. Repair the data, or "
-        f"correct both names."
+        f"correct data.path or data.hf_split."
     )
 
 

@@ -181,7 +181,7 @@ def _pixels(value: Any, folder: Path) -> np.ndarray:
         except OSError:  # the name is too long
             there = False
         if not there:
-            raise ConfigError(f"the picture {quoted(value)} is not a file in {folder}. Correct its path.")
+            raise ConfigError(f"the picture {quoted(value)} is not a file in the folder {folder}/. Correct its path.")
         return (read_picture(file) / 127.5 - 1).astype(np.float32)
     try:
         array = np.array(value)

@@ -148,8 +148,8 @@ def _read_table(file: Path, left_out: Counter[str]) -> Iterator[Translation]:
         cells = line.split("\t")
         if len(cells) != len(header):
             raise ConfigError(
-                f"{name}: line 1 names {plural(len(header), 'column')}, and there are cells for {len(cells)}. Write "
-                f"one for each."
+                f"{name} has {plural(len(cells), 'cell')}, but line 1 names {plural(len(header), 'column')}. Write a "
+                f"cell for each column, separated by tabs."
             )
         if not cells[0].strip() or not any(cell.strip() for cell in cells[1:]):
             missing = header[0] if not cells[0].strip() else " or ".join(header[1:])

@@ -51,7 +51,7 @@ def test_the_result_is_a_run_like_any_other(run, capsys, monkeypatch):
     execute(words)  # only the second layer is left
     assert len(calls) == 3
     said = capsys.readouterr().out
-    assert "one scale an output for matrices whose inputs it does not divide: mlp/w_down (40)" in said
+    assert " does not divide: mlp/w_down (40)" in said
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
     one, many = js.load(out), js.load(out, mesh={"data": 2, "tensor": 2})
     assert f"{one.evaluate().bits_per_byte:.4f} after" in said

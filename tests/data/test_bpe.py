@@ -132,7 +132,8 @@ def test_a_short_text_gives_fewer_tokens_and_says_so(folder, capsys):
     [
         ([], r"OUT is missing"),
         (["out"], r"no text is named"),
-        (["none", "out"], r"data.path=none does not exist"),
+        (["none", "out"], r"^none does not exist"),
+        (["--special_tokens=", "texts", "out"], r"special_tokens has no value. Use a list of texts"),
         (["--vocab_size=256", "texts", "out"], r"--vocab_size=256 is less than 256 bytes and 1 special.* 257 or more"),
         (["--special_tokens=[]", "texts", "out"], r"--special_tokens=\[\] is empty"),
         (["--special_tokens=[a, a]", "texts", "out"], r"names an empty token or one twice"),

@@ -425,12 +425,14 @@ def test_tables_are_read_as_by_the_other_commands(tmp_path):
     ("flags", "message"),
     [
         (["--quality.min_words=-1"], r"quality\.min_words=-1 is out of range"),
-        (["--rules=[exact]", "--quality.min_words=3"], r"quality\.min_words=3 has no effect, because --rules="),
+        (["--rules=[exact]", "--quality.min_words=3"], r"min_words=3 has no effect, because --rules=\[exact\] is"),
         (["--language.min_probability=0.5"], r"the keys of the group language have no effect without language\.keep"),
         (["--overlap.ngram=8"], r"group overlap have no effect without overlap\.texts"),
         (["--rules=[quality,c4]", "--c4.bad_words=/nowhere/x"], r"c4\.bad_words=/nowhere/x cannot be read"),
         (["--near.hashes=1"], r"near\.hashes=1 cannot tell"),
-        (["--rules=[best]"], r"--rules=.*best"),
+        (["--rules=[best]"], r"--rules=best is not valid. Use a list of quality, repetition, c4, exact, near"),
+        (["--overlap.texts=[/nowhere/x.txt]"], r"overlap\.texts=/nowhere/x.txt does not exist"),
+        (["--language.keep=[english]"], r"language\.keep=english is not a code"),
     ],
 )
 def test_mistakes(texts, tmp_path, flags, message):
@@ -439,6 +441,15 @@ def test_mistakes(texts, tmp_path, flags, message):
     with pytest.raises(ConfigError, match=message):
         clean(tmp_path, "out", texts, *flags)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_cannot_be_read_leaves_no_folder(texts, tmp_path):
+    """The corrected command may have other sources, which a folder with work of the first command would refuse."""
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        clean(tmp_path, "out", [tmp_path / "empty"], *SOME)
+    assert not (tmp_path / "out").exists()
+    clean(tmp_path, "out", texts, *SOME)
 
 
 def test_a_missing_library_is_named(texts, tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ WRONG = {
     "[1]": "this is not a JSON object",
     "{": "is not JSON",
     '{"text": "a"}': "is neither the name of a file",
-    '{"picture": "no.png", "text": "a"}': "the picture 'no.png' is not a file in",
+    '{"picture": "no.png", "text": "a"}': "the picture 'no.png' is not a file in the folder",
     '{"picture": [[0, 1], [2]], "text": "a"}': "is neither the name of a file",
     '{"picture": [[0.5]], "text": "a"}': "is neither the name of a file",
     '{"picture": [[[1, 2]]], "text": "a"}': "is neither the name of a file",

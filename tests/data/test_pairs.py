@@ -97,7 +97,7 @@ def test_tables_and_objects_name_their_languages(tmp_path):
     ("name", "content", "message"),
     [
         ("a.tsv", "en\n", r"a\.tsv, line 1 does not name two or more columns\. Write the languages"),
-        ("a.tsv", "en\tde\nYes\n", r"a\.tsv, line 2: line 1 names 2 columns, and there are cells for 1\. Write one"),
+        ("a.tsv", "en\tde\nYes\n", r"a\.tsv, line 2 has 1 cell, but line 1 names 2 columns\. Write a cell"),
         ("a.tsv", "en\tde\nYes\t \n", r"a\.tsv, line 2 has no text in de, so there is no pair\. Add it"),
         ("a.tsv", "en\tde\n\tJa\n", r"a\.tsv, line 2 has no text in en"),
         ("a.tsv", b"en\tde\n\xff\tJa\n", r"a\.tsv is not UTF-8 text \(byte 6\)\. Convert it"),

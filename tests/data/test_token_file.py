@@ -105,7 +105,7 @@ def test_interrupted_write_leaves_nothing(tmp_path):
 def test_killed_between_renames_is_no_token_file(file):
     """The header is moved last. Without it, the other files are not read."""
     file.with_suffix(".json").unlink()
-    with pytest.raises(ConfigError, match=r"t\.json does not exist.*an interrupted build"):
+    with pytest.raises(ConfigError, match=r"t\.json does not exist.*a build was interrupted"):
         data.read_token_file(file)
 
 
@@ -241,7 +241,9 @@ def test_mistakes_are_one_line_and_exit_code_2(text, tmp_path):
         (["build", "--data.seq_len=4", "out"], r"data\.seq_len"),
         (["build", "--data.source=tokens", "--data.path=t", "out"], "is already a token file"),
         (["biuld", "out"], "biuld"),
-        (["build"], "OUT is missing"),
+        (["build"], "OUT is missing. `jaxstack data build --help` lists the arguments"),
+        (["verify", __file__], "test_token_file.py is not a token file of jaxstack"),
+        (["show", __file__], "test_token_file.py is not a token file of jaxstack"),
     ],
 )
 def test_command_line_mistakes(words, message):

@@ -1,6 +1,7 @@
 """An exported program gives the outputs of the model, in a process that has JAX alone."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -148,6 +149,15 @@ def test_the_loader_of_the_page_runs_the_program_of_a_run(run, tmp_path, capsys)
 def test_flags_that_do_not_fit_are_refused_in_one_line(run, tmp_path, flags, said):
     with pytest.raises(ConfigError, match=said):
         execute(["export", str(run), str(tmp_path / "out"), *flags])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_library_is_named(run, tmp_path, monkeypatch):
+    """JAX serializes programs with flatbuffers, which it does not install."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flatbuffers" else find(name))
+    with pytest.raises(ConfigError, match="Run `pip install flatbuffers`"):
+        execute(["export", str(run), str(tmp_path / "out"), "--format=stablehlo"])
     assert not (tmp_path / "out").exists()
 
 

@@ -254,7 +254,8 @@ class Parser(ArgumentParser):
         if found := re.search(r"arguments are required: ([\w, ]+)", text):
             names = [self._display(name) for name in found[1].split(", ")]
             raise ConfigError(
-                f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. `{self._command} --help` lists them."
+                f"{' and '.join(names)} {'are' if names[1:] else 'is'} missing. `{self._command} --help` lists the "
+                f"arguments."
             )
         keys = re.findall(r'Parser key "([\w.]+)"', text)
         value = re.search(r"(?:Got|Given) value:(?: (.*))?$", text)

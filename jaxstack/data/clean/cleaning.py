@@ -314,6 +314,15 @@ def summarize(cleaned: Cleaned, settings: Settings) -> dict[str, object]:
     }
 
 
+def abandon(job: Job) -> None:
+    """Removes the folder of the work, and its parent if that is then empty, unless a part of the work is complete."""
+    if any((job.folder / "rules").iterdir()):
+        return
+    end(job)
+    if files.is_empty(job.folder.parent):
+        shutil.rmtree(job.folder.parent)
+
+
 def end(job: Job) -> None:
     """Removes the folder of the work."""
     shutil.rmtree(job.folder)

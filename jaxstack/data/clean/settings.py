@@ -181,8 +181,8 @@ class Settings:
                 continue
             key = next(f.name for f in fields(group) if getattr(group, f.name) != getattr(default, f.name))
             raise ConfigError(
-                f"{name}.{key}={getattr(group, key)} has no effect, because --rules={list(self.rules)} is without "
-                f"{name}. Add {name} to --rules, or remove the flag."
+                f"{name}.{key}={getattr(group, key)} has no effect, because --rules=[{','.join(self.rules)}] is "
+                f"without {name}. Add {name} to --rules, or remove the flag."
             )
         for name, switch in (("language", "keep"), ("overlap", "texts")):
             group = getattr(self, name)
