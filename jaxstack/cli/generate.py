@@ -322,15 +322,13 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
             raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Remove {flag}.")
     names = args.prompts if cfg.model.reads_captions else " ".join(args.prompts).split()
     cfg = with_arguments(cfg, args)
-    out = Path(args.out or Path(args.run) / "pictures.png")
+    out = files.writable("--out", str(args.out or Path(args.run) / "pictures.png"), (".png",))
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(
             f"sample.pictures={count} of {plural(len(names), 'class')} makes no picture. Use one or more of each."
         )
     Given.named(cfg.model, names, tokenizer, cfg.data)  # errors are shown before JAX starts
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(names) * count)
 
     from jaxstack.generate.pictures import write_grid
