@@ -311,8 +311,9 @@ def read_header(path: str | Path) -> TokenFileHeader:
         raise ConfigError(f"{path} does not exist. Name a token file, such as `jaxstack data build` makes.")
     if not file.exists():
         raise ConfigError(
-            f"{file} does not exist. Make a token file with `jaxstack data build` (after an interrupted build, remove "
-            f"its other files first). If another program wrote the ids, name their format with data.format."
+            f"{path} is not a token file: {file} does not exist. Make one with `jaxstack data build` (after an "
+            f"interrupted build, remove its other files first). If another program wrote the ids, name their format "
+            f"with data.format."
         )
     content = files.read_json(file, "Build the token file again.")
     keys = [each.name for each in fields(TokenFileHeader)]
