@@ -22,7 +22,7 @@ from rich.text import Text
 from jaxstack.checkpoint import evaluations, manifest, run_dir
 from jaxstack.checkpoint.evaluations import Result
 from jaxstack.cli.chat import context_of
-from jaxstack.cli.generate import DTYPE
+from jaxstack.cli.generate import DTYPE, require_template
 from jaxstack.common.counts import plural
 from jaxstack.common.files import atomic_file
 from jaxstack.config import ConfigError, MeshConfig
@@ -96,7 +96,7 @@ def main(args: Namespace) -> None:
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
     overlap = context // 2 if args.overlap is None else args.overlap
     check_flags(args, names, context)
-    template = chat.template_for(tokenizer) if args.chat else None
+    template = require_template(path, cfg.data, tokenizer) if args.chat else None
     texts = {name: read_text(name) for name in args.text}
     tasks = open_tasks(names, args)
     scored = {name: [*read_preferences(name)] for name in args.preferences}
