@@ -90,7 +90,7 @@ def continue_source(record: SourceRecord, orders: Sequence[Order | None], saved:
     return Continued(
         begun,
         f"{record['name']}: the rest of pass {passes:,}, {left_out:,} of {plural(total, 'sequence', spec=',')}, is "
-        f"left out, because sequences are other ones now ({reason if same_text else 'another text'}). Pass "
+        f"left out, because the data now has other sequences ({reason if same_text else 'another text'}). Pass "
         f"{passes + 1:,} begins",
     )
 

@@ -218,7 +218,7 @@ def test_a_mixture_reads_on_with_another_batch_size_and_other_weights(folder):
     notes = fourth.resume(15, saved(third, *rest, 15))
     assert len(notes) == 2
     assert notes[0].startswith("b: the rest of pass ")
-    assert notes[0].endswith("sequences are other ones now (place in the mixture: 1 before, 0 now). Pass 5 begins")
+    assert notes[0].endswith("has other sequences (place in the mixture: 1 before, 0 now). Pass 5 begins")
 
 
 def test_rows_have_other_masks_after_another_batch_size(folder):
