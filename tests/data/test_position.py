@@ -257,8 +257,8 @@ def test_other_sequences_begin_a_pass_and_say_what_is_left_out(folder, flags, no
     second, *_ = loader_of(folder, *changed, seq_len=now.get("seq_len", 16))
     (note,) = second.resume(index, saved(first, *rest, index, record))
     assert re.fullmatch(
-        rf"\S+/a: the rest of pass 1, {rows - read} of {rows} sequences, is left out, because sequences are other ones "
-        rf"now \({reason}\)\. Pass 2 begins",
+        rf"\S+/a: the rest of pass 1, {rows - read} of {rows} sequences, is left out, because the data now has "
+        rf"other sequences \({reason}\)\. Pass 2 begins",
         note,
     )
     fresh = loader_of(folder, *changed, seq_len=now.get("seq_len", 16))[0]
