@@ -33,6 +33,7 @@ from jaxstack.data import chat
 from jaxstack.data.preferences import Feedback, Preference, read_preferences
 from jaxstack.data.tokenizers import describe_frame
 from jaxstack.loaded import load_run
+from jaxstack.posttrain.tasks import PREFIX
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.evaluate.tasks import Tasks
@@ -140,7 +141,7 @@ def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
     """Checks flags against each other.
 
     Raises:
-      ConfigError: there is nothing to do, or a flag has no effect.
+      ConfigError: there is nothing to do, a flag has no effect, or a file of prompts does not exist.
     """
     if not names and not args.text and not args.preferences and not args.prompts:
         raise ConfigError(
@@ -164,6 +165,12 @@ def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
     for name, value in of_prompts.items():
         if value is not None and not args.prompts:
             raise ConfigError(f"--{name}={value} is for prompts. Name some with --prompts.")
+    for name in args.prompts:  # before the model is read, which takes longer
+        if not name.startswith(PREFIX) and not Path(name).is_file():
+            raise ConfigError(
+                f"--prompts={name} is not a file. Name a file with one prompt in JSON per line, or a task such as "
+                f"task:addition:2."
+            )
     if args.overlap is not None and not args.text:
         raise ConfigError(f"--overlap={args.overlap} is for texts. Name some with --text.")
     if args.overlap is not None and args.overlap >= context:
