@@ -108,7 +108,7 @@ def train_gpu_aot(result: dict[str, Any]) -> None:
             ax.barh(i, case["temporary"] / gib, left=case["arguments"] / gib, color=REST[1],
                     label="activations, gradients, work" if i == 0 else None)  # fmt: skip
         ax.axvline(80, color=THEIRS, linewidth=1.2, label="memory of an H100")
-        ax.axvline(141e9 / gib, color=REST[2], linewidth=1.2, label="of an H200")
+        ax.axvline(141e9 / gib, color=REST[2], linewidth=1.2, label="memory of an H200")
         names = [
             f"{c['job']}, {c['remat']}, batch {c['batch']} ({c['kernels']['attention']} attention"
             + (f", {c['kernels']['moe']} experts)" if "moe" in c["job"] else ")")

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from jaxstack.common.errors import in_lines
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxstack"
 
@@ -153,3 +157,23 @@ def test_errors_name_the_value():
 def test_no_error_calls_a_value_invalid_without_showing_it():
     found = [f"{m.place} {m.text}" for m in messages() if re.search(r"\b(?:invalid|illegal|bad)\b", m.text.lower())]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("message", "lines"),
+    [
+        ("train.steps=0 is out of range. Use 1 or more.", ["train.steps=0 is out of range.", "Use 1 or more."]),
+        ("unknown key a. Did you mean b? See `x`.", ["unknown key a.", "Did you mean b? See `x`."]),
+        ("a is wrong. `b` is not. Use c.", ["a is wrong.", "`b` is not. Use c."]),
+        ("optim.lr=1.5 and file.txt are not, e.g. this. no", ["optim.lr=1.5 and file.txt are not, e.g. this. no"]),
+        ("stages=[1, 2, ...] Use them", ["stages=[1, 2, ...] Use them"]),
+        ("two\nlines. Use\x1b one.", ["two\\nlines.", "Use\\x1b one."]),
+        ("", []),
+    ],
+)
+def test_a_message_has_a_line_for_what_is_wrong_and_one_for_what_to_do(message, lines):
+    assert in_lines(message) == lines
+
+
+def test_advice_has_the_second_line():
+    assert in_lines("A is wrong. So is B.", "Use C. Or D.") == ["A is wrong. So is B.", "Use C. Or D."]

@@ -275,7 +275,8 @@ def house(path: Path) -> None:
         axes.set(xlim=(0, 14), ylim=(top - 0.5, 0))
         arrow = {"arrowprops": {"arrowstyle": "->", "color": drawing.RED, "linewidth": 1.6}}
         train, training, models = (edges[room] for room in ("train.py", "training", "models"))
-        axes.annotate("", (train[2] - 0.12, training[1]), (train[2] - 0.12, train[3]), **arrow)
+        behind = train[2] - 0.12  # the rooms between the two are drawn over the arrow
+        axes.annotate("", (behind, training[1]), (behind, train[3]), zorder=0.5, **arrow)
         for height, ends in ((0.35, (training[2], models[0])), (0.85, (models[0], training[2]))):
             at = training[1] + height * (training[3] - training[1])
             axes.annotate(

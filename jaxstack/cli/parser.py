@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jaxstack
-from jaxstack.common.errors import ConfigError, Exit, RunError, exit_code, is_out_of_memory, one_line
+from jaxstack.common.errors import ConfigError, Exit, RunError, exit_code, in_lines, is_out_of_memory, one_line
 from jaxstack.runtime import preemption
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ WITHOUT_XLA = {"supervise", "launch", "report", "data", "schedule", "completion"
 
 
 def run(program: str, words: Sequence[str]) -> None:
-    """Executes a command line and exits with a code of `Exit` if that fails, after one line on stderr.
+    """Executes a command line and exits with a code of `Exit` if that fails, after one or two lines on stderr.
 
     If this is one of several processes, the others are told code and reason, and end with the same code.
 
@@ -115,8 +115,8 @@ def _run(program: str, words: Sequence[str]) -> None:
         sys.exit(1)
     except (ConfigError, RunError, OSError, MemoryError, RuntimeError) as error:
         code, text = ending(error, words)
-        for line in filter(None, (f"{program}: {text}", getattr(error, "advice", ""))):
-            print(one_line(line), file=sys.stderr, flush=True)
+        lines = in_lines(f"{program}: {text}", getattr(error, "advice", ""))
+        print("\n".join(lines), file=sys.stderr, flush=True)
         if "jax" in sys.modules:
             from jaxstack.runtime import distributed
 

@@ -29,10 +29,12 @@ class Exit(IntEnum):
 
 
 class ConfigError(ValueError):
-    """A mistake of the user: one line that says what is wrong and what to do, for exit code `USER_ERROR`.
+    """A mistake of the user: a sentence that says what is wrong, and one that says what to do.
+
+    The commands show each sentence on a line of its own, see `in_lines`, and end with the exit code `USER_ERROR`.
 
     Attributes:
-      advice: a second line for the user, or "".
+      advice: the second line, or "" if the message has all.
     """
 
     def __init__(self, message: str, advice: str = "") -> None:
@@ -41,7 +43,7 @@ class ConfigError(ValueError):
 
 
 class RunError(Exception):
-    """A run that cannot continue: one line for the user, and an exit code."""
+    """A run that cannot continue: a message for the user as in `ConfigError`, and an exit code."""
 
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
@@ -102,6 +104,21 @@ def shortened(text: str, most: int = 200) -> str:
 def quoted(value: object) -> str:
     """Returns a value that was read from a file as a message shows it: as Python writes it, at most 200 characters."""
     return shortened(repr(value))
+
+
+_END = re.compile(r"(?<=[^\s.])[.?] (?=[A-Z`])")
+"""The end of a message's first sentence."""
+
+
+def in_lines(message: str, advice: str = "") -> list[str]:
+    """Returns a message for users as one or two lines: what is wrong, and what to do.
+
+    Without `advice`, which has the second line, the message's first sentence is the first line.
+    """
+    end = _END.search(message)
+    if not advice and end is not None:
+        message, advice = message[: end.start() + 1], message[end.end() :]
+    return [one_line(part) for part in (message, advice) if part]
 
 
 def one_line(text: str) -> str:

@@ -147,9 +147,9 @@ def select_implementation(op: str, implementations: Implementations, wanted: str
     name = f"pallas_{platform}" if wanted == "pallas" else wanted
     able = [other for other in implementations if not _unsupported_reason(implementations[other], platform, case)]
     if name not in implementations:
-        raise ValueError(f"{op} has no implementation {wanted!r} on {platform}; use one of {', '.join(able)}, or auto")
+        raise ValueError(f"{op} has no implementation {wanted!r} on {platform}. Use one of {', '.join(able)}, or auto.")
     if why := _unsupported_reason(implementations[name], platform, case):
-        raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
+        raise ValueError(f"{op}={wanted} {why}. Use one of {', '.join(able)}, or auto.")
     return name
 
 
@@ -165,7 +165,7 @@ def resolve_implementation(op: str, implementations: Implementations, wanted: st
     if wanted in implementations:
         if why := implementations[wanted].unsupported_reason(case):
             able = [name for name in implementations if not implementations[name].unsupported_reason(case)]
-            raise ValueError(f"{op}={wanted} {why}; use one of {', '.join(able)}, or auto")
+            raise ValueError(f"{op}={wanted} {why}. Use one of {', '.join(able)}, or auto.")
         return wanted
     import jax
 

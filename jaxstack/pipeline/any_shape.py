@@ -99,18 +99,18 @@ def value_and_grad_of_stages(
 
 def _check_settings(stages: object, loss: object, schedule: Schedule, mesh: Mesh) -> None:
     if not isinstance(stages, (list, tuple)) or not stages:
-        raise ScheduleError(f"stages is a {type(stages).__name__}, not a list of functions; give one for each stage")
+        raise ScheduleError(f"stages is a {type(stages).__name__}, not a list of functions. Give one for each stage.")
     functions = {f"stages[{i}]": stage for i, stage in enumerate(stages)} | {"loss": loss}
-    order = "value_and_grad_of_stages takes a list of functions and a loss"
+    order = "Give value_and_grad_of_stages a list of functions, and a loss."
     arguments.check_settings(functions, schedule, mesh, order)
     if schedule.chunks > 1 or schedule.weight_MG is not None:
         what = "weight units" if schedule.weight_MG is not None else f"{plural(schedule.chunks, 'chunk')} a stage"
         raise ScheduleError(
-            f"{schedule.name} has {what}, which stages of different functions cannot run; use gpipe or one_f_one_b"
+            f"{schedule.name} has {what}, which stages of different functions cannot run. Use gpipe or one_f_one_b."
         )
     if schedule.stages != len(stages):
         raise ScheduleError(
-            f"got {plural(len(stages), 'stage')}, but the schedule has {schedule.stages}; make them equal"
+            f"got {plural(len(stages), 'stage')}, but the schedule has {schedule.stages}. Make them equal."
         )
 
 
@@ -133,14 +133,14 @@ class _Pipeline:
             if params.layout.replicas != self.replicas or len(params.layout.shapes) != len(self.stages):
                 raise ScheduleError(
                     f"params are packed for stages on {list(params.layout.replicas.counts)} devices, but this pipeline "
-                    f"has {list(self.replicas.counts)}; pack them with the same replicas"
+                    f"has {list(self.replicas.counts)}. Pack them with the same replicas."
                 )
         else:
             check_params(params)
             if len(params) != len(self.stages):
                 raise ScheduleError(
-                    f"params has {plural(len(params), 'tree')} for {plural(len(self.stages), 'stage')}; "
-                    f"give each stage one"
+                    f"params has {plural(len(params), 'tree')} for {plural(len(self.stages), 'stage')}. "
+                    f"Give each stage one."
                 )
         arguments.check_batch(batch)
         divided = math.prod(self.mesh.shape[name] for name in self.batch_axes)
@@ -202,13 +202,13 @@ class _Pipeline:
                 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                     raise ScheduleError(
                         f"stage {i} ({arguments.name_of(stage)}) returns {path or 'x'} of the dtype {leaf.dtype}, "
-                        f"which stages cannot send; send jax.random.key_data of a key"
+                        f"which stages cannot send. Send jax.random.key_data of a key."
                     )
             received.append(TreeShape.of(x))
         last = len(self.stages) - 1
         source = f"what stage {last} ({arguments.name_of(self.stages[last])}) returns, and rows of the batch"
         value = arguments.run_abstractly("loss", self.loss, {"x": x, "batch": rows}, source)
-        arguments.check_loss(value, "it is called as loss(x, batch)")
+        arguments.check_loss(value, "It is called as loss(x, batch).")
         return tuple(received[:-1])
 
 

@@ -17,22 +17,22 @@ from jaxstack.pipeline.stages import Stages
 CALLS = {"layer": "layer(weights, x)", "embed": "embed(shared, batch)", "loss": "loss(shared, x, batch)"}
 """The functions of `value_and_grad` in their order, and how each is called."""
 
-_ORDER = f"value_and_grad takes {', '.join(CALLS.values())}, in this order"
-_CALL = "call it as (shared, stacked, batch)"
+_ORDER = f"Give value_and_grad its functions in this order: {', '.join(CALLS.values())}."
+_CALL = "Call it as (shared, stacked, batch)"
 
 
 def check_settings(functions: Mapping[str, object], schedule: object, mesh: object, order: str = _ORDER) -> None:
     """Raises ScheduleError if an argument of `value_and_grad` has another type. `order` says what the arguments are."""
     for name, function in functions.items():
         if not callable(function):
-            raise ScheduleError(f"`{name}` is not a function, but a {type(function).__name__}; {order}")
+            raise ScheduleError(f"`{name}` is not a function, but a {type(function).__name__}. {order}")
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"schedule={schedule!r} is not a Schedule; make one, such as one_f_one_b(stages=4, microbatches=8)"
+            f"schedule={schedule!r} is not a Schedule. Make one, such as one_f_one_b(stages=4, microbatches=8)."
         )
     if not isinstance(mesh, Mesh):
         raise ScheduleError(
-            f"mesh is a {type(mesh).__name__}, not a Mesh; make one with jax.make_mesh or jaxstack.sharding.make_mesh"
+            f"mesh is a {type(mesh).__name__}, not a Mesh. Make one with jax.make_mesh or jaxstack.sharding.make_mesh."
         )
 
 
@@ -46,7 +46,7 @@ def check_axes(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[s
     if mesh.shape[axis] != schedule.stages:
         raise ScheduleError(
             f"the schedule has {plural(schedule.stages, 'stage')}, but the mesh's axis {axis!r} has "
-            f"{plural(mesh.shape[axis], 'device')}; make them equal"
+            f"{plural(mesh.shape[axis], 'device')}. Make them equal."
         )
 
 
@@ -54,9 +54,9 @@ def check_axis_names(mesh: Mesh, axis: str, batch_axes: Sequence[str]) -> None:
     """Raises ScheduleError if the mesh does not have one of the axes, or one is named twice."""
     names = (axis, *batch_axes)
     if missing := [name for name in names if name not in mesh.shape]:
-        raise ScheduleError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
+        raise ScheduleError(f"the mesh has no axis {missing[0]!r}. It has {', '.join(mesh.shape)}.")
     if len(set(names)) < len(names):
-        raise ScheduleError(f"axis={axis!r} and batch_axes={tuple(batch_axes)} name an axis twice; name each once")
+        raise ScheduleError(f"axis={axis!r} and batch_axes={tuple(batch_axes)} name an axis twice. Name each once.")
 
 
 def check_scope(mesh: Mesh) -> None:
@@ -64,8 +64,8 @@ def check_scope(mesh: Mesh) -> None:
     scope = jax.sharding.get_abstract_mesh()
     if not scope.empty and (scope.shape_tuple, scope.axis_types) != (mesh.shape_tuple, mesh.axis_types):
         raise ScheduleError(
-            f"the mesh in scope (jax.set_mesh) has {_axes(scope)}, but that of the pipeline has {_axes(mesh)}; use one "
-            f"mesh for both"
+            f"the mesh in scope (jax.set_mesh) has {_axes(scope)}, but that of the pipeline has {_axes(mesh)}. Use one "
+            f"mesh for both."
         )
 
 
@@ -94,15 +94,15 @@ def check_params(name: str, tree: PyTree) -> None:
     for path, leaf in _named(name, tree).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ScheduleError(
-                f"{path} has the dtype {leaf.dtype}, for which there is no gradient; pass parameters only, such as "
-                f"those of nnx.split(model, nnx.Param, ...)"
+                f"{path} has the dtype {leaf.dtype}, for which there is no gradient. Pass parameters only, such as "
+                f"those of nnx.split(model, nnx.Param, ...)."
             )
 
 
 def check_batch(batch: PyTree) -> None:
     """Raises ScheduleError if a leaf of the batch is not an array, or leaves differ in their number of rows."""
-    _check_arrays("batch", batch, "call it as (params, batch)")
-    _check_leading("batch", _named("batch", batch), "call it as (params, batch)")
+    _check_arrays("batch", batch, "Call it as (params, batch)")
+    _check_leading("batch", _named("batch", batch), "Call it as (params, batch)")
 
 
 def _named(name: str, tree: PyTree) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _named(name: str, tree: PyTree) -> dict[str, Any]:
 def _check_arrays(name: str, tree: PyTree, call: str = _CALL) -> None:
     for path, leaf in _named(name, tree).items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ScheduleError(f"{path} is a {type(leaf).__name__}, not an array; {call}, trees of arrays each")
+            raise ScheduleError(f"{path} is a {type(leaf).__name__}, not an array. {call}, trees of arrays each.")
 
 
 def _check_leading(name: str, leaves: dict[str, Any], call: str = _CALL) -> None:
@@ -121,7 +121,7 @@ def _check_leading(name: str, leaves: dict[str, Any], call: str = _CALL) -> None
     if len(shapes) != 1 or () in shapes:
         dimensions = ", ".join(reversed(shapes.values())) or "no array"
         raise ScheduleError(
-            f"all arrays of `{name}` must have the same leading dimension, the {what}, but it has {dimensions}; {call}"
+            f"all arrays of `{name}` must have the same leading dimension, the {what}, but it has {dimensions}. {call}."
         )
 
 
@@ -133,7 +133,7 @@ def check_rows(batch: PyTree, microbatches: int, replicas: int, parts: int = 1) 
         of_parts = f" of {plural(parts, 'part')}" if parts > 1 else ""
         raise ScheduleError(
             f"{plural(rows, 'row')} of the batch cannot be divided into {plural(microbatches, 'microbatch')}{of_parts} "
-            f"on {plural(replicas, 'replica')}; use a multiple of {pieces}"
+            f"on {plural(replicas, 'replica')}. Use a multiple of {pieces}."
         )
 
 
@@ -142,7 +142,7 @@ def check_layers(stages: Stages, stacked: PyTree) -> None:
     depth = jax.tree.leaves(stacked)[0].shape[0]
     if sum(stages.layers) != depth:
         raise ScheduleError(
-            f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}; make them equal"
+            f"layers={list(stages.layers)} make {sum(stages.layers)}, but `stacked` has {depth}. Make them equal."
         )
 
 
@@ -157,14 +157,14 @@ def check_functions(
     """
     x = _run("embed", functions, shared, microbatch)
     if not isinstance(x, jax.ShapeDtypeStruct):
-        raise ScheduleError(f"`embed` must return one array, the input of the first layer, not {describe(x)}; {_ORDER}")
+        raise ScheduleError(f"`embed` must return one array, the input of the first layer, not {describe(x)}. {_ORDER}")
     y = _run("layer", functions, weights, x)
     if not isinstance(y, jax.ShapeDtypeStruct) or (y.shape, y.dtype) != (x.shape, x.dtype):
         is_cast = getattr(y, "shape", None) == x.shape
-        fix = "cast its result with .astype(x.dtype)" if is_cast else "change what it returns"
+        fix = "Cast its result with .astype(x.dtype)" if is_cast else "Change what it returns"
         raise ScheduleError(
             f"`layer` ({name_of(functions['layer'])}) got x of {describe(x)} and returned {describe(y)}, but it must "
-            f"return the shape and dtype of x, which the next layer gets; {fix}"
+            f"return the shape and dtype of x, which the next layer gets. {fix}."
         )
     check_loss(_run("loss", functions, shared, y, microbatch), _ORDER)
 
@@ -173,7 +173,7 @@ def check_loss(value: PyTree, order: str) -> None:
     """Raises ScheduleError if what `loss` returns is not a scalar. `order` says how it is called."""
     if not isinstance(value, jax.ShapeDtypeStruct) or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ScheduleError(
-            f"`loss` must return one number of a floating-point type, the mean over the rows, not {describe(value)}; "
+            f"`loss` must return one number of a floating-point type, the mean over the rows, not {describe(value)}. "
             f"{order}"
         )
 
@@ -195,9 +195,9 @@ def weights_to_split(
         raise ScheduleError(str(error)) from error
     if not any(jax.tree.leaves(split)):
         raise ScheduleError(
-            f"{schedule.name} has weight units, but `layer` ({name_of(layer)}) has no gradients for them; compute its "
+            f"{schedule.name} has weight units, but `layer` ({name_of(layer)}) has no gradients for them. Compute its "
             f"large matmuls by jaxstack.pipeline.product(jnp.matmul, x, weights['w']), each with an unchanged weight, "
-            f"or use a schedule without weight units, such as one_f_one_b"
+            f"or use a schedule without weight units, such as one_f_one_b."
         )
     return split
 
@@ -211,7 +211,7 @@ def _run(name: str, functions: dict[str, Callable[..., Any]], *arguments: PyTree
         first = (str(error).strip() or "no message").splitlines()[0]
         raise ScheduleError(
             f"`{name}` ({name_of(functions[name])}) failed as {CALLS[name]}: {type(error).__name__}: {first}. It got "
-            f"{received}. {_ORDER}, and returns a function of (shared, stacked, batch)"
+            f"{received}. {_ORDER} Call what it returns with (shared, stacked, batch)."
         ) from error
 
 
@@ -229,15 +229,15 @@ def run_abstractly(name: str, function: Callable[..., PyTree], given: Mapping[st
         first = (str(error).strip() or "no message").splitlines()[0]
         if "unbound axis name" in first:
             raise ScheduleError(
-                f"{called} has a collective over a mesh axis ({first}), for which devices of other stages would wait; "
-                f"compute on the rows of one device, and set batch_axes to sum gradients over devices"
+                f"{called} has a collective over a mesh axis ({first}), for which devices of other stages would wait. "
+                f"Compute on the rows of one device, and set batch_axes to sum gradients over devices."
             ) from error
         raise ScheduleError(
-            f"{called} fails on {source}: {type(error).__name__}: {first}. It got {received}; make the "
-            f"function before return what it takes"
+            f"{called} fails on {source}: {type(error).__name__}: {first}. It got {received}. Make the "
+            f"function before return what it takes."
         ) from error
     if not jax.tree.leaves(value):
-        raise ScheduleError(f"{called} returns no array, but {type(value).__name__}; return what the next one takes")
+        raise ScheduleError(f"{called} returns no array, but {type(value).__name__}. Return what the next one takes.")
     return value
 
 

@@ -63,7 +63,7 @@ class Costs:
         counts |= {name: L for name in ("weight", "pair_bytes") if getattr(self, name) is not None}
         if (self.weight is None) != (self.pair_bytes is None):
             name = "weight" if self.pair_bytes is None else "pair_bytes"
-            raise ConfigError(f"{name} is given alone, but weight and pair_bytes belong together; give both, or none")
+            raise ConfigError(f"{name} is given alone, but weight and pair_bytes belong together. Give both, or none.")
         alone = ["bandwidth", "latency", *(["memory_bytes"] if self.memory_bytes is not None else [])]
         if isinstance(self.boundary_bytes, Real):
             alone.append("boundary_bytes")
@@ -74,11 +74,11 @@ class Costs:
         for name in alone:
             object.__setattr__(self, name, _floats(name, [getattr(self, name)], 1)[0])
         if self.bandwidth == 0:
-            raise ConfigError("bandwidth=0 sends nothing; give the bytes/s of a link")
+            raise ConfigError("bandwidth=0 sends nothing. Give the bytes/s of a link.")
         if not isinstance(self.spread, bool):
-            raise ConfigError(f"spread={quoted(self.spread)} must be true or false; use one of them")
+            raise ConfigError(f"spread={quoted(self.spread)} must be true or false. Use one of them.")
         if not isinstance(self.measured_on, str):
-            raise ConfigError(f"measured_on={quoted(self.measured_on)} must be text; write the name of the device")
+            raise ConfigError(f"measured_on={quoted(self.measured_on)} must be text. Write the name of the device.")
 
     @property
     def layers(self) -> int:
@@ -100,9 +100,9 @@ class Costs:
         names = [field.name for field in fields(cls)]
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         if not isinstance(values, dict):
-            raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}; measure again")
+            raise ConfigError(f"{path} must be an object with the keys {', '.join(names)}. Measure again.")
         if missing := [name for name in needed if name not in values]:
-            raise ConfigError(f"{path}: {missing[0]} is missing; measure again, or add it")
+            raise ConfigError(f"{path}: {missing[0]} is missing. Measure again, or add it.")
         if unknown := [name for name in values if name not in names]:
             raise ConfigError(f"{path}: {unknown[0]} is not a cost; remove it. The keys are {', '.join(names)}")
         try:
@@ -118,10 +118,10 @@ def _floats(name: str, values: Any, count: int) -> tuple[float, ...]:
     if not isinstance(values, _LISTS) or len(values) != count:
         actual = f"{len(values)}" if isinstance(values, _LISTS) else quoted(values)
         raise ConfigError(
-            f"{name} must hold {plural(count, 'number')}, not {actual}; give first and last two numbers (forward and "
-            f"backward), and the others one for each layer of forward"
+            f"{name} must hold {plural(count, 'number')}, not {actual}. Give first and last two numbers (forward and "
+            f"backward), and the others one for each layer of forward."
         )
     for number in values:
         if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
-            raise ConfigError(f"{name} holds {quoted(number)}; it takes finite numbers of 0 or more")
+            raise ConfigError(f"{name} holds {quoted(number)}. It takes finite numbers of 0 or more.")
     return tuple(float(number) for number in values)

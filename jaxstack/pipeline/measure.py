@@ -44,7 +44,7 @@ def profile_functions(
     """
     if len(functions) != len(params):
         raise ScheduleError(
-            f"params has {plural(len(params), 'tree')} for {plural(len(functions), 'function')}; give each one"
+            f"params has {plural(len(params), 'tree')} for {plural(len(functions), 'function')}. Give each one."
         )
 
     forward: list[float] = []

@@ -177,8 +177,8 @@ def replicas_of(stages: int, replicas: Sequence[int] | None) -> Replicas:
     counts = (1,) * stages if replicas is None else tuple(replicas)
     if len(counts) != stages:
         raise ScheduleError(
-            f"replicas={list(counts)} has {plural(len(counts), 'entry')} for a pipeline of {plural(stages, 'stage')}; "
-            f"give one each"
+            f"replicas={list(counts)} has {plural(len(counts), 'entry')} for a pipeline of {plural(stages, 'stage')}. "
+            f"Give one each."
         )
     return Replicas(counts)
 
@@ -187,7 +187,7 @@ def check_params(params: Sequence[PyTree]) -> None:
     """Raises ScheduleError if `params` is not a sequence of trees of floating-point arrays."""
     if not isinstance(params, (list, tuple)):
         raise ScheduleError(
-            f"params is a {type(params).__name__}, not a list; give a tree of arrays for each stage, in their order"
+            f"params is a {type(params).__name__}, not a list. Give a tree of arrays for each stage, in their order."
         )
     for stage, tree in enumerate(params):
         arguments.check_params(f"params[{stage}]", tree)
@@ -196,11 +196,11 @@ def check_params(params: Sequence[PyTree]) -> None:
 def check_devices(replicas: Replicas, mesh: Mesh, axis: str) -> None:
     """Raises ScheduleError if the mesh does not have one device for each replica of a stage."""
     if axis not in mesh.shape:
-        raise ScheduleError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}")
+        raise ScheduleError(f"the mesh has no axis {axis!r}. It has {', '.join(mesh.shape)}.")
     if mesh.shape[axis] != replicas.devices:
         each = "" if max(replicas.counts) == 1 else f" on {' + '.join(map(str, replicas.counts))} devices"
         raise ScheduleError(
             f"got {plural(len(replicas.counts), 'stage')}{each}, but the mesh's axis {axis!r} has "
-            f"{plural(mesh.shape[axis], 'device')}; make them equal, or give a stage several devices with replicas=(1, "
-            f"2, ...)"
+            f"{plural(mesh.shape[axis], 'device')}. Make them equal, or give a stage several devices with replicas=(1, "
+            f"2, ...)."
         )

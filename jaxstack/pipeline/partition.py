@@ -33,11 +33,11 @@ def even(layers: int, model_chunks: int) -> tuple[int, ...]:
       ConfigError: there are fewer layers than model chunks.
     """
     if layers < 1:
-        raise ConfigError(f"layers={layers} must be 1 or more; give the number of layers")
+        raise ConfigError(f"layers={layers} must be 1 or more. Give the number of layers.")
     if not 1 <= model_chunks <= layers:
         raise ConfigError(
             f"{plural(layers, 'layer')} cannot fill {plural(model_chunks, 'model chunk')} (stages x chunks) with one "
-            f"or more each; use {plural(min(max(model_chunks, 1), layers), 'model chunk')}"
+            f"or more each. Use {plural(min(max(model_chunks, 1), layers), 'model chunk')}."
         )
     return tuple(layers // model_chunks + (g < layers % model_chunks) for g in range(model_chunks))
 
@@ -64,7 +64,7 @@ class Partition:
         G = self.schedule.model_chunks
         if len(self.layers) != G or sum(self.layers) != L or min(self.layers) < 1:
             raise ConfigError(
-                f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}; use such as {even(L, G)}"
+                f"layers={self.layers} must be {G} counts of 1 or more with the sum {L}. Use such as {even(L, G)}."
             )
 
     @cached_property
@@ -181,7 +181,7 @@ def cut(costs: Costs, schedule: Schedule, memory_bytes: float | None = None) -> 
         raise ConfigError(
             f"memory_bytes={limit:.0f} ({limit / GIB:.2f} GiB) is too little: the smallest cut of "
             f"{plural(costs.layers, 'layer')} for {schedule.name} on {plural(schedule.stages, 'stage')} needs "
-            f"{needed:.0f} ({needed / GIB:.2f} GiB); use more stages, smaller microbatches or recomputation"
+            f"{needed:.0f} ({needed / GIB:.2f} GiB). Use more stages, smaller microbatches or recomputation."
         )
     best, evenly = (Partition(costs, schedule, n) for n in (tuple(np.diff(edges).tolist()), even(costs.layers, G)))
     as_good = evenly.step_seconds <= best.step_seconds * (1 + 1e-9)  # rounding depends on the order of the sums
@@ -216,8 +216,8 @@ def _seconds(costs: Costs, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, 
         weight_IJ = np.zeros_like(weight_IJ)
     elif costs.weight is None:
         raise ConfigError(
-            f"the costs have no weight units, which {schedule.name} has; measure again by jaxstack profile with "
-            f"--pipeline.schedule={schedule.name}"
+            f"the costs have no weight units, which {schedule.name} has. Measure again by jaxstack profile with "
+            f"--pipeline.schedule={schedule.name}."
         )
     for seconds_IJ, first, last in zip((forward_IJ, backward_IJ), costs.first, costs.last, strict=True):
         if costs.spread:

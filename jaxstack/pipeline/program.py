@@ -69,12 +69,12 @@ class Program:
         if a != b:
             raise ScheduleError(
                 f"the schedule has {plural(a[0], 'stage')} x {plural(a[1], 'chunk')}, but the layers are on {b[0]} x "
-                f"{b[1]}; make them equal"
+                f"{b[1]}. Make them equal."
             )
         if self.stages.stacks and (self.static or self.schedule.weight_MG is not None):
             raise ScheduleError(
-                f"{self.schedule.name} of several stacks runs in one loop and has no weight units; use gpipe or "
-                f"interleaved_1f1b, and static=False"
+                f"{self.schedule.name} of several stacks runs in one loop and has no weight units. Use gpipe or "
+                f"interleaved_1f1b, and static=False."
             )
 
     @cached_property

@@ -45,7 +45,7 @@ class Replicas:
     def __post_init__(self) -> None:
         if not self.counts or not all(isinstance(n, Integral) and n >= 1 for n in self.counts):
             raise ScheduleError(
-                f"replicas={list(self.counts)} must be an integer of 1 or more for each stage; write them as (1, 2, 1)"
+                f"replicas={list(self.counts)} must be an integer of 1 or more for each stage. Write them as (1, 2, 1)."
             )
 
     @property
@@ -140,8 +140,8 @@ class ReplicatedCut:
         """
         if len(entries) != sum(self.layers):
             raise ConfigError(
-                f"got {plural(len(entries), 'entry')}, but the cut has {plural(sum(self.layers), 'layer')}; give "
-                f"one each"
+                f"got {plural(len(entries), 'entry')}, but the cut has {plural(sum(self.layers), 'layer')}. Give "
+                f"one each."
             )
         ends = np.cumsum(self.layers)
         return [list(entries[end - count : end]) for end, count in zip(ends, self.layers, strict=True)]
@@ -186,15 +186,15 @@ def replicate(
         gradient_bytes = [amount / 4 for amount in costs.state_bytes]
     if len(gradient_bytes) != L:
         raise ConfigError(
-            f"gradient_bytes has {plural(len(gradient_bytes), 'entry')}, but the costs have {plural(L, 'layer')}; make "
-            f"them equal"
+            f"gradient_bytes has {plural(len(gradient_bytes), 'entry')}, but the costs have {plural(L, 'layer')}. Make "
+            f"them equal."
         )
     if devices < 1 or microbatches < 1:
-        raise ConfigError(f"devices={devices} and microbatches={microbatches} must be 1 or more; raise them")
+        raise ConfigError(f"devices={devices} and microbatches={microbatches} must be 1 or more. Raise them.")
     if stages is not None and not 1 <= stages <= most:
         raise ConfigError(
             f"stages={stages} must be from 1 to {most} for {plural(L, 'layer')} and "
-            f"{plural(devices, 'device')}; change one of them"
+            f"{plural(devices, 'device')}. Change one of them."
         )
     seconds_RIJ = _seconds(costs, devices, microbatches, gradient_bytes)
 

@@ -85,10 +85,10 @@ def resolve(
         unit = f"units of {plural(model.num_layers // depth, 'layer')}"
     if model_chunks > groups:
         fits = [n for n in range(1, groups + 1) if n * pipeline.chunks <= groups] or [1]
+        chunks = f", or pipeline.chunks={groups // stages}" if groups >= stages else ""
         raise ScheduleError(
             f"mesh.pipe={stages} x pipeline.chunks={pipeline.chunks} makes {plural(model_chunks, 'model chunk')}, but "
-            f"model.num_layers={model.num_layers} has only {groups} {unit}; use mesh.pipe={fits[-1]}"
-            + (f", or pipeline.chunks={groups // stages}" if groups >= stages else "")
+            f"model.num_layers={model.num_layers} has only {groups} {unit}. Use mesh.pipe={fits[-1]}{chunks}."
         )
     microbatches = microbatches_of(pipeline.chunks)
     groups_G = even(groups, model_chunks)
@@ -120,8 +120,8 @@ def _resolve_stacks(
         if getattr(pipeline, key) not in works:
             raise ScheduleError(
                 f"pipeline.{key}={getattr(pipeline, key)} is for models with one stack of layers, but "
-                f"model.family={model.family} has {len(stacks)} ({', '.join(stacks)}); use "
-                f"{' or '.join(f'pipeline.{key}={value}' for value in works)}"
+                f"model.family={model.family} has {len(stacks)} ({', '.join(stacks)}). Use "
+                f"{' or '.join(f'pipeline.{key}={value}' for value in works)}."
             )
     layers: tuple[int, ...] = ()
     segments = {one.name: one for of_stack in model.expert_segments.values() for one in of_stack}
@@ -130,7 +130,7 @@ def _resolve_stacks(
         raise ScheduleError(
             f"{model.moe.layers.shown} cuts the model into {plural(len(stacks), 'stack')} of layers "
             f"({', '.join(stacks)}), and mesh.pipe={stages} runs at most {MOST_STACKS}: with four, devices of a tensor "
-            f"group waited for each other; let layers with experts repeat as a group, or use mesh.pipe=1"
+            f"group waited for each other. Let layers with experts repeat as a group, or use mesh.pipe=1."
         )
     for name, (depth, period) in stacks.items():
         groups = depth // period
@@ -141,8 +141,8 @@ def _resolve_stacks(
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {plural(stages * chunks, 'model chunk')} of each "
                 f"stack, but the {name} of model.family={model.family} has only {groups} "
-                f"{'layers' if unit == 1 else 'groups of ' + plural(unit, 'layer')}; use "
-                f"mesh.pipe={max(groups // chunks, 1)}"
+                f"{'layers' if unit == 1 else 'groups of ' + plural(unit, 'layer')}. Use "
+                f"mesh.pipe={max(groups // chunks, 1)}."
             )
         full = min(groups, stages * chunks)
         layers += tuple(period * n for n in even(groups, full)) + (0,) * (stages * chunks - full)
@@ -169,15 +169,15 @@ def _cut(name: str, num_layers: int, schedule: Schedule, groups: int, unit: str)
     """Returns the partition by a file of costs, the value of `pipeline.partition`."""
     if name == "auto":
         raise ConfigError(
-            "pipeline.partition=auto is measured by train.py when it trains; elsewhere use even, or name a file made "
-            "by jaxstack profile"
+            "pipeline.partition=auto is measured by train.py when it trains. Elsewhere use even, or name a file made "
+            "by jaxstack profile."
         )
     costs = Costs.load(Path(name))
     if costs.layers != groups:
         raise ConfigError(
             f"pipeline.partition={name} holds costs of {plural(costs.layers, 'layer')}, but "
-            f"model.num_layers={num_layers} has {groups} {unit}; measure this model by "
-            f"jaxstack profile, or use pipeline.partition=even"
+            f"model.num_layers={num_layers} has {groups} {unit}. Measure this model by "
+            f"jaxstack profile, or use pipeline.partition=even."
         )
     try:
         best = cut(costs, schedule, costs.memory_bytes)
@@ -200,10 +200,10 @@ def _microbatches(asked: int | None, stages: int, sequences: int, chunks: int, b
         return max([m for m in works if m <= 4 * stages], default=works[0])
     if asked not in works:
         near = sorted(works, key=lambda m: (abs(m - (asked or stages)), m))[:2]
-        advice = f"use {' or '.join(map(str, sorted(near)))}" if near else "no number does"
+        advice = f"Use {' or '.join(map(str, sorted(near)))}, or {batch}" if near else f"No number does: use {batch}"
         groups = f" in groups of mesh.pipe={stages} ({plural(chunks, 'model chunk')} a stage)" if multiple > 1 else ""
         raise ScheduleError(
             f"pipeline.microbatches={'null' if asked is None else asked} does not divide the "
-            f"{plural(sequences, 'sequence')} of a replica{groups}; {advice}, or {batch}"
+            f"{plural(sequences, 'sequence')} of a replica{groups}. {advice}."
         )
     return asked

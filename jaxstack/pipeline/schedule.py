@@ -83,7 +83,7 @@ class Schedule:
             if ticks.shape != shape or ticks.min() < 0:
                 raise ScheduleError(
                     f"{self.name}: the {kind} ticks have shape {ticks.shape} and start at "
-                    f"{ticks.min()}; give one tick of 0 or more for each microbatch and model chunk, shape {shape}"
+                    f"{ticks.min()}. Give one tick of 0 or more for each microbatch and model chunk, shape {shape}."
                 )
         for g in range(1, self.model_chunks):
             self._follows("forward", self.forward_MG[:, g], self.forward_MG[:, g - 1], g, g - 1)
@@ -91,8 +91,8 @@ class Schedule:
         early = np.argwhere(self.backward_MG[:, -1] < self.forward_MG[:, -1])
         if early.size:
             raise ScheduleError(
-                f"{self.name}: microbatch {early[0, 0]} goes backward before its forward unit in the last model chunk; "
-                f"schedule the backward unit at the same tick or later"
+                f"{self.name}: microbatch {early[0, 0]} goes backward before its forward unit in the last model chunk. "
+                f"Schedule the backward unit at the same tick or later."
             )
         if self.weight_MG is not None:
             early = np.argwhere(3 * self.weight_MG + self._lane_MG <= 3 * self.backward_MG + BACKWARD)
@@ -100,7 +100,7 @@ class Schedule:
                 m = early[0, 0] if early.size else 0
                 raise ScheduleError(
                     f"{self.name}: a weight unit of microbatch {m} runs before its backward unit, or in a lane that "
-                    f"does not exist; schedule it at a later tick, or in the third lane of the same tick"
+                    f"does not exist. Schedule it at a later tick, or in the third lane of the same tick."
                 )
         self._tables  # noqa: B018 - building the tables checks for two units in one place
 
@@ -110,7 +110,7 @@ class Schedule:
             m = wrong[0]
             raise ScheduleError(
                 f"{self.name}: the {kind} unit of microbatch {m} runs in model chunk {g} at tick {ticks[m]}, but its "
-                f"input is computed in model chunk {source} at tick {before[m]}; schedule it one tick later"
+                f"input is computed in model chunk {source} at tick {before[m]}. Schedule it one tick later."
             )
 
     @property
@@ -173,7 +173,7 @@ class Schedule:
                 if there.max() != IDLE:
                     raise ScheduleError(
                         f"{self.name}: stage {stage} would run two {KINDS[lane]} units at tick {tick}, of microbatches "
-                        f"{there.max() // self.chunks} and {m}; move one of them"
+                        f"{there.max() // self.chunks} and {m}. Move one of them."
                     )
                 there[kind] = unit
         return table
@@ -364,7 +364,7 @@ def _make(
     """Builds a schedule from functions (m, g) -> tick of microbatch m in model chunk g."""
     for key, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if not isinstance(value, Integral) or value < 1:
-            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more; use one")
+            raise ScheduleError(f"{name}: {key}={value!r} must be an integer of 1 or more. Use one.")
     both = [
         np.array([[tick(m, g) for g in range(stages * chunks)] for m in range(microbatches)])
         for tick in (forward, backward)
@@ -384,8 +384,8 @@ def _round_the_ring(name: str, stages: int, microbatches: int, chunks: int, firs
     if V > 1 and M % P:
         near = max(P, M - M % P)
         raise ScheduleError(
-            f"{name}: {plural(M, 'microbatche comes', 'microbatches come')} in groups of {plural(P, 'stage')}; use "
-            f"{near} or {near + P}, or the schedule 1f1b"
+            f"{name}: {plural(M, 'microbatch comes', 'microbatches come')} in groups of {plural(P, 'stage')}. Use "
+            f"{near} or {near + P}, or the schedule 1f1b."
         )
 
     def forward(m: int, g: int) -> int:

@@ -50,9 +50,9 @@ class Stages:
         cut = any(n % self.period for n in self.layers[:-1])
         if not count or count % self.stages or min(self.layers) < fewest or cut:
             raise ScheduleError(
-                f"layers of each model chunk {list(self.layers)} do not fit {plural(self.stages, 'stage')}; give each "
+                f"layers of each model chunk {list(self.layers)} do not fit {plural(self.stages, 'stage')}. Give each "
                 f"stage the same number of model chunks, each but the last with a positive multiple of "
-                f"{plural(self.period, 'layer')}"
+                f"{plural(self.period, 'layer')}."
             )
 
     @cached_property

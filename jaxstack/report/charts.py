@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxstack.report import style
-from jaxstack.report.comparison import LossChart
+from jaxstack.report import pointer, style
+from jaxstack.report.comparison import LossChart, LossCurves
 from jaxstack.report.runs import LoggedRun, list_events, time_categories, time_share
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and errors must not wait for it
@@ -72,7 +72,7 @@ REWARD_CHARTS = (
 
 def reward_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Returns the charts of rewards that some run has values for."""
-    return [chart for chart in REWARD_CHARTS if any(run.series(chart.key)[0].size for run in runs)]
+    return [chart for chart in REWARD_CHARTS if has_values(chart, runs)]
 
 
 def source_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
@@ -131,16 +131,24 @@ def smooth(values: np.ndarray) -> np.ndarray:
 WIDE = (860, 350)
 NARROW = (400, 280)
 SMALL = (400, 210)
-"""Pixels of a chart: the loss on wide and on narrow windows, and any other. Its text has 12 pixels at this size."""
+LONG = (832, 210)
+"""Pixels of a chart: the loss on wide and on narrow windows, any other, and one that has a row for itself.
+
+Its text has 12 pixels at this size.
+"""
+INTERVALS = 4
+"""Intervals between labels of steps at most. They are equal in all charts, so that you can compare these."""
 
 
 def loss_chart(chart: LossChart, size: tuple[int, int] = WIDE) -> str:
     """Returns the SVG of the training loss, raw and smoothed, the held-out loss, the n-grams', and marks at events."""
     runs = [curves.run for curves in chart.curves]
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: "Axes") -> list[pointer.Reading]:
+        readings = []
         for curves in chart.curves:
             color = style.run_color(curves.color)
+            readings += _loss_readings(curves, named=len(runs) > 1)
             _curve(axes, *curves.training, color)
             dots: dict[str, Any] = {
                 "linewidth": 1.2,
@@ -154,8 +162,23 @@ def loss_chart(chart: LossChart, size: tuple[int, int] = WIDE) -> str:
                 axes.axhline(curves.ngrams, color=color, linewidth=1.2, linestyle="--")
             _mark(axes, curves.run, color, _last_step(runs))
         axes.set_ylim(*loss_limits(chart))
+        return readings
 
     return _figure(chart.title, runs, draw, "linear", size)
+
+
+def _loss_readings(curves: LossCurves, named: bool) -> list[pointer.Reading]:
+    """Returns the losses of a run for the pointer: two curves with the run's name, or three without it."""
+    steps, values = curves.training
+    color = style.page_color(curves.color)
+    held_out = pointer.Reading("held out", *curves.held_out, color)
+    if named:
+        return [pointer.Reading(curves.run.name, steps, values, color), held_out]
+    return [
+        pointer.Reading("training", steps, values, color),
+        pointer.Reading("smoothed", steps, smooth(values), color),
+        held_out,
+    ]
 
 
 def _curve(axes: "Axes", steps: np.ndarray, values: np.ndarray, color: str) -> None:
@@ -203,20 +226,27 @@ def _mark(axes: "Axes", run: LoggedRun, color: str, last: float) -> None:
             axes.vlines(steps, 0, 0.9, color=color, linewidth=0.9, alpha=0.7, linestyles="--", transform=at)
 
 
-def metric_chart(chart: Chart, runs: Sequence[LoggedRun]) -> str | None:
-    """Returns the SVG of a chart, or None if no run has values for it."""
-    found = [run.series(chart.key) for run in runs]
-    if not any(values.size for _, values in found):
-        return None
+def has_values(chart: Chart, runs: Sequence[LoggedRun]) -> bool:
+    """Returns whether a run has values for a chart."""
+    return any(run.series(chart.key)[1].size for run in runs)
 
-    def draw(axes: "Axes") -> None:
+
+def metric_chart(chart: Chart, runs: Sequence[LoggedRun], size: tuple[int, int] = SMALL) -> str:
+    """Returns the SVG of a chart; see `has_values`."""
+    found = [run.series(chart.key) for run in runs]
+
+    def draw(axes: "Axes") -> list[pointer.Reading]:
+        readings = []
         for i, (steps, values) in enumerate(found):
+            name = runs[i].name if len(runs) > 1 else "value"
+            readings.append(pointer.Reading(name, steps, values * chart.factor, style.page_color(i)))
             if chart.noisy:
                 _curve(axes, steps, values * chart.factor, style.run_color(i))
             else:
                 axes.plot(*thin_out(steps, values * chart.factor), color=style.run_color(i), linewidth=1.6)
+        return readings
 
-    return _figure(chart.title, runs, draw, chart.scale, SMALL)
+    return _figure(chart.title, runs, draw, chart.scale, size)
 
 
 def _last_step(runs: Sequence[LoggedRun]) -> float:
@@ -224,25 +254,29 @@ def _last_step(runs: Sequence[LoggedRun]) -> float:
 
 
 def _figure(
-    title: str, runs: Sequence[LoggedRun], draw: "Callable[[Axes], None]", scale: str, size: tuple[int, int]
+    title: str,
+    runs: Sequence[LoggedRun],
+    draw: "Callable[[Axes], list[pointer.Reading]]",
+    scale: str,
+    size: tuple[int, int],
 ) -> str:
-    """Returns the SVG of a chart of `size` pixels, whose curves `draw` adds."""
+    """Returns the SVG of a chart of `size` pixels, whose curves `draw` adds, and returns for the pointer."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     points = 72  # points per inch; a point of matplotlib's SVG is a pixel of the page
     layout = ConstrainedLayoutEngine(w_pad=6 / points)  # room for half a mark at the last step
-    figure = Figure(figsize=(size[0] / points, size[1] / points), layout=layout)
+    figure = Figure(figsize=(size[0] / points, size[1] / points), dpi=points, layout=layout)
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     figure.patch.set_visible(False)
     axes.patch.set_visible(False)
-    draw(axes)
+    readings = draw(axes)
     for drawing in (*axes.lines, *axes.collections):
         drawing.set_in_layout(False)  # a mark on the edge must not move the axes
     axes.set_xlim(0, _last_step(runs))
-    _ticks(axes, scale, size[0] // 95)
+    _ticks(axes, scale)
     axes.set_xlabel("optimizer step", color=style.INK, fontsize=12)
     axes.tick_params(colors=style.INK, labelsize=12, length=0, which="both", pad=7)  # clear of marks at step 0
     axes.grid(color=style.GRID, linewidth=0.8)
@@ -250,7 +284,8 @@ def _figure(
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(style.GRID)
-    return to_svg(figure, title, f"{title} {size}")
+    svg = to_svg(figure, title, f"{title} {size}")  # which lays it out
+    return f"{svg.removesuffix('</svg>')}{pointer.to_svg(axes, readings)}</svg>"
 
 
 def to_svg(figure: "Figure", title: str, key: str) -> str:
@@ -263,13 +298,13 @@ def to_svg(figure: "Figure", title: str, key: str) -> str:
     return _inline(out.getvalue(), title, key)
 
 
-def _ticks(axes: "Axes", scale: str, most: int) -> None:
-    """Sets the vertical scale, labels without powers of ten where they fit, and at most `most` labels of steps."""
+def _ticks(axes: "Axes", scale: str) -> None:
+    """Sets the vertical scale, labels of steps, and labels without powers of ten where they fit."""
     from matplotlib import ticker
 
     if scale == "zero":
         axes.set_ylim(0, axes.get_ylim()[1] if axes.dataLim.y1 > 0 else 1)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(most, integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(INTERVALS, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
         greatest = max(axis.get_view_interval())
         if 1e-4 <= greatest < 1e3:

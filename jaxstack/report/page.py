@@ -3,12 +3,13 @@
 import re
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 
 from jaxstack.common.counts import plural
 from jaxstack.report import charts, evaluations, heat_maps, html, style
-from jaxstack.report.comparison import Comparison, LossChart, compare, summary_rows
+from jaxstack.report.comparison import Comparison, compare, summary_rows
 from jaxstack.report.runs import (
     MISSING,
     LoggedRun,
@@ -123,26 +124,34 @@ def _share(seconds: str, part: str) -> str:
 
 def _charts(runs: Sequence[LoggedRun], losses: Comparison) -> str:
     wanted = (*charts.source_charts(runs), *charts.reward_charts(runs), *charts.CHARTS)
-    found = {chart: charts.metric_chart(chart, runs) for chart in wanted}
-    pictures = "".join(_picture(chart.title, svg) for chart, svg in found.items() if svg)
-    missing = [chart for chart, svg in found.items() if svg is None and not chart.key.startswith("moe_")]
-    curves = "".join(_picture(chart.title, *_both(chart)) for chart in losses.charts)
+    missing = [chart for chart in wanted if not charts.has_values(chart, runs) and not chart.key.startswith("moe_")]
+    curves = "".join(
+        _picture(chart.title, *_both(partial(charts.loss_chart, chart), charts.WIDE, charts.NARROW))
+        for chart in losses.charts
+    )
     notes = escape(" ".join(_notes(runs, losses, missing)))
-    return f"{curves}{_legend(runs)}<div class=grid>{pictures}</div><p class=note>{notes}</p>"
+    return f"{curves}{_legend(runs)}{_grid(wanted, runs)}<p class=note>{notes}</p>"
+
+
+def _grid(wanted: Iterable[charts.Chart], runs: Sequence[LoggedRun]) -> str:
+    """Returns the charts that some run has values for, two in a row on wide windows; an odd one has a whole row."""
+    shown = [chart for chart in wanted if charts.has_values(chart, runs)]
+    pictures = [_picture(chart.title, charts.metric_chart(chart, runs)) for chart in shown[: len(shown) // 2 * 2]]
+    if len(shown) % 2:
+        draw = partial(charts.metric_chart, shown[-1], runs)
+        pictures.append(_picture(shown[-1].title, *_both(draw, charts.LONG, charts.SMALL), kind="long"))
+    return f"<div class=grid>{''.join(pictures)}</div>"
 
 
 def _evaluations(runs: Sequence[LoggedRun]) -> str:
     found = evaluations.rows([run.evaluations for run in runs], MISSING)
     table = _compared(runs, [[escape(name), *map(escape, row)] for name, row in found.items()], "figures")
-    drawn = {chart: charts.metric_chart(chart, runs) for chart in charts.evaluation_charts(runs)}
-    pictures = "".join(_picture(chart.title, svg) for chart, svg in drawn.items() if svg)
-    return f"{table}<div class=grid>{pictures}</div>" if found else ""
+    return f"{table}{_grid(charts.evaluation_charts(runs), runs)}" if found else ""
 
 
-def _both(chart: LossChart) -> list[str]:
-    """Returns the chart of the loss for wide and for narrow windows. The page shows one of them."""
-    sizes = {"wide": charts.WIDE, "narrow": charts.NARROW}
-    return [f"<div class={kind}>{charts.loss_chart(chart, size)}</div>" for kind, size in sizes.items()]
+def _both(draw: Callable[[tuple[int, int]], str], wide: tuple[int, int], narrow: tuple[int, int]) -> list[str]:
+    """Returns a chart for wide and for narrow windows. The page shows one of them."""
+    return [f"<div class={kind}>{draw(size)}</div>" for kind, size in (("wide", wide), ("narrow", narrow))]
 
 
 def _notes(runs: Sequence[LoggedRun], losses: Comparison, missing: Sequence[charts.Chart]) -> list[str]:
@@ -167,22 +176,24 @@ def _legend(runs: Sequence[LoggedRun]) -> str:
     names = "".join(_named(i, run) for i, run in enumerate(runs))
     there = {event.kind for run in runs for event in list_events(run)}
     signs = "".join(f"<span><b>{sign}</b> {kind}</span>" for kind, sign in _SIGNS.items() if kind in there)
+    ink = f' style="color:{style.page_color(0)}"' if len(runs) == 1 else ""
     drawn = any(run.ngrams and run.bits_per_nat for run in runs)
-    ngrams = '<span><i class="stroke dashes"></i>byte n-grams, held out</span>' if drawn else ""
+    held_out = f'<span><i class="stroke dots"{ink}></i>held out</span>'
+    ngrams = f'<span><i class="stroke dashes"{ink}></i>byte n-grams, held out</span>' if drawn else ""
     return (
         f"<p class=legend>{names if len(runs) > 1 else ''}"
-        '<span><i class="stroke faint"></i>training, each line</span>'
-        '<span><i class=stroke></i>smoothed</span><span><i class="stroke dots"></i>held out</span>'
-        f"{ngrams}"
-        f"{signs}</p>"
+        f'<span><i class="stroke faint"{ink}></i>training, each line</span>'
+        f"<span><i class=stroke{ink}></i>smoothed</span>"
+        f"{held_out if any(run.series('eval_loss')[1].size for run in runs) else ''}{ngrams}{signs}</p>"
     )
 
 
 _SIGNS = dict(zip(charts.MARKS, "▲✕◄►", strict=True))
 
 
-def _picture(title: str, *drawings: str) -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(drawings)}</figure>"
+def _picture(title: str, *drawings: str, kind: str = "") -> str:
+    start = f"<figure class={kind}>" if kind else "<figure>"
+    return f"{start}<figcaption>{escape(title)}</figcaption>{''.join(drawings)}</figure>"
 
 
 def _watched(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:

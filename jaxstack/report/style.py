@@ -42,9 +42,14 @@ def run_color(i: int) -> str:
     return f"#0001{i:02}"
 
 
+def page_color(i: int) -> str:
+    """Returns the color of run i, for what the page itself draws."""
+    return f"var(--run{i})"
+
+
 def use_page_colors(svg: str) -> str:
     """Returns the SVG with placeholders replaced by the color variables of the page."""
-    svg = re.sub(r"#0001(\d\d)", lambda found: f"var(--run{int(found[1])})", svg)
+    svg = re.sub(r"#0001(\d\d)", lambda found: page_color(int(found[1])), svg)
     return svg.replace(INK, "var(--soft)").replace(GRID, "var(--line)")
 
 
@@ -137,7 +142,15 @@ figure { margin: 0 }
 figure img.drawn { display: block; max-width: 100%; margin-top: 6px; image-rendering: pixelated }
 figure svg { display: block; width: 100%; height: auto; margin-top: 6px }
 .grid svg, .narrow svg { max-width: 560px }
+.grid .long { grid-column: 1 / -1 }
+.long .wide svg { max-width: none }
 .narrow { display: none }
+.at .hit { fill: transparent }
+.at > :not(.hit) { display: none; pointer-events: none }
+.at:hover > * { display: inline }
+.at path { stroke: var(--soft) }
+.at .box { fill: var(--card); stroke: var(--line) }
+.at text { fill: var(--ink) }
 figcaption { font-weight: 600 }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(max(330px, 34%), 100%), 1fr)); gap: 28px 32px;
   margin-top: 28px }

@@ -52,12 +52,12 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
       ShardingError: see `Rules.resolve`; or a leaf is not an array, or the mesh has explicit axes.
     """
     if not isinstance(rules, Rules):
-        raise ShardingError(f"rules is a {type(rules).__name__}, not Rules; call it as shard(tree, Rules(...), mesh)")
+        raise ShardingError(f"rules is a {type(rules).__name__}, not Rules. Call it as shard(tree, Rules(...), mesh).")
     check_mesh(mesh)
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ShardingError(
             f"the mesh has axes of the types {mesh.axis_types}, but a model without shardings in its operations needs "
-            f"automatic ones; make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+            f"automatic ones. Make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}."
         )
     arrays, rebuild = _read(tree)
     specs = _resolve(arrays, None if like is None else _read(like)[0], rules, mesh)
@@ -83,7 +83,7 @@ def shardings_of(tree: PyTree) -> tuple[dict[str, Leaf], dict[str, PartitionSpec
         elif sharding is None or sharding.is_fully_replicated:
             spec = PartitionSpec()
         else:
-            raise ShardingError(f"{a.path}: its sharding {sharding} does not name mesh axes; shard it with `shard`")
+            raise ShardingError(f"{a.path}: its sharding {sharding} does not name mesh axes. Shard it with `shard`.")
         leaves[a.path], specs[a.path] = a.leaf, spec
     return leaves, specs
 
@@ -139,8 +139,8 @@ def _array(path: str, value: Any, axes: tuple[MeshAxes, ...] | None) -> _Array:
         value = jnp.asarray(value)  # `TrainState.create` starts with the number 0
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ShardingError(
-            f"{path or 'the tree'}: a leaf of type {type(value).__name__} is not an array; keep it out of the tree, or "
-            f"make it static"
+            f"{path or 'the tree'}: a leaf of type {type(value).__name__} is not an array. Keep it out of the tree, or "
+            f"make it static."
         )
     if axes is None and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         axes = ()
@@ -173,8 +173,8 @@ def _resolve(arrays: list[_Array], like: list[_Array] | None, rules: Rules, mesh
         owner = None if root and a.path.startswith(root) else _owner(a, parameters)
         if owner is None and like is not None and a.path in asked:
             raise ShardingError(
-                f"{a.path}: the shape is {a.leaf.shape}, but {asked[a.path].shape} in `like`; pass the parameters that "
-                f"this state belongs to"
+                f"{a.path}: the shape is {a.leaf.shape}, but {asked[a.path].shape} in `like`. Pass the parameters that "
+                f"this state belongs to."
             )
         if owner is None:
             asked[a.path] = a.leaf

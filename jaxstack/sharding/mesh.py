@@ -53,7 +53,7 @@ def make_mesh(cfg: MeshConfig, batch: int, devices: Sequence[jax.Device] | None 
       ConfigError: the product of the sizes is not the number of devices, or the sizes do not divide the batch.
     """
     if not isinstance(cfg, MeshConfig):
-        raise ConfigError(f"make_mesh got a {type(cfg).__name__}, not a MeshConfig; write MeshConfig(data=-1, fsdp=2)")
+        raise ConfigError(f"make_mesh got a {type(cfg).__name__}, not a MeshConfig. Write MeshConfig(data=-1, fsdp=2).")
     devices = list(find_devices() if devices is None else devices)
     sizes = _checked_sizes(cfg, batch, len(devices))
     if len(devices) > 1 and devices[0].platform == "cpu":
@@ -88,10 +88,10 @@ def _checked_sizes(cfg: MeshConfig, batch: int, devices: int) -> dict[str, int]:
         axis = cfg.open_axis or "data"
         rest = replicas // sizes[axis]
         fits = [n for n in range(1, sizes[axis] + 1) if batch % (n * rest) == 0]
-        advice = f"use mesh.{axis}={max(fits)}, or " if fits and axis in BATCH_AXES else "use "
+        advice = f"Use mesh.{axis}={max(fits)}, or " if fits and axis in BATCH_AXES else "Use "
         raise ConfigError(
             f"{_product({a: sizes[a] for a in BATCH_AXES})} does not divide the {plural(batch, 'sequence')} of a "
-            f"microbatch; {advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)"
+            f"microbatch. {advice}a data.batch_size that is a multiple of {replicas} (and of train.grad_accum)."
         )
     return sizes
 
@@ -104,8 +104,8 @@ def check_mesh(mesh: object) -> None:
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ConfigError(
-            f"mesh is a {type(mesh).__name__}, not a Mesh; make one with make_mesh(MeshConfig(...), batch) or "
-            f"jax.make_mesh"
+            f"mesh is a {type(mesh).__name__}, not a Mesh. Make one with make_mesh(MeshConfig(...), batch) or "
+            f"jax.make_mesh."
         )
 
 
@@ -115,8 +115,8 @@ def _sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != devices:
         nearest = _product(_nearest(sizes, devices), "--mesh.{}={}", " ")
         raise ConfigError(
-            f"{_product(sizes)} needs {plural(math.prod(sizes.values()), 'device')}, but there are {devices}; "
-            f"the nearest mesh that fits is {nearest}"
+            f"{_product(sizes)} needs {plural(math.prod(sizes.values()), 'device')}, but there are {devices}. "
+            f"The nearest mesh that fits is {nearest}."
         )
     return sizes
 

@@ -64,20 +64,21 @@ class Rules:
             rules = getattr(self, which)
             if not isinstance(rules, Mapping):
                 raise ShardingError(
-                    f'Rules.{which} is a {type(rules).__name__}; write a dict such as {{"embed": "fsdp"}}'
+                    f'Rules.{which} is a {type(rules).__name__}. Write a dict such as {{"embed": "fsdp"}}.'
                 )
             for name, entry in rules.items():
                 _check_entry(f"Rules.{which}: the rule {name!r}", entry)
         for rule in self.paths:
             if isinstance(self.paths, Mapping) or not isinstance(rule, tuple | list) or len(rule) != 2:
                 raise ShardingError(
-                    f'Rules.paths has the rule {rule!r}; write a list of pairs, such as [(".*/kernel", ("fsdp", None))]'
+                    f"Rules.paths has the rule {rule!r}. Write a list of pairs, such as "
+                    '[(".*/kernel", ("fsdp", None))].'
                 )
             pattern, entries = rule
             if entries is None or isinstance(entries, str):
                 raise ShardingError(
-                    f"Rules.paths: the rule {pattern!r} gives {entries!r}; write a sequence with one entry a "
-                    f"dimension, such as ({entries!r},), or () to replicate"
+                    f"Rules.paths: the rule {pattern!r} gives {entries!r}. Write a sequence with one entry a "
+                    f"dimension, such as ({entries!r},), or () to replicate."
                 )
             for entry in entries:
                 _check_entry(f"Rules.paths: the rule {pattern!r}", entry)
@@ -116,13 +117,13 @@ class Rules:
                 continue
             if first is not None and entries and len(entries) != len(leaf.shape):
                 raise ShardingError(
-                    f"{path}: {source} has {plural(len(entries), 'entry')}, but the shape is {leaf.shape}; give one "
-                    f"entry a dimension, () to replicate it, or put a rule for this path before it"
+                    f"{path}: {source} has {plural(len(entries), 'entry')}, but the shape is {leaf.shape}. Give one "
+                    f"entry a dimension, () to replicate it, or put a rule for this path before it."
                 )
             if len(entries) > len(leaf.shape):
                 raise ShardingError(
-                    f"{path}: {source} name {plural(len(entries), 'dimension')}, but the shape is {leaf.shape}; "
-                    f"correct the annotation, or put a rule for this path in Rules.paths"
+                    f"{path}: {source} name {plural(len(entries), 'dimension')}, but the shape is {leaf.shape}. "
+                    f"Correct the annotation, or put a rule for this path in Rules.paths."
                 )
             specs[path] = self._fit(path, leaf.shape, entries, source, mesh)
         self._refuse_unused(leaves, patterns, used_paths, used_names)
@@ -162,22 +163,22 @@ class Rules:
                 continue
             late = next((path for path in leaves if pattern.fullmatch(path)), None)
             if late is None:
-                raise ShardingError(f"Rules.paths: nothing uses the rule {pattern.pattern!r}; correct or remove it")
+                raise ShardingError(f"Rules.paths: nothing uses the rule {pattern.pattern!r}. Correct or remove it.")
             earlier = next(p.pattern for p in patterns if p.fullmatch(late))
             raise ShardingError(
                 f"Rules.paths: nothing uses the rule {pattern.pattern!r}, because {earlier!r} comes before it and "
-                f"matches the same arrays (such as {late}); put the narrower rule first, or remove it"
+                f"matches the same arrays (such as {late}). Put the narrower rule first, or remove it."
             )
         for name in self.parameters:
             if name not in used_names:
-                raise ShardingError(f"Rules.parameters: nothing uses the rule {name!r}; correct or remove it")
+                raise ShardingError(f"Rules.parameters: nothing uses the rule {name!r}. Correct or remove it.")
 
     def _named(self, rules: Mapping[str, MeshAxes], axis: str, which: str, path: str = "") -> MeshAxes:
         if axis not in rules:
             where = f"{path}: " if path else ""
             known = f"which has {', '.join(sorted(rules))}" if rules else "which is empty"
             raise ShardingError(
-                f"{where}no rule for the logical axis {axis!r} in Rules.{which}, {known}; add it (None replicates)"
+                f"{where}no rule for the logical axis {axis!r} in Rules.{which}, {known}. Add it (None replicates)."
             )
         return rules[axis]
 
@@ -190,12 +191,12 @@ class Rules:
             for name in names:
                 if name not in mesh.shape:
                     raise ShardingError(
-                        f"{path}: {source}: no mesh axis {name!r}; the mesh has {', '.join(mesh.shape)}"
+                        f"{path}: {source}: no mesh axis {name!r}. The mesh has {', '.join(mesh.shape)}."
                     )
                 if name in claimed:
                     raise ShardingError(
-                        f"{path}: by {source}, two dimensions of {tuple(entries)} claim the mesh axis {name!r}; give "
-                        f"it to one of them"
+                        f"{path}: by {source}, two dimensions of {tuple(entries)} claim the mesh axis {name!r}. Give "
+                        f"it to one of them."
                     )
                 claimed.add(name)
             parts = math.prod(mesh.shape[name] for name in names)
@@ -212,7 +213,7 @@ class Rules:
 
 def _check_entry(rule: str, entry: object) -> None:
     if not (entry is None or isinstance(entry, str) or _is_names(entry)):
-        raise ShardingError(f"{rule} gives {entry!r}; write the name of a mesh axis, a tuple of names, or None")
+        raise ShardingError(f"{rule} gives {entry!r}. Write the name of a mesh axis, a tuple of names, or None.")
 
 
 def _is_names(entry: object) -> bool:
@@ -224,7 +225,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ShardingError(
-            f"Rules.paths: {pattern!r} is not a regular expression ({error}); write .* to match anything"
+            f"Rules.paths: {pattern!r} is not a regular expression ({error}). Write .* to match anything."
         ) from error
 
 

@@ -109,8 +109,8 @@ def assert_sharded(
     missing = [axis for axis in axes if axis not in known]
     if not known or (missing and axes is not STATE_AXES):
         raise ShardingError(
-            f"assert_sharded: the mesh has {', '.join(mesh.shape)}, and none of {', '.join(missing)}; name its axes "
-            f"that should split the state (axes=...)"
+            f"assert_sharded: the mesh has {', '.join(mesh.shape)}, and none of {', '.join(missing)}. Name its axes "
+            f"that should split the state (axes=...)."
         )
     large = [axis for axis in known if mesh.shape[axis] > 1]
     if not large:
@@ -139,7 +139,7 @@ def assert_sharded(
 def _check_arguments(function: str, leaves: object, specs: object, mesh: Mesh) -> None:
     if not isinstance(leaves, Mapping) or not isinstance(specs, Mapping) or not leaves.keys() <= specs.keys():
         raise ShardingError(
-            f"{function} takes the arrays and their specs by path; call it as {function}(*shardings_of(tree), mesh)"
+            f"{function} takes the arrays and their specs by path. Call it as {function}(*shardings_of(tree), mesh)."
         )
     check_mesh(mesh)
 

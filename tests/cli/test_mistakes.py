@@ -122,13 +122,14 @@ def say(folder, monkeypatch):
 
 def complaint(code, text, named):
     """What is wrong with an error: its exit code or its line."""
-    line = text.removesuffix("\n")
+    lines = text.removesuffix("\n").split("\n")
+    line = " ".join(lines)
     if code in (0, None):
         return ""
     if code != errors.Exit.USER_ERROR:
         return f"exit code {code}: {line}"
-    if not line.isprintable() or len(line) > 1500:
-        return f"not one short line: {line[:200]!r}"
+    if not line.isprintable() or len(line) > 1500 or len(lines) > 2:
+        return f"not two short lines: {text[:200]!r}"
     said = re.sub(r"^jaxstack [a-z ]*: error: ", "", line)
     if not re.search(r"[^.]\S*[.?] [`A-Z-]", said) or said[-1] not in ".?":
         return f"not two sentences: {said}"

@@ -50,7 +50,7 @@ PARAMETERS = {  # published counts, embeddings counted once
 
 
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
-    """Returns what `train.py` says of a mistake: one line on stderr, before JAX starts, and exit code 2."""
+    """Returns what `train.py` says of a mistake: two lines on stderr at most, before JAX starts, and exit code 2."""
     monkeypatch.setattr(platform, "configure", lambda *args: pytest.fail("the next call would start JAX"))
     with pytest.raises(SystemExit) as end:
         parser.run("train.py", ["train", *argv])
@@ -58,7 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("train.py: error: ")
-    assert err.count("\n") == 1, err
+    assert err.count("\n") <= 2, err
     return err
 
 
@@ -267,15 +267,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_two_lines_and_exit_code_2(name, tmp_path, capsys, monkeypatch):
     argv, words = MISTAKES[name]
-    said = refused(capsys, monkeypatch, *argv, f"--run.dir={tmp_path / 'run'}")
+    said = refused(capsys, monkeypatch, *argv, f"--run.dir={tmp_path / 'run'}").replace("\n", " ")
     for word in words:
         assert word in said
     assert not (tmp_path / "run").exists()
 
 
-def test_a_process_ends_by_the_same_line_and_code(capsys, monkeypatch):
+def test_a_process_ends_by_the_same_lines_and_code(capsys, monkeypatch):
     argv, _ = MISTAKES["unknown key"]
     command = [sys.executable, str(ROOT / "train.py"), *argv]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -326,7 +326,7 @@ def test_a_process_ends_by_the_same_line_and_code(capsys, monkeypatch):
 )
 def test_a_mistake_in_a_file_too(text, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "wrong.yaml").write_text(text)
-    said = refused(capsys, monkeypatch, f"--config={tmp_path / 'wrong.yaml'}")
+    said = refused(capsys, monkeypatch, f"--config={tmp_path / 'wrong.yaml'}").replace("\n", " ")
     for word in words:
         assert word in said
 
@@ -393,13 +393,13 @@ def test_print_config_prints_the_checked_configuration(capsys):
 
 def test_mesh_errors_before_compilation():
     cfg = Config()
-    with pytest.raises(ConfigError, match=r"mesh.data=9 needs 9 devices, but there are 8; .* is --mesh.data=8"):
+    with pytest.raises(ConfigError, match=r"mesh.data=9 needs 9 devices, but there are 8. .* is --mesh.data=8"):
         make_mesh(type(cfg.mesh)(data=9), 18)
     with pytest.raises(ConfigError, match=r"mesh.data=3 x mesh.tensor=4 needs 12 .* is --mesh.data=2 --mesh.tensor=4"):
         make_mesh(type(cfg.mesh)(data=3, tensor=4), 18)
-    with pytest.raises(ConfigError, match=r"mesh.data=4 x mesh.fsdp=2 does not divide the 12 .* use mesh.data=3,"):
+    with pytest.raises(ConfigError, match=r"mesh.data=4 x mesh.fsdp=2 does not divide the 12 .* Use mesh.data=3,"):
         make_mesh(type(cfg.mesh)(data=-1, fsdp=2), 12)
-    with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* use mesh.data=6"):
+    with pytest.raises(ConfigError, match=r"mesh.data=8 does not divide the 12 sequences .* Use mesh.data=6"):
         make_mesh(type(cfg.mesh)(data=-1), 12)
     with pytest.raises(ConfigError, match=r"mesh.fsdp=2 x mesh.expert=4 does not divide the 12 .* multiple of 8"):
         make_mesh(type(cfg.mesh)(data=1, fsdp=2, expert=4), 12)

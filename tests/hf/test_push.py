@@ -147,7 +147,7 @@ def test_the_real_client_gives_one_line(repo, run, tmp_path):
         server.shutdown()
         server.server_close()
     assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    line, advice = done.stderr.splitlines()
     assert line.startswith(f"jaxstack export: error: --push={repo} is not possible: ")
-    assert line.endswith("run `hf auth login`.")
+    assert advice.endswith("run `hf auth login`.")
     assert not (tmp_path / "out").exists()

@@ -314,7 +314,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         (wide | {"sequence_shards": 2}, "takes heads up to 128 wide in a sequence that is split"),
     ]:
         assert choose("auto", "gpu", **case) == "pallas_gpu"
-        with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*; use one of .*pallas_gpu"):
+        with pytest.raises(ValueError, match=f"attention=cudnn .*{words}.*. Use one of .*pallas_gpu"):
             choose("cudnn", "gpu", **case)
     for change, words in [
         ({"sequence_shards": 2, "mask": AttentionMask(5)}, "split over mesh axis context"),
@@ -325,7 +325,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
     ]:
         for platform in ("gpu", "tpu"):
             assert choose("auto", platform, **plain | change) == "chunked"
-            with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*; use one of xla, chunked"):
+            with pytest.raises(ValueError, match=f"attention=pallas .*{words}.*. Use one of xla, chunked"):
                 choose("pallas", platform, **plain | change)
     with pytest.raises(ValueError, match=r"as wide as keys in a sequence that is split .*, not 64 and 128"):
         choose("cudnn", "gpu", **plain | {"value_dim": 64, "sequence_shards": 2})
@@ -341,7 +341,7 @@ def test_what_a_kernel_cannot_do_is_an_error_and_auto_goes_on():
         choose("pallas", "gpu", **ring, context_method="all_gather")
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(
-        ValueError, match=r"cudnn takes segments only with .*; use one of xla, chunked, pallas_gpu, pallas_tpu"
+        ValueError, match=r"cudnn takes segments only with .*. Use one of xla, chunked, pallas_gpu, pallas_tpu"
     ):
         kernels.attention(x, x, x, scale=1.0, segment_ids=jnp.zeros((1, 4)), implementation="cudnn")
 
@@ -368,9 +368,9 @@ def test_what_tokamax_cannot_do_is_an_error(with_tokamax):
         ({"mask": AttentionMask(kind="prefix")}, "does not support prefixes"),
         ({"mask": AttentionMask(kind="cross")}, "of different sequences"),
     ]:
-        with pytest.raises(ValueError, match=f"attention=tokamax .*{words}.*; use one of xla, chunked"):
+        with pytest.raises(ValueError, match=f"attention=tokamax .*{words}.*. Use one of xla, chunked"):
             choose("tokamax", "gpu", **plain | change)
-    with pytest.raises(ValueError, match="attention=tokamax runs on gpu, not on cpu; use one of xla, chunked, or auto"):
+    with pytest.raises(ValueError, match=r"attention=tokamax runs on gpu, not on cpu. Use one of xla, chunked, or"):
         choose("tokamax", "cpu", **plain)
     for change in ({"softcap": 50.0}, {"mask": AttentionMask(9, "full")}, {"max_documents": None}):
         assert choose("auto", "gpu", **plain | change) == "pallas_gpu"
@@ -380,7 +380,7 @@ def test_tokamax_has_whole_blocks_of_an_expert(with_tokamax):
     table, case = OP_IMPLEMENTATIONS["moe"], {"dtype": jnp.bfloat16, "compute_capability": "9.0"}
     chosen = choice.select_implementation("moe", table, "tokamax", "gpu", case | {"widths": (2048, 1408)})
     assert chosen == "tokamax"
-    with pytest.raises(ValueError, match=r"moe=tokamax takes inputs and outputs .* multiples of 128, not 720; use one"):
+    with pytest.raises(ValueError, match=r"moe=tokamax takes inputs and outputs .* multiples of 128, not 720. Use one"):
         choice.select_implementation("moe", table, "tokamax", "gpu", case | {"widths": (1024, 720)})
     x, w = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((1, 128, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="multiples of 128, not 64"):
@@ -404,7 +404,7 @@ def test_a_run_names_the_matrices_of_its_experts(experts, widths):
 def test_without_tokamax_its_name_is_an_error_with_the_command(monkeypatch, op):
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=rf"kernels.{op}=tokamax needs .* \(pip install 'jaxstack\[tokamax\]'\); use one"
+        ConfigError, match=rf"kernels.{op}=tokamax needs .* \(pip install 'jaxstack\[tokamax\]'\). Use one"
     ):
         ops.implementations("gpu", KernelsConfig(**{op: "tokamax"}))
 

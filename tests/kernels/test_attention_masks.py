@@ -309,7 +309,7 @@ def test_what_no_kernel_computes_goes_to_chunked():
     ]:
         for platform, name in (("gpu", "cudnn"), ("gpu", "pallas"), ("tpu", "pallas")):
             assert choose(table, "auto", platform, plain | case) == "chunked"
-            with pytest.raises(ValueError, match=f"attention={name} .*{words}; use one of xla, chunked"):
+            with pytest.raises(ValueError, match=f"attention={name} .*{words}. Use one of xla, chunked"):
                 choose(table, name, platform, plain | case)
 
 

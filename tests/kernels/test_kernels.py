@@ -820,10 +820,10 @@ def test_what_is_named_and_cannot_run_is_an_error(monkeypatch):
     assert choose("auto", "cpu", {"dtype": "f2"}) == "xla"
     assert choose("pallas", "gpu", {"dtype": "f4"}) == "pallas_gpu"
     for wanted, platform, words in [
-        ("vendor", "cpu", "op=vendor runs on gpu, not on cpu; use one of xla, or auto"),
-        ("vendor", "gpu", "op=vendor takes no float32; use one of xla, pallas_gpu, or auto"),
-        ("pallas", "tpu", "op has no implementation 'pallas' on tpu; use one of xla, or auto"),
-        ("fast", "cpu", "op has no implementation 'fast' on cpu; use one of xla, or auto"),
+        ("vendor", "cpu", "op=vendor runs on gpu, not on cpu. Use one of xla, or auto"),
+        ("vendor", "gpu", "op=vendor takes no float32. Use one of xla, pallas_gpu, or auto"),
+        ("pallas", "tpu", "op has no implementation 'pallas' on tpu. Use one of xla, or auto"),
+        ("fast", "cpu", "op has no implementation 'fast' on cpu. Use one of xla, or auto"),
     ]:
         with pytest.raises(ValueError, match=re.escape(words)):
             choose(wanted, platform, {"dtype": "f4"})

@@ -290,31 +290,31 @@ def test_mistakes_are_named(rng):
 
     refuses("stages is a function, not a list of functions", stages=stages[0])
     refuses(
-        r"`stages\[1\]` is not a function, but a str; value_and_grad_of_stages takes a list", stages=[stages[0], "x"]
+        r"`stages\[1\]` is not a function, but a str. Give value_and_grad_of_stages a list", stages=[stages[0], "x"]
     )
-    refuses("got 3 stages, but the schedule has 4; make them equal", stages=stages[:3])
+    refuses("got 3 stages, but the schedule has 4. Make them equal", stages=stages[:3])
     refuses(
-        "interleaved_1f1b has 2 chunks a stage, which .* use gpipe or one_f_one_b",
+        "interleaved_1f1b has 2 chunks a stage, which .* Use gpipe or one_f_one_b",
         schedule=interleaved_one_f_one_b(4, 4, 2),
     )
     refuses("zb1 has weight units", schedule=zb1(4, 4))
-    refuses("4 stages, but the mesh's axis 'pipe' has 8 devices; make them equal, or give .*replicas", mesh=mesh_of(8))
+    refuses("4 stages, but the mesh's axis 'pipe' has 8 devices. Make them equal, or give .*replicas", mesh=mesh_of(8))
     refuses(r"4 stages on 1 \+ 2 \+ 1 \+ 1 devices, but the mesh's axis 'pipe' has 4", replicas=(1, 2, 1, 1))
     refuses(r"replicas=\[2, 2\] has 2 entries for a pipeline of 4 stages", replicas=(2, 2))
-    refuses("the mesh has no axis 'stage'; it has data, pipe", axis="stage")
-    refuses("the mesh has no axis 'rows'; it has data, pipe", batch_axes="rows")
+    refuses("the mesh has no axis 'stage'. It has data, pipe", axis="stage")
+    refuses("the mesh has no axis 'rows'. It has data, pipe", batch_axes="rows")
     refuses("params has 3 trees for 4 stages", trees=params[:3])
-    refuses("params is a dict, not a list; give a tree of arrays for each stage", trees={"a": params[0]})
+    refuses("params is a dict, not a list. Give a tree of arrays for each stage", trees={"a": params[0]})
     refuses(
         r"params\[1\]/n has the dtype int32, for which there is no gradient",
         trees=[params[0], {"n": jnp.zeros(1, int)}, *params[2:]],
     )
-    refuses(r"24 rows .* 5 microbatches on 2 replicas; use a multiple of 10", schedule=one_f_one_b(4, 5))
+    refuses(r"24 rows .* 5 microbatches on 2 replicas. Use a multiple of 10", schedule=one_f_one_b(4, 5))
     refuses(
-        r"all arrays of `batch` must have .*call it as \(params, batch\)", batch=batch | {"clean": batch["clean"][:3]}
+        r"all arrays of `batch` must have .*Call it as \(params, batch\)", batch=batch | {"clean": batch["clean"][:3]}
     )
     refuses(
-        r"24 rows of the batch cannot be divided into 5 microbatches of 2 parts on 2 replicas; use a multiple of 20",
+        r"24 rows of the batch cannot be divided into 5 microbatches of 2 parts on 2 replicas. Use a multiple of 20",
         stages=ConvNet.stages()[:2], trees=net[:2], batch=pictures,
         schedule=one_f_one_b(2, 5), mesh=mesh_of(3, 2), replicas=(1, 2),
     )  # fmt: skip
@@ -323,7 +323,7 @@ def test_mistakes_are_named(rng):
     narrow = [stages[0], lambda params, given: given | {"x": given["x"][..., :2], "skips": (given["x"],)}, *stages[2:]]
     refuses(
         r"stage 2 \(middle\) fails on what stage 1 \(<lambda>\) returns: .*It got params: 0 float32\[3, 3, 6, 12\], "
-        r".*x float32\[4, 8, 8, 2\].*; make the function before return what it takes",
+        r".*x float32\[4, 8, 8, 2\].*. Make the function before return what it takes",
         stages=narrow,
     )
     refuses(r"stage 0 \(first\) fails on rows of the batch: KeyError: 'noisy'", batch=pictures)
@@ -332,12 +332,12 @@ def test_mistakes_are_named(rng):
         batch=batch | {"clean": jnp.zeros((24, 5))},
     )
     refuses(
-        r"`loss` must return one number .*, not float32\[4, 8, 8, 1\]; it is called as loss\(x, batch\)",
+        r"`loss` must return one number .*, not float32\[4, 8, 8, 1\]. It is called as loss\(x, batch\)",
         loss=lambda y, batch: y,
     )
     refuses(r"stage 3 \(<lambda>\) returns no array, but NoneType", stages=[*stages[:3], lambda params, x: None])
     refuses(
-        r"stage 1 \(<lambda>\) returns key of the dtype key<fry>, which stages cannot send; send jax.random.key_data",
+        r"stage 1 \(<lambda>\) returns key of the dtype key<fry>, which stages cannot send. Send jax.random.key_data",
         stages=[stages[0], lambda params, x: stages[1](params, x) | {"key": jax.random.key(0)}, *stages[2:]],
     )
     refuses(

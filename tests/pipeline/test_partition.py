@@ -205,9 +205,9 @@ def test_layers_are_spread_evenly():
     assert even(8, 4) == (2, 2, 2, 2)
     assert even(11, 4) == (3, 3, 3, 2)
     assert even(3, 3) == (1, 1, 1)
-    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 8 model chunks .*; use 6 model chunks$"):
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 8 model chunks .*. Use 6 model chunks.$"):
         even(6, 8)
-    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 model chunks .*; use 1 model chunk$"):
+    with pytest.raises(ConfigError, match=r"^6 layers cannot fill 0 model chunks .*. Use 1 model chunk.$"):
         even(6, 0)
     with pytest.raises(ConfigError, match="layers=0 must be 1 or more"):
         even(0, 1)
@@ -218,7 +218,7 @@ def test_layers_are_spread_evenly():
 def test_a_partition_holds_every_layer_once():
     for layers in ((2, 2, 2), (2, 2, 2, 1), (8, 0, 0, 0)):
         with pytest.raises(
-            ConfigError, match=r"must be 4 counts of 1 or more with the sum 8; use such as \(2, 2, 2, 2\)"
+            ConfigError, match=r"must be 4 counts of 1 or more with the sum 8. Use such as \(2, 2, 2, 2\)"
         ):
             Partition(PLAIN, one_f_one_b(4, 8), layers)
 
@@ -227,7 +227,7 @@ def test_memory_that_holds_no_cut_is_refused_with_what_it_needs():
     """A layer needs 10 bytes, and 1 for each of 7 microbatches in flight, so two layers need 34."""
     schedule, leanest = one_f_one_b(4, 8), 34
     assert cut(PLAIN, schedule, leanest).layers == (2, 2, 2, 2)
-    with pytest.raises(ConfigError, match=r"^memory_bytes=33 .* needs 34 .*; use more stages") as error:
+    with pytest.raises(ConfigError, match=r"^memory_bytes=33 .* needs 34 .*. Use more stages") as error:
         cut(PLAIN, schedule, leanest - 1)
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"memory_bytes=20 .* for interleaved_1f1b on 4 stages needs"):
@@ -297,7 +297,7 @@ def test_weight_units_change_the_cut():
     assert cut(costs, zb1(2, 8)).layers == (2, 6)
     assert cut(PLAIN, one_f_one_b(2, 8)).layers == (4, 4)
     assert simulate(costs, (2, 6), zb1(2, 8)) < simulate(costs, (4, 4), zb1(2, 8))
-    with pytest.raises(ConfigError, match=r"no weight units, which zb1 has; measure again .* --pipeline.schedule=zb1$"):
+    with pytest.raises(ConfigError, match=r"weight units, which zb1 has. Measure again .* --pipeline.schedule=zb1.$"):
         cut(PLAIN, zb1(2, 8))
 
 
@@ -315,7 +315,7 @@ WRONG = [
     ({"forward": "fast"}, "forward must hold 1 number, not 'fast'"),
     ({"backward": [1.0] * 7}, "backward must hold 8 numbers, not 7"),
     ({"state_bytes": 5}, "state_bytes must hold 8 numbers, not 5"),
-    ({"stash_bytes": [1.0] * 7 + [-1.0]}, "stash_bytes holds -1.0; it takes finite numbers of 0 or more"),
+    ({"stash_bytes": [1.0] * 7 + [-1.0]}, "stash_bytes holds -1.0. It takes finite numbers of 0 or more"),
     ({"backward": [1.0] * 7 + ["2"]}, "backward holds '2'"),
     ({"backward": [1.0] * 7 + [float("nan")]}, "backward holds nan"),
     ({"boundary_bytes": [1.0] * 3}, "boundary_bytes must hold 8 numbers, not 3"),
@@ -352,7 +352,7 @@ def test_a_file_that_holds_no_costs_is_refused(tmp_path):
     for text, says in (
         ("{", "is not JSON .*name a file of Costs.save"),
         ("[1]", "must be an object with the keys forward, backward"),
-        (json.dumps({k: v for k, v in asdict(PLAIN).items() if k != "latency"}), "latency is missing; measure again"),
+        (json.dumps({k: v for k, v in asdict(PLAIN).items() if k != "latency"}), "latency is missing. Measure again"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=says) as error:

@@ -593,38 +593,38 @@ def test_the_bubble_of_uneven_stages_is_that_of_the_longest():
         (
             {"layers": 4},
             8,
-            "mesh.pipe=8 x pipeline.chunks=1 makes 8 model chunks, but model.num_layers=4 .* use mesh.pipe=4",
+            "mesh.pipe=8 x pipeline.chunks=1 makes 8 model chunks, but model.num_layers=4 .* Use mesh.pipe=4",
         ),
         (
             {"layers": 6, "schedule": TWO, "chunks": 4},
             2,
             "8 model chunks.* 6 layers.* mesh.pipe=1, or pipeline.chunks=3",
         ),
-        ({"family": "gemma2", "layers": 6}, 4, "3 groups of 2 layers .model.windows.* use mesh.pipe=3"),
-        ({"family": "switch_2", "layers": 4}, 4, "encoder of .* has only 3 groups of 2 layers; use mesh.pipe=3"),
+        ({"family": "gemma2", "layers": 6}, 4, "3 groups of 2 layers .model.windows.* Use mesh.pipe=3"),
+        ({"family": "switch_2", "layers": 4}, 4, "encoder of .* has only 3 groups of 2 layers. Use mesh.pipe=3"),
         ({"family": "t5", "layers": 2}, 4, "mesh.pipe=4 .* each stack, but the encoder of .* has only 3 .*mesh.pipe=3"),
         (
             {"family": "t5", "schedule": ZERO},
             2,
-            "pipeline.schedule=zb1 is for .* 2 .encoder, decoder.; use .*=gpipe or",
+            "pipeline.schedule=zb1 is for .* 2 .encoder, decoder.. Use .*=gpipe or",
         ),
-        ({"family": "t5", "loops": "static"}, 2, "pipeline.loops=static is for .*; use pipeline.loops=auto or"),
+        ({"family": "t5", "loops": "static"}, 2, "pipeline.loops=static is for .*. Use pipeline.loops=auto or"),
         (
             {"family": "t5", "microbatches": 1},
             2,
-            "microbatches=1 .* groups of mesh.pipe=2 .2 model chunks.*; use 2 or 4",
+            "microbatches=1 .* groups of mesh.pipe=2 .2 model chunks.*. Use 2 or 4",
         ),
-        ({"microbatches": 3}, 2, "microbatches=3 does not divide the 8 sequences of a replica; use 2 or 4"),
-        ({"microbatches": 16}, 2, "microbatches=16 does not divide the 8 .* use 4 or 8"),
+        ({"microbatches": 3}, 2, "microbatches=3 does not divide the 8 sequences of a replica. Use 2 or 4"),
+        ({"microbatches": 16}, 2, "microbatches=16 does not divide the 8 .* Use 4 or 8"),
         (
             {"schedule": TWO, "chunks": 2, "microbatches": 2},
             4,
-            "microbatches=2 .* in groups of mesh.pipe=4 .*; use 4 or 8",
+            "microbatches=2 .* in groups of mesh.pipe=4 .*. Use 4 or 8",
         ),
         (
             {"schedule": TWO, "chunks": 2, "batch": 6},
             4,
-            "microbatches=null .* 6 sequences .* no number does, or another",
+            "microbatches=null .* 6 sequences .* No number does: use another",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -905,11 +905,11 @@ def test_gradients_that_weight_units_cannot_compute_stay_with_backward_units(rng
 def test_mistakes_of_anyones_are_named(rng):
     stacked, shared, batch, *functions = strangers(rng, 7)
     how: dict[str, Any] = {"mesh": mesh_of(4, 2), "axis": "stage", "batch_axes": ("d",)}
-    with pytest.raises(ScheduleError, match="has no axis 'pipe'; it has d, stage"):
+    with pytest.raises(ScheduleError, match=r"has no axis 'pipe'. It has d, stage"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 2), mesh=how["mesh"])
     with pytest.raises(ScheduleError, match="2 stages, but the mesh's axis 'stage' has 4 devices"):
         pipeline.value_and_grad(*functions, schedule=gpipe(2, 2), **how)
-    with pytest.raises(ScheduleError, match=r"24 rows .* 5 microbatches on 2 replicas; use a multiple of 10"):
+    with pytest.raises(ScheduleError, match=r"24 rows .* 5 microbatches on 2 replicas. Use a multiple of 10"):
         pipeline.value_and_grad(*functions, schedule=gpipe(4, 5), **how)(shared, stacked, batch)
     with pytest.raises(ConfigError, match="7 layers cannot fill 8 model chunks"):
         pipeline.value_and_grad(*functions, schedule=interleaved_one_f_one_b(4, 4, 2), **how)(shared, stacked, batch)
@@ -927,7 +927,7 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
             jax.eval_shape(pipeline.value_and_grad(*functions, **settings | changes), *trees)
 
     for words, changes in {
-        "schedule='gpipe' is not a Schedule; make one, such as": {"schedule": "gpipe"},
+        "schedule='gpipe' is not a Schedule. Make one, such as": {"schedule": "gpipe"},
         "mesh is a tuple, not a Mesh": {"mesh": (2, 4)},
         "name an axis twice": {"batch_axes": ("d", "stage")},
         r"scope \(jax.set_mesh\) has d=2 \(explicit\), stage=4 \(explicit\), but .* stage=4 \(auto\)": {
@@ -938,21 +938,21 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
 
     got = r"`layer` \(%s\) got x of float32\[4, 8\] and returned %s"
     narrow, half, pair = (lambda w, x: x[:, :6]), (lambda w, x: x.astype("bfloat16")), (lambda w, x: (x, None))
-    order = r"takes layer\(weights, x\), embed\(shared, batch\), loss\(shared, x, batch\), in this order"
+    order = r"in this order: layer\(weights, x\), embed\(shared, batch\), loss\(shared, x, batch\)\."
     for words, functions in {
         got % ("<lambda>", r"float32\[4, 6\], but it must return the shape and dtype of x"): (narrow, first, last),
-        got % ("<lambda>", r"bfloat16\[4, 8\].*; cast its result with .astype"): (half, first, last),
+        got % ("<lambda>", r"bfloat16\[4, 8\].*\. Cast its result with .astype"): (half, first, last),
         got % ("<lambda>", r"0 float32\[4, 8\]"): (pair, first, last),
         r"`embed` \(layer\) failed as embed\(shared, batch\): KeyError: 'w'. It got shared: in float32\[5, 8\], out .*"
         rf"; batch: x float32\[4, 5\], y .*{order}": (first, layer, last),
         r"`layer` \(<lambda>\) failed as layer\(weights, x\): .*weights: g": (lambda x, w: layer(w, x), first, last),
         r"`loss` must return one number .*, not float32\[4, 8\]": (layer, first, lambda shared, x, batch: x),
         "`embed` must return one array": (layer, lambda shared, batch: batch, last),
-        f"`layer` is not a function, but a dict; .*{order}": (stacked, first, last),
+        f"`layer` is not a function, but a dict. .*{order}": (stacked, first, last),
     }.items():
         refuses(words, functions)
 
-    call = r"; call it as \(shared, stacked, batch\)"
+    call = r"\. Call it as \(shared, stacked, batch\)"
     shorter = stacked | {"v": stacked["v"][:3]}
     for words, trees in {
         r"arrays of `stacked` must have .*, the layers, but it has stacked/in \(5, 8\), stacked/out \(8,\)" + call: (
@@ -964,7 +964,7 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
         ),
         "`stacked` must have .* no array": (shared, {}, batch),
         r"the rows, but it has batch \(\)": (shared, stacked, batch["y"][0]),
-        "shared/n has the dtype int32, for which there is no gradient; .*nnx.Param": (
+        "shared/n has the dtype int32, for which there is no gradient. .*nnx.Param": (
             shared | {"n": jnp.zeros((), jnp.int32)}, stacked, batch,
         ),
     }.items():  # fmt: skip

@@ -171,7 +171,7 @@ def test_a_wrong_table_is_refused():
         with_ticks(backward=good.backward_MG - 1)
     with pytest.raises(ScheduleError, match="shape"):
         with_ticks(forward=good.forward_MG[:, :3])
-    with pytest.raises(ScheduleError, match=r"10 microbatches come in groups of 4 stages; use 8 or 12"):
+    with pytest.raises(ScheduleError, match=r"10 microbatches come in groups of 4 stages. Use 8 or 12"):
         interleaved_one_f_one_b(4, 10, 2)
     with pytest.raises(ScheduleError, match=r"stages=0 must be an integer of 1 or more"):
         gpipe(0, 4)

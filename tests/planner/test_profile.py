@@ -208,7 +208,7 @@ def test_a_stage_stores_as_many_rows_as_the_longest_block():
 @pytest.mark.parametrize(
     ("layers", "change", "says"),
     [
-        (4, {}, r"costs.json holds costs of 4 layers, but model.num_layers=5 has 5 layers; measure this model by"),
+        (4, {}, r"costs.json holds costs of 4 layers, but model.num_layers=5 has 5 layers. Measure this model by"),
         (5, {"memory_bytes": 1.0}, r"costs.json: memory_bytes=1 .*: the smallest cut of 5 layers"),
     ],
 )

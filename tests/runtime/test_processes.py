@@ -226,7 +226,7 @@ def test_a_preflight_names_the_machine_with_a_fault(patch, code, words, text, tm
     outputs = finish(*(start(*argv, *flags_of(i, 2, port), devices=4, code=programs[i]) for i in range(2)), code=code)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     if code:
-        assert all(words in err.splitlines()[-1] for _, err in outputs), outputs
+        assert all(words in " ".join(err.splitlines()[-2:]) for _, err in outputs), outputs
     else:
         assert "health   2 x 4 cpu; clocks within" in outputs[0][0]
         assert "preflight passed; nothing was trained" in outputs[0][0]
@@ -239,7 +239,7 @@ def test_a_process_that_never_joins(index, text, tmp_path):
     port = free_port()
     argv = [*SMALL, f"--data.path={text}", f"--run.dir={tmp_path / 'run'}", "--distributed.timeout_s=3"]
     ((_, err),) = finish(start(*argv, *flags_of(index, 2, port), devices=4), code=Exit.NOT_JOINED)
-    assert err.count("\n") == 1, err
+    assert err.count("\n") <= 2, err
     who = "some processes did not join" if index == 0 else "nothing is listening there"
     for word in (f"process {index} of 2", f"127.0.0.1:{port}", "waited 3 s", who, "--distributed.timeout_s"):
         assert word in err

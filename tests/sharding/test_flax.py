@@ -102,9 +102,9 @@ def test_what_is_no_array(mesh):
         shard({"name": "x"}, Rules(), mesh)
     with pytest.raises(ShardingError, match="the tree: a leaf of type Dense is not an array"):
         shard(nn.Dense(4), Rules(), mesh)
-    with pytest.raises(ShardingError, match=r"rules is a dict, not Rules; call it as shard\(tree, Rules"):
+    with pytest.raises(ShardingError, match=r"rules is a dict, not Rules. Call it as shard\(tree, Rules"):
         shard(plain(), {"embed": "fsdp"}, mesh)
-    with pytest.raises(ConfigError, match="mesh is a MeshConfig, not a Mesh; make one with make_mesh"):
+    with pytest.raises(ConfigError, match=r"mesh is a MeshConfig, not a Mesh. Make one with make_mesh"):
         shard(plain(), PLAIN, MeshConfig())
 
 

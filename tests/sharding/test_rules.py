@@ -132,7 +132,7 @@ def test_a_name_that_is_no_mesh_axis_where_there_are_no_rules(mesh):
     ids=["name", "pattern", "name behind a pattern"],
 )
 def test_a_rule_that_nothing_uses(rules, named, mesh):
-    says(refused(rules, {"a/kernel": KERNEL, "a/bias": BIAS}, mesh), named, "correct or remove it")
+    says(refused(rules, {"a/kernel": KERNEL, "a/bias": BIAS}, mesh), named, "Correct or remove it")
 
 
 @pytest.mark.parametrize("second", ["a/kernel", ".*/kernel"], ids=["narrower", "the same"])
@@ -155,13 +155,13 @@ def test_an_annotation_longer_than_the_rank(mesh):
     ("rules", "words"),
     [
         # Without this error, each letter would be an entry.
-        ({"paths": [(".*", "fsdp")]}, r"'\.\*' gives 'fsdp'; .* \('fsdp',\)"),
-        ({"paths": [(".*", None)]}, r"'\.\*' gives None; .* or \(\) to replicate"),
-        ({"paths": [(".*", (0, "tensor"))]}, r"'\.\*' gives 0; write the name of a mesh axis"),
-        ({"paths": (".*", ("fsdp",))}, r"the rule '\.\*'; write a list of pairs"),
-        ({"paths": [(".*", "fsdp", "tensor")]}, "write a list of pairs"),
-        ({"paths": {"ab": ("fsdp",)}}, "the rule 'ab'; write a list of pairs"),
-        ({"parameters": [("embed", "fsdp")]}, "Rules.parameters is a list; write a dict"),
+        ({"paths": [(".*", "fsdp")]}, r"'\.\*' gives 'fsdp'. .* \('fsdp',\)"),
+        ({"paths": [(".*", None)]}, r"'\.\*' gives None. .* or \(\) to replicate"),
+        ({"paths": [(".*", (0, "tensor"))]}, r"'\.\*' gives 0. Write the name of a mesh axis"),
+        ({"paths": (".*", ("fsdp",))}, r"the rule '\.\*'. Write a list of pairs"),
+        ({"paths": [(".*", "fsdp", "tensor")]}, "Write a list of pairs"),
+        ({"paths": {"ab": ("fsdp",)}}, "the rule 'ab'. Write a list of pairs"),
+        ({"parameters": [("embed", "fsdp")]}, "Rules.parameters is a list. Write a dict"),
         ({"parameters": {"embed": 1}}, "Rules.parameters: the rule 'embed' gives 1"),
         ({"activations": {"batch": ("data", None)}}, "Rules.activations: the rule 'batch' gives"),
     ],
@@ -199,7 +199,7 @@ def test_a_mesh_axis_that_does_not_exist(rules, leaf, named, mesh):
     ],
 )
 def test_two_dimensions_that_claim_one_mesh_axis(rules, leaf, named, mesh):
-    says(refused(rules, {"a": leaf}, mesh), "a: ", named, "claim the mesh axis '", "give it to one of them")
+    says(refused(rules, {"a": leaf}, mesh), "a: ", named, "claim the mesh axis '", "Give it to one of them")
 
 
 def test_a_dimension_that_its_mesh_axes_do_not_divide(mesh):
@@ -298,7 +298,7 @@ def test_the_guard_on_a_mesh_with_other_axes():
     mesh = Mesh(grid, ("replica", "model"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ShardingError, match=r"the mesh has replica, model, and none of fsdp, .*axes="):
         assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh)
-    with pytest.raises(ShardingError, match="and none of modle; name its axes"):
+    with pytest.raises(ShardingError, match=r"and none of modle. Name its axes"):
         assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh, axes=("model", "modle"))
     with pytest.raises(ShardingError, match="split over none of model=4"):
         assert_sharded({"w": Leaf((8,))}, {"w": P()}, mesh, axes=("model",))
@@ -308,14 +308,14 @@ def test_the_guard_on_a_mesh_with_other_axes():
 
 @pytest.mark.parametrize("function", [summarize, assert_sharded])
 def test_a_call_with_a_tree_in_place_of_its_arrays_by_path(function, mesh):
-    call = rf"call it as {function.__name__}\(\*shardings_of\(tree\), mesh\)"
+    call = rf"Call it as {function.__name__}\(\*shardings_of\(tree\), mesh\)"
     for leaves, specs in (([1.0], {}), ({"w": Leaf((8,))}, Rules()), ({"w": Leaf((8,))}, {"v": P()})):
         with pytest.raises(ShardingError, match=call):
             function(leaves, specs, mesh)
-    with pytest.raises(ConfigError, match="mesh is a NoneType, not a Mesh; make one with"):
+    with pytest.raises(ConfigError, match=r"mesh is a NoneType, not a Mesh. Make one with"):
         function({}, {}, None)
 
 
 def test_a_mesh_of_what_is_no_mesh_config():
-    with pytest.raises(ConfigError, match="make_mesh got a dict, not a MeshConfig; write MeshConfig"):
+    with pytest.raises(ConfigError, match=r"make_mesh got a dict, not a MeshConfig. Write MeshConfig"):
         make_mesh({"fsdp": 2}, 8)
