@@ -16,14 +16,15 @@ from jsonargparse import Namespace
 
 from jaxstack.common import files
 from jaxstack.common.counts import plural
-from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.images import format_size, read_picture
 from jaxstack.data.text_stream import TextStream
-from jaxstack.data.tokenizers import describe_frame, encode_prompt
+from jaxstack.data.tokenizers import HFTokenizer, describe_frame, encode_prompt
 from jaxstack.generate.prompts import (
     begin_captions,
     check_prompts,
@@ -135,7 +136,7 @@ def main(args: Namespace) -> None:
     if args.out is not None:
         raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Remove --out.")
     prompts = read_prompts(args.prompts)
-    ids, texts, stop = begin_texts(prompts, tokenizer, args)
+    ids, texts, stop = begin_texts(prompts, tokenizer, args, cfg.data)
     cfg = with_arguments(cfg, args)
     load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
     check_prompts(cfg.model, ids, cfg.sample.tokens, cfg.model.vocab)
@@ -170,10 +171,39 @@ def main(args: Namespace) -> None:
         write_load(load, run.engine(cfg.sample.domain).counted["load"])
 
 
+def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | None:
+    """Returns the template of a run that was trained or imported with one, else `None`.
+
+    Args:
+      cfg: the data of the run.
+    """
+    saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
+    trained = any(one.source in TEMPLATED for one in cfg.single_sources())
+    return chat.template_for(tokenizer) if saved or trained else None
+
+
+def require_template(run: Path | str, cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate:
+    """Returns the template of a run, for `--chat`.
+
+    Raises:
+      ConfigError: the run has no template.
+    """
+    template = template_of(cfg, tokenizer)
+    if template is None:
+        raise ConfigError(
+            f"--chat needs a chat template, which {run} does not have. Leave --chat out, or name a run that trained "
+            f"with data.source=chat."
+        )
+    return template
+
+
 def begin_texts(
-    prompts: Sequence[str], tokenizer: Tokenizer, args: Namespace
+    prompts: Sequence[str], tokenizer: Tokenizer, args: Namespace, cfg: DataConfig
 ) -> tuple[list[list[int]], list[TextStream], tuple[int, ...]]:
     """Returns the ids of prompts, the texts to which tokens are added, and the tokens that end a text.
+
+    Args:
+      cfg: the data of the run.
 
     Raises:
       ConfigError: the run has no chat template, or a text of `--stop` is not one token.
@@ -186,7 +216,7 @@ def begin_texts(
             [TextStream(tokenizer, p) for p in prompts],
             stop,
         )
-    template = chat.template_for(tokenizer)  # it puts everything around the messages
+    template = require_template(args.run, cfg, tokenizer)  # it puts everything around the messages
     asked = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
     turn = chat.end_of_turn(template, tokenizer)
     stop += turn.tokens

@@ -61,7 +61,7 @@ COMMANDS = {
     "data build": Command("Data", "data_build", "make a token file from text"),
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),
-    "plan": Command("Plan", "plan", "memory and communication on chips that are not here"),
+    "plan": Command("Plan", "plan", "predict memory and communication on chips that you do not have"),
     "plan memory": Command("Plan", "plan_memory", "split the memory of a device by part and by recomputation policy"),
     "plan flops": Command("Plan", "plan_flops", "count the FLOPs of a step by every convention"),
     "plan time": Command("Plan", "plan_time", "predict the time of a step, MFU, and days for a token budget"),

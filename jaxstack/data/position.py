@@ -2,7 +2,7 @@
 
 A checkpoint has the index of the next batch, and a `Position`: how many sequences of each source were read. As long as
 batches stay as they were, the index says everything. Otherwise reading starts again at that index, behind the sequences
-that were read. Where sequences are other ones, for example with another length of rows, each source starts its next
+that were read. Where the data now has other sequences, such as with another length of rows, each source starts its next
 pass.
 """
 
@@ -90,7 +90,11 @@ def continue_source(record: SourceRecord, orders: Sequence[Order | None], saved:
     return Continued(
         begun,
         f"{record['name']}: the rest of pass {passes:,}, {left_out:,} of {plural(total, 'sequence', spec=',')}, is "
+<<<<<<< HEAD
         f"left out, because the run now reads other sequences ({reason if same_text else 'another text'}). Pass "
+=======
+        f"left out, because the data now has other sequences ({reason if same_text else 'another text'}). Pass "
+>>>>>>> a487a6ae714e8b88293a5555f69c47b8b3ad55c2
         f"{passes + 1:,} begins",
     )
 

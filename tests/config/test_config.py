@@ -240,6 +240,7 @@ MISTAKES = {
     "spaces": (["--model.num_layers", "=", "8"], ["Write --model.num_layers=VALUE, without spaces"]),
     "no group": (["--num_layers=8"], ["unknown key num_layers. Did you mean model.num_layers?"]),
     "several groups": (["--top_k=8"], ["Did you mean model.moe.top_k or sample.top_k?"]),
+    "part of a name": (["--model.layers=8"], ["Did you mean model.num_layers or "]),
     "another tool's key": (["--max_steps", "8"], ["max_steps (Hugging Face, Lightning). Use --train.steps=8."]),
     "another tool's unit": (
         ["--per_device_train_batch_size=8"],
