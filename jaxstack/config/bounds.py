@@ -169,7 +169,7 @@ def type_in_words(kind: object) -> str:
     """Returns the values of a type in words: `one of a, b`, `a list of a, b`, `an integer >= 1 or null`."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) is tuple:
+    if get_origin(kind) in (tuple, list):
         part = get_args(kind)[0]
         return f"a list of {_PLURAL.get(part) or type_in_words(part).removeprefix('one of ')}"
     if get_origin(kind) is Annotated:
