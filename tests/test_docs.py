@@ -476,6 +476,18 @@ def test_links_between_documents_lead_somewhere():
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: no such heading"
 
 
+@pytest.mark.slow
+def test_the_memory_and_the_traffic_of_gathers_are_those_of_the_command(tmp_path):
+    (command,) = [c for c in COMMANDS if c.page == "docs/pipelines.md" and "--pipeline.gather=layer" in c.line]
+    rows = {cells[0]: cells[1:] for cells in table_below("docs/pipelines.md", "| | `once` | `layer` |")}
+    for column, gather in enumerate(("once", "layer")):
+        printed = start(command.line, tmp_path, [f"--pipeline.gather={gather}"])
+        (memory,) = re.findall(r"by formula +([\d.]+)  ", printed)
+        assert rows["memory of a device in GiB, by the command above"][column] == f"{float(memory):.1f}"
+        sent = sum(float(mib) for mib in re.findall(r"^fsdp .* ([\d.]+)$", printed, re.M)) / 1024
+        assert rows["GiB that a device sends over `fsdp`, by the same command"][column] == f"{sent:.1f}"
+
+
 def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     traffic = runpy.run_path(str(ROOT / "benchmarks" / "traffic.py"))
