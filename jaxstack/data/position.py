@@ -90,11 +90,7 @@ def continue_source(record: SourceRecord, orders: Sequence[Order | None], saved:
     return Continued(
         begun,
         f"{record['name']}: the rest of pass {passes:,}, {left_out:,} of {plural(total, 'sequence', spec=',')}, is "
-<<<<<<< HEAD
         f"left out, because the run now reads other sequences ({reason if same_text else 'another text'}). Pass "
-=======
-        f"left out, because the data now has other sequences ({reason if same_text else 'another text'}). Pass "
->>>>>>> a487a6ae714e8b88293a5555f69c47b8b3ad55c2
         f"{passes + 1:,} begins",
     )
 

@@ -226,7 +226,7 @@ MISTAKES = {
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
     "group as value": (["--model=3"], ["--model=3 is not a group of keys", "--model.family=VALUE"]),
     "inner group as value": (["--model.moe=8"], ["--model.moe=8 is not a group", "--model.moe.num_experts=VALUE"]),
-    "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE"]),
+    "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE", "--mesh=auto"]),
     "group without keys": (["--mesh={}", "--model={num_layers: }"], ["model.num_layers"]),
     "key twice": (["--model.moe={top_k: 1, top_k: 2}"], ["model.moe.top_k occurs twice"]),
     "empty word": ([""], ["unknown argument ''. Remove it."]),

@@ -218,11 +218,7 @@ def test_a_mixture_reads_on_with_another_batch_size_and_other_weights(folder):
     notes = fourth.resume(15, saved(third, *rest, 15))
     assert len(notes) == 2
     assert notes[0].startswith("b: the rest of pass ")
-<<<<<<< HEAD
     assert notes[0].endswith("the run now reads other sequences (place in the mixture: 1 before, 0 now). Pass 5 begins")
-=======
-    assert notes[0].endswith("has other sequences (place in the mixture: 1 before, 0 now). Pass 5 begins")
->>>>>>> a487a6ae714e8b88293a5555f69c47b8b3ad55c2
 
 
 def test_rows_have_other_masks_after_another_batch_size(folder):
@@ -261,13 +257,8 @@ def test_other_sequences_begin_a_pass_and_say_what_is_left_out(folder, flags, no
     second, *_ = loader_of(folder, *changed, seq_len=now.get("seq_len", 16))
     (note,) = second.resume(index, saved(first, *rest, index, record))
     assert re.fullmatch(
-<<<<<<< HEAD
         rf"\S+/a: the rest of pass 1, {rows - read} of {rows} sequences, is left out, because the run now reads other "
         rf"sequences \({reason}\)\. Pass 2 begins",
-=======
-        rf"\S+/a: the rest of pass 1, {rows - read} of {rows} sequences, is left out, because the data now has "
-        rf"other sequences \({reason}\)\. Pass 2 begins",
->>>>>>> a487a6ae714e8b88293a5555f69c47b8b3ad55c2
         note,
     )
     fresh = loader_of(folder, *changed, seq_len=now.get("seq_len", 16))[0]
