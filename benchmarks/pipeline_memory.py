@@ -59,6 +59,6 @@ def case(schedule: str, microbatches: int, chunks: int, remat: str) -> dict[str,
 
 
 if __name__ == "__main__":
-    print("| schedule | chunks | microbatches | recomputed | temporary, GB | in all, GB | by formula, GB |")
+    print("| schedule | chunks | microbatches | `train.remat` | temporary, GB | in all, GB | in all by formula, GB |")
     print("|---|---|---|---|---|---|---|")
     record("pipeline_memory", {"target": TARGET, "parameters": 1.37e9, "cases": [case(*c) for c in CASES]})

@@ -107,14 +107,14 @@ NOT_RUN = {  # why not here; what parses is still parsed
     r"^eval .*--tasks": "an extra; tests/evaluate/test_evaluate.py",
     r"^debug ": "a run with a bad step; tests/debug/test_search.py",
     r"^plan fit": "runs of several sizes; tests/planner/test_scaling_law.py",
-    r"^plan run": "files and pictures; tests/planner/test_plan_run.py",
-    r"^plan (?!roofline|fit|run|memory|flops|time|serve|experts)": "a compiler of an extra; tests/aot",
+    r"^plan run(?! --days)": "files and pictures; tests/planner/test_plan_run.py",
+    r"^plan (mesh|bytes|--(config|target (?!a100)))": "a compiler of an extra, or a search; tests/aot",
     r"^python benchmarks/": "measured on its own; tests/test_benchmarks.py runs the ones for accelerators, small",
     r"^python docs/examples/own_(family|layer)": "eight devices; tests/pipeline/test_pipeline_examples.py",
     r"^plan roofline(?!.*llama3_8b)": "tests/planner/test_roofline.py",
     r"--kernels\.attention=pallas": "an error on a CPU; tests/kernels/test_attention_kernels.py",
     r"^(report|generate|export) runs/gpt2": "what an accelerator has trained; run with runs/quickstart",
-    r"--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--(print_sh|chip|tokens))": "accelerators; test_config.py",
+    r"^(?!plan ).*--config (configs/models/)?(llama3_8b|gpt2)\b(?!.*--print_sh)": "accelerators; test_config.py",
     r"\bshakespeare(\.yaml| |$)": "an hour; configs/shakespeare_cpu.yaml is run",
     r"gpt2/tokenizer\.json": "a download; tests/data/test_data.py",
     r"--data\.source=hf": "an extra, and a download; tests/data/test_files_of_others.py",
@@ -135,7 +135,7 @@ ALONE = ["--train.ngram_baseline=false", "--sample.prompts=[]", "--optim.name=sg
 SHORT = [*STEPS, *ALONE, "--data.seq_len=32", "--data.batch_size=8"]
 RUN: list[tuple[str, list[str]]] = [  # flags that make it short; the first that matches
     (r"^launch ", []),
-    (r"--print_shardings|^plan (roofline|memory|flops|time|serve)", []),
+    (r"--print_shardings|^plan (roofline|memory|flops|time|serve|run --days|--target|--formula)", []),
     (r"--pipeline\.partition=", [*STEPS, *ALONE, "--data.seq_len=32"]),
     (r"^profile ", ["--data.seq_len=32"]),
     (r"--data\.source=chat", [*STEPS, *ALONE]),
@@ -413,7 +413,7 @@ def test_the_page_of_commands_lists_all_with_their_summaries():
 
 
 def test_the_commands_of_the_table_of_systems_exist(sandbox, monkeypatch):
-    """Each row has a command with keys that exist and fit together, or `not built, because` and the reason."""
+    """Each row has a command with keys that exist and fit together, or `not implemented` and the reason."""
     monkeypatch.chdir(sandbox[0])
     rows = table_below("docs/systems.md", "| system | method |")
     assert len(rows) > 40
@@ -421,7 +421,7 @@ def test_the_commands_of_the_table_of_systems_exist(sandbox, monkeypatch):
         assert system, method
         assert theirs, method
         assert len(ours) > 10, method
-        if command == "not built, because":
+        if command == "not implemented":
             continue
         program, *rest = shlex.split(command.strip("`"))
         if program == "python":
@@ -475,6 +475,18 @@ def test_links_between_documents_lead_somewhere():
             target = (page.parent / file).resolve() if file else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: no such heading"
+
+
+@pytest.mark.slow
+def test_the_memory_and_the_traffic_of_gathers_are_those_of_the_command(tmp_path):
+    (command,) = [c for c in COMMANDS if c.page == "docs/pipelines.md" and "--pipeline.gather=layer" in c.line]
+    rows = {cells[0]: cells[1:] for cells in table_below("docs/pipelines.md", "| | `once` | `layer` |")}
+    for column, gather in enumerate(("once", "layer")):
+        printed = start(command.line, tmp_path, [f"--pipeline.gather={gather}"])
+        (memory,) = re.findall(r"by formula +([\d.]+)  ", printed)
+        assert rows["memory of a device in GiB, by the command above"][column] == f"{float(memory):.1f}"
+        sent = sum(float(mib) for mib in re.findall(r"^fsdp .* ([\d.]+)$", printed, re.M)) / 1024
+        assert rows["GiB that a device sends over `fsdp`, by the same command"][column] == f"{sent:.1f}"
 
 
 def test_tables_of_traffic_are_those_of_the_result(monkeypatch):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 
 COMMANDS = [row[3].strip("`") for row in table_below("docs/systems.md", "| system | method |")]
 NOT_RUN = {
-    r"^not built": "the row says why",
+    r"^not implemented": "the row says why",
     r"^python benchmarks/": "minutes to hours; the page quotes the committed results",
     r"^jaxstack serve": "a server, which does not end; tests/serve",
 }

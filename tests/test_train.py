@@ -291,8 +291,12 @@ def test_a_dense_run_is_up_cycled_on_another_mesh(straight, text, tmp_path):
     assert all(1 <= line["moe_load_max_over_mean"] <= 4 and line["moe_dropped_fraction"] == 0 for line in routed)
     _, err = run(*argv, "--model.d_ff=128", f"--run.dir={tmp_path / 'other'}", code=2)
     assert "has another model" in err
-    _, err = run(*SMALL, f"--data.path={text}", "--run.init_from=nowhere", f"--run.dir={tmp_path / 'other'}", code=2)
+
+
+def test_a_missing_source_of_parameters_is_found_before_anything_is_compiled(text, tmp_path):
+    out, err = run(*SMALL, f"--data.path={text}", "--run.init_from=nowhere", f"--run.dir={tmp_path / 'run'}", code=2)
     assert "run.init_from=nowhere is not a folder of a run" in err
+    assert not out
 
 
 def test_shardings_are_printed_and_nothing_is_written(text, tmp_path):

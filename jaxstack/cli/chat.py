@@ -15,12 +15,11 @@ from jsonargparse import Namespace
 
 from jaxstack.cli import generate
 from jaxstack.common.counts import plural
-from jaxstack.config import ConfigError, DataConfig, ModelConfig
-from jaxstack.config.data import TEMPLATED
+from jaxstack.config import ConfigError, ModelConfig
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.text_stream import TextStream
-from jaxstack.data.tokenizers import HFTokenizer, encode_prompt
+from jaxstack.data.tokenizers import encode_prompt
 from jaxstack.generate.prompts import require_decoder
 from jaxstack.loaded import load_run
 from jaxstack.runtime import preemption
@@ -56,7 +55,7 @@ def main(args: Namespace) -> None:
     cfg, tokenizer = load_run.read_run(path)
     require_decoder(cfg.model)
     stop = generate.stop_tokens(tokenizer, args.stop)
-    template = template_of(cfg.data, tokenizer)
+    template = generate.template_of(cfg.data, tokenizer)
     turn = chat.end_of_turn(template, tokenizer)
     stop += turn.tokens
     if template is None and args.system is not None:
@@ -94,17 +93,6 @@ def context_of(cfg: ModelConfig, context: int | None, trained: int) -> int:
     if context < 2 or (table is not None and context > table):
         raise ConfigError(f"--context={context} is out of range. Use a number from 2 to {table or 'any size'}.")
     return context
-
-
-def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | None:
-    """Returns the template of a run that was trained or imported with one, else `None`.
-
-    Args:
-      cfg: the data of the run.
-    """
-    saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
-    trained = any(one.source in TEMPLATED for one in cfg.single_sources())
-    return chat.template_for(tokenizer) if saved or trained else None
 
 
 class History:

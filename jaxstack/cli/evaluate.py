@@ -22,7 +22,7 @@ from rich.text import Text
 from jaxstack.checkpoint import evaluations, manifest, run_dir
 from jaxstack.checkpoint.evaluations import Result
 from jaxstack.cli.chat import context_of
-from jaxstack.cli.generate import DTYPE
+from jaxstack.cli.generate import DTYPE, require_template
 from jaxstack.common.counts import plural
 from jaxstack.common.files import atomic_file
 from jaxstack.config import ConfigError, MeshConfig
@@ -33,6 +33,7 @@ from jaxstack.data import chat
 from jaxstack.data.preferences import Feedback, Preference, read_preferences
 from jaxstack.data.tokenizers import describe_frame
 from jaxstack.loaded import load_run
+from jaxstack.posttrain.tasks import PREFIX
 
 if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.evaluate.tasks import Tasks
@@ -96,7 +97,7 @@ def main(args: Namespace) -> None:
     context = context_of(cfg.model, args.context, cfg.data.seq_len)
     overlap = context // 2 if args.overlap is None else args.overlap
     check_flags(args, names, context)
-    template = chat.template_for(tokenizer) if args.chat else None
+    template = require_template(path, cfg.data, tokenizer) if args.chat else None
     texts = {name: read_text(name) for name in args.text}
     tasks = open_tasks(names, args)
     scored = {name: [*read_preferences(name)] for name in args.preferences}
@@ -140,7 +141,7 @@ def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
     """Checks flags against each other.
 
     Raises:
-      ConfigError: there is nothing to do, or a flag has no effect.
+      ConfigError: there is nothing to do, a flag has no effect, or a file of prompts does not exist.
     """
     if not names and not args.text and not args.preferences and not args.prompts:
         raise ConfigError(
@@ -164,6 +165,12 @@ def check_flags(args: Namespace, names: Sequence[str], context: int) -> None:
     for name, value in of_prompts.items():
         if value is not None and not args.prompts:
             raise ConfigError(f"--{name}={value} is for prompts. Name some with --prompts.")
+    for name in args.prompts:  # before the model is read, which takes longer
+        if not name.startswith(PREFIX) and not Path(name).is_file():
+            raise ConfigError(
+                f"--prompts={name} is not a file. Name a file with one prompt in JSON per line, or a task such as "
+                f"task:addition:2."
+            )
     if args.overlap is not None and not args.text:
         raise ConfigError(f"--overlap={args.overlap} is for texts. Name some with --text.")
     if args.overlap is not None and args.overlap >= context:

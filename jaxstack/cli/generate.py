@@ -16,14 +16,15 @@ from jsonargparse import Namespace
 
 from jaxstack.common import files
 from jaxstack.common.counts import plural
-from jaxstack.config import Config, ConfigError, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
+from jaxstack.config import Config, ConfigError, DataConfig, KernelsConfig, MeshConfig, SampleConfig, TrainConfig
 from jaxstack.config.bounds import PositiveInt
+from jaxstack.config.data import TEMPLATED
 from jaxstack.config.reading.parse import Parser, user_path
 from jaxstack.data import Tokenizer, chat
 from jaxstack.data.captions import Given
 from jaxstack.data.images import format_size, read_picture
 from jaxstack.data.text_stream import TextStream
-from jaxstack.data.tokenizers import describe_frame, encode_prompt
+from jaxstack.data.tokenizers import HFTokenizer, describe_frame, encode_prompt
 from jaxstack.generate.prompts import (
     begin_captions,
     check_prompts,
@@ -135,7 +136,7 @@ def main(args: Namespace) -> None:
     if args.out is not None:
         raise ConfigError(f"--out={args.out} is for pictures, and {args.run} makes text. Remove --out.")
     prompts = read_prompts(args.prompts)
-    ids, texts, stop = begin_texts(prompts, tokenizer, args)
+    ids, texts, stop = begin_texts(prompts, tokenizer, args, cfg.data)
     cfg = with_arguments(cfg, args)
     load = load_file(args, cfg.model.moe.num_experts, cfg.sample, len(prompts))
     check_prompts(cfg.model, ids, cfg.sample.tokens, cfg.model.vocab)
@@ -170,10 +171,39 @@ def main(args: Namespace) -> None:
         write_load(load, run.engine(cfg.sample.domain).counted["load"])
 
 
+def template_of(cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate | None:
+    """Returns the template of a run that was trained or imported with one, else `None`.
+
+    Args:
+      cfg: the data of the run.
+    """
+    saved = isinstance(tokenizer, HFTokenizer) and tokenizer.chat is not None
+    trained = any(one.source in TEMPLATED for one in cfg.single_sources())
+    return chat.template_for(tokenizer) if saved or trained else None
+
+
+def require_template(run: Path | str, cfg: DataConfig, tokenizer: Tokenizer) -> chat.ChatTemplate:
+    """Returns the template of a run, for `--chat`.
+
+    Raises:
+      ConfigError: the run has no template.
+    """
+    template = template_of(cfg, tokenizer)
+    if template is None:
+        raise ConfigError(
+            f"--chat needs a chat template, which {run} does not have. Leave --chat out, or name a run that trained "
+            f"with data.source=chat."
+        )
+    return template
+
+
 def begin_texts(
-    prompts: Sequence[str], tokenizer: Tokenizer, args: Namespace
+    prompts: Sequence[str], tokenizer: Tokenizer, args: Namespace, cfg: DataConfig
 ) -> tuple[list[list[int]], list[TextStream], tuple[int, ...]]:
     """Returns the ids of prompts, the texts to which tokens are added, and the tokens that end a text.
+
+    Args:
+      cfg: the data of the run.
 
     Raises:
       ConfigError: the run has no chat template, or a text of `--stop` is not one token.
@@ -186,7 +216,7 @@ def begin_texts(
             [TextStream(tokenizer, p) for p in prompts],
             stop,
         )
-    template = chat.template_for(tokenizer)  # it puts everything around the messages
+    template = require_template(args.run, cfg, tokenizer)  # it puts everything around the messages
     asked = [template.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
     turn = chat.end_of_turn(template, tokenizer)
     stop += turn.tokens
@@ -322,15 +352,13 @@ def draw(cfg: Config, tokenizer: Tokenizer, args: Namespace) -> None:
             raise ConfigError(f"{flag} is for text, and {args.run} makes pictures. Remove {flag}.")
     names = args.prompts if cfg.model.reads_captions else " ".join(args.prompts).split()
     cfg = with_arguments(cfg, args)
-    out = Path(args.out or Path(args.run) / "pictures.png")
+    out = files.writable("--out", str(args.out or Path(args.run) / "pictures.png"), (".png",))
     count = cfg.sample.pictures
     if not names or not count:
         raise ConfigError(
             f"sample.pictures={count} of {plural(len(names), 'class')} makes no picture. Use one or more of each."
         )
     Given.named(cfg.model, names, tokenizer, cfg.data)  # errors are shown before JAX starts
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out={out} is in a directory that does not exist. Make {out.parent}, or name another.")
     run = load_run.open_run(Path(args.run), cfg, tokenizer, args.mesh, args.step, rows=len(names) * count)
 
     from jaxstack.generate.pictures import write_grid

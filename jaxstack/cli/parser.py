@@ -61,7 +61,7 @@ COMMANDS = {
     "data build": Command("Data", "data_build", "make a token file from text"),
     "data verify": Command("Data", "data_verify", "check a token file against its hashes"),
     "data show": Command("Data", "data_show", "print what a token file contains"),
-    "plan": Command("Plan", "plan", "memory and communication on chips that are not here"),
+    "plan": Command("Plan", "plan", "predict memory and communication on chips that you do not have"),
     "plan memory": Command("Plan", "plan_memory", "split the memory of a device by part and by recomputation policy"),
     "plan flops": Command("Plan", "plan_flops", "count the FLOPs of a step by every convention"),
     "plan time": Command("Plan", "plan_time", "predict the time of a step, MFU, and days for a token budget"),
@@ -193,9 +193,8 @@ def execute(words: Sequence[str], program: str | None = None) -> None:
     if name is None:
         print(overview(words))
         return
-    rest = list(words[len(name.split()) :])
     module = importlib.import_module(f"jaxstack.cli.{COMMANDS[name].module}")
-    args = parser_of(name, program).read(rest)
+    args = parser_of(name, program).read(_arguments_of(name, words))
     if name.split()[0] not in WITHOUT_XLA:
         from jaxstack.runtime import platform  # here: help need not wait for it
 
@@ -212,7 +211,7 @@ def read_arguments(words: Sequence[str]) -> "Namespace":
     name = _command_of(words)
     if name is None:
         raise ConfigError(f"{' '.join(words)} is not a command. {_HELP}")
-    return parser_of(name).read(list(words[len(name.split()) :]))
+    return parser_of(name).read(_arguments_of(name, words))
 
 
 @functools.cache  # reading the docstring of every key takes half a second
@@ -236,6 +235,19 @@ def _command_of(words: Sequence[str]) -> str | None:
     """Returns the longest name of a command with which the words begin, or None."""
     names = (" ".join(words[:count]) for count in (2, 1))
     return next((name for name in names if name in COMMANDS), None)
+
+
+def _arguments_of(name: str, words: Sequence[str]) -> list[str]:
+    """Returns the words after the name of a command.
+
+    Raises:
+      ConfigError: the first of these words is nearly the second word of another command, such as `plan memroy`.
+    """
+    rest = list(words[len(name.split()) :])
+    seconds = [other.removeprefix(f"{name} ") for other in COMMANDS if other.startswith(f"{name} ")]
+    if rest and (close := difflib.get_close_matches(rest[0], seconds, n=1)):
+        raise ConfigError(f"unknown command {name} {rest[0]}. Did you mean {name} {close[0]}?")
+    return rest
 
 
 _HELP = "`jaxstack --help` lists all commands."
@@ -267,6 +279,11 @@ def overview(words: Sequence[str]) -> str:
       ConfigError: the words are not the name of a command or of such a family.
     """
     words = [word for word in words if word not in ("-h", "--help")]
+    if words and words[0].startswith("-"):
+        command = next((word for word in words if word in COMMANDS), "train")
+        raise ConfigError(
+            f"{words[0]} comes before the command. Write the command first: `jaxstack {command} {words[0]}`."
+        )
     if words and not any(name.startswith(f"{words[0]} ") for name in COMMANDS):
         close = [_OTHER_NAMES[words[0]]] if words[0] in _OTHER_NAMES else []
         close = close or difflib.get_close_matches(words[0], [*COMMANDS, "help"], n=1)

@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--prompt", type=PositiveInt, default=1024, help="tokens of a prompt")
     parser.add_argument("--tokens", type=PositiveInt, default=256, help="new tokens of a sequence")
     parser.add_argument(
-        "--batch", type=list[int], default=[], metavar="N,...",
+        "--batch", type=list[int], default=[], metavar="[N,...]",
         help="sequences of a copy at once, such as [1,8,64]; by default powers of two, up to what fits",
     )  # fmt: skip
     parser.add_argument(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from jsonargparse import Namespace
 
 from jaxstack.cli import generate
-from jaxstack.cli.chat import context_of, template_of
+from jaxstack.cli.chat import context_of
 from jaxstack.common.counts import plural
 from jaxstack.config import Config, ConfigError, SampleConfig
 from jaxstack.config.bounds import Interval, NonNegativeInt, PositiveFloat, PositiveInt, check_value
@@ -105,7 +105,7 @@ def main(args: Namespace) -> None:
     access = read_access(args)
     name = args.name or path.resolve().name
     check_value("--name", name, str, None)
-    template = template_of(cfg.data, tokenizer)
+    template = generate.template_of(cfg.data, tokenizer)
     if cfg.model.reward_head:
         refuse_sampling(args)
     turn = end_of_turn(template, tokenizer)

@@ -115,7 +115,7 @@ def read_digits() -> tuple[Images, ClassNames]:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
         raise ConfigError(
-            "data.source=digits needs scikit-learn, which contains the pictures. Run `pip install jaxstack[images]`."
+            "data.source=digits needs scikit-learn, which contains the pictures. Run `pip install 'jaxstack[images]'`."
         ) from None
     found = load_digits()
     pixels = (found.images[..., None] / 8 - 1).astype(np.float32)  # the file has levels from 0 to 16

@@ -2,7 +2,7 @@
 
 A checkpoint has the index of the next batch, and a `Position`: how many sequences of each source were read. As long as
 batches stay as they were, the index says everything. Otherwise reading starts again at that index, behind the sequences
-that were read. Where sequences are other ones, for example with another length of rows, each source starts its next
+that were read. Where the data now has other sequences, such as with another length of rows, each source starts its next
 pass.
 """
 

@@ -891,6 +891,11 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
         if nearest is None or len(found) < len(nearest[1]):
             nearest = name, found
     assert nearest is not None
+    if model.family == "branches":
+        raise ConfigError(
+            "no Hugging Face family has a model with two branches. Export one of them to a run with "
+            "--branch=generation or --branch=understanding, then export that run."
+        )
     raise ConfigError(
         f"no Hugging Face family has this model; the nearest is {nearest[0]}, which differs: "
         f"{', '.join(nearest[1][:4])}. Train a model of a family to export it."

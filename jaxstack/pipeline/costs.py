@@ -96,7 +96,9 @@ class Costs:
         Raises:
           ConfigError: the file does not hold costs; the message names file, key and fix.
         """
-        values = files.read_json(path, "Measure again, or name a file of Costs.save.")
+        values = files.read_json(
+            path, f"Measure the costs with `jaxstack profile --out={path}`, or name a file of Costs.save."
+        )
         names = [field.name for field in fields(cls)]
         needed = [field.name for field in fields(cls) if field.default is MISSING]
         if not isinstance(values, dict):

@@ -24,7 +24,7 @@ class Reading(NamedTuple):
     """A curve, as the box under the pointer lists it.
 
     Attributes:
-      name: what stands before the value.
+      name: text before the value.
       steps: steps, [N], in ascending order.
       values: values, [N].
       color: a color of the page.

@@ -3,6 +3,7 @@
 Values that ask for nothing are accepted: null, and the values in `ASKS_NOTHING`.
 """
 
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -237,6 +238,7 @@ class RequestFields:
             name = shown_value(wrong[0])
             raise ApiError(f"{name} has half of a surrogate pair, which is not a character. Send whole ones.", param)
         self._left: dict[str, JsonValue] = {key: value for key, value in found.items() if value is not None}
+        self._taken: set[str] = set()
 
     @classmethod
     def of(cls, values: dict[str, JsonValue]) -> "RequestFields":
@@ -247,6 +249,7 @@ class RequestFields:
 
     def take(self, name: str, default: JsonValue = None) -> JsonValue:
         """Returns a parameter of any kind."""
+        self._taken.add(name)
         return self._left.pop(name, default)
 
     def discard(self, name: str, value: JsonValue) -> None:
@@ -306,7 +309,9 @@ class RequestFields:
             raise ApiError(f"logit_bias={shown_value(bias)} is not supported. Leave it out.", "logit_bias")
         for name, value in self._left.items():
             if name not in harmless:
-                raise ApiError(f"{name[:100]} is not supported by this server. Leave it out.", name[:100])
+                close = difflib.get_close_matches(name[:100], self._taken, n=1, cutoff=0.8)
+                advice = f"Did you mean {close[0]}?" if close else "Leave it out."
+                raise ApiError(f"{name[:100]} is not supported by this server. {advice}", name[:100])
             if not _is_one_of(value, harmless[name]):
                 shown = " or ".join(map(shown_value, harmless[name]))
                 raise ApiError(f"{name}={shown_value(value)} is not supported. Leave it out, or use {shown}.", name)

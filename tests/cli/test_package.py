@@ -75,6 +75,19 @@ def test_every_command_exists():
     [
         (["trian"], ["unknown command trian. Did you mean train?"]),
         (["hlep"], ["unknown command hlep. Did you mean help?"]),
+        (["plan", "memroy", "--target=h100:8"], ["unknown command plan memroy. Did you mean plan memory?"]),
+        (
+            ["--target=h100:8", "plan"],
+            ["--target=h100:8 comes before the command. Write the command first: `jaxstack plan --target=h100:8`."],
+        ),
+        (
+            ["plan", "serve", "--target=h100:8", "--batch=1,64"],
+            ["--batch=1,64 is not valid. Use a list of integers, such as [1,64]."],
+        ),
+        (
+            ["train", "--mesh.pipe=3", "--mesh.data=1", "--model.num_layers=6"],
+            ["mesh.pipe=3 x mesh.fsdp=1 x mesh.expert=1 does not divide model.d_model=128, by which the embedding is"],
+        ),
         (["train", "--model.num_layer=3"], ["Did you mean model.num_layers?"]),
         (["train", "--config=nowhere"], ["--config=nowhere is not a file", "qwen3_0.6b"]),
         (["train", "--model.num_layers=x"], ["model.num_layers=x is not valid. Use an integer >= 1."]),
@@ -117,7 +130,8 @@ def test_a_mistake_is_two_lines_by_the_name_of_the_command(argv, words, capsys):
     assert end.value.code == errors.Exit.USER_ERROR
     err = capsys.readouterr().err
     assert err.count("\n") <= 2, err
-    command = " ".join(argv[:2]) if argv[:1] == ["data"] else argv[0] if argv[0] in COMMANDS else ""
+    names = (" ".join(argv[:2]), argv[0])
+    command = names[0] if argv[0] == "data" else next((name for name in names if name in COMMANDS), "")
     assert err.startswith(f"jaxstack {command}: error: " if command else "jaxstack: error: ")
     for word in words:
         assert word in err.replace("\n", " ")

@@ -226,7 +226,7 @@ MISTAKES = {
     "scaling": (["--model.rope_scaling.factor=0.5"], ["factor", "0.5"]),
     "group as value": (["--model=3"], ["--model=3 is not a group of keys", "--model.family=VALUE"]),
     "inner group as value": (["--model.moe=8"], ["--model.moe=8 is not a group", "--model.moe.num_experts=VALUE"]),
-    "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE"]),
+    "mesh as value": (["--mesh=8"], ["--mesh=8 is not a group of keys", "--mesh.data=VALUE", "--mesh=auto"]),
     "group without keys": (["--mesh={}", "--model={num_layers: }"], ["model.num_layers"]),
     "key twice": (["--model.moe={top_k: 1, top_k: 2}"], ["model.moe.top_k occurs twice"]),
     "empty word": ([""], ["unknown argument ''. Remove it."]),
@@ -240,6 +240,7 @@ MISTAKES = {
     "spaces": (["--model.num_layers", "=", "8"], ["Write --model.num_layers=VALUE, without spaces"]),
     "no group": (["--num_layers=8"], ["unknown key num_layers. Did you mean model.num_layers?"]),
     "several groups": (["--top_k=8"], ["Did you mean model.moe.top_k or sample.top_k?"]),
+    "part of a name": (["--model.layers=8"], ["Did you mean model.num_layers or "]),
     "another tool's key": (["--max_steps", "8"], ["max_steps (Hugging Face, Lightning). Use --train.steps=8."]),
     "another tool's unit": (
         ["--per_device_train_batch_size=8"],

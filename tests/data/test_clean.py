@@ -436,6 +436,8 @@ def test_tables_are_read_as_by_the_other_commands(tmp_path):
     ],
 )
 def test_mistakes(texts, tmp_path, flags, message):
+    if any(flag.startswith("--language.keep") for flag in flags):
+        pytest.importorskip("py3langid", reason="needs the extra [clean]")
     if not any("near.hashes" in flag or "rules" in flag for flag in flags):
         flags = [*flags, "--rules=[quality]"]
     with pytest.raises(ConfigError, match=message):

@@ -138,6 +138,7 @@ def test_evaluations_are_never_overwritten_and_the_newest_counts(tmp_path):
     [
         ((), "there is nothing to evaluate. Use --tasks=NAME, --text=FILE, --prompts=FILE or --preferences=FILE"),
         (("--text=nowhere",), "--text=nowhere is not a file"),
+        (("--prompts=nowhere",), "--prompts=nowhere is not a file"),
         (("--text={latin}",), "is not UTF-8"),
         (("--text={empty}",), "is empty"),
         (("--text={good}", "--chat"), "--chat=True is for tasks"),

@@ -557,6 +557,7 @@ def test_the_command_continues_what_a_run_has_learned(run_dir, capsys, monkeypat
         (["RUN", "x", "--sample.beams=4"], "Use sample.temperature=0 and"),
         (["RUN", "x", "--step=4", "--sample.tokens=3"], "has no step 4. Use one of"),
         (["RUN", "x", "--stop=ab"], "is 2 tokens"),
+        (["RUN", "x", "--chat"], "--chat needs a chat template, which .* does not have"),
         (["RUN", "x", "--draft=nowhere", "--sample.tokens=3"], "nowhere is not a run directory"),
         (["RUN", "x", "--draft", "RUN", "--sample.repetition_penalty=2", "--sample.tokens=3"], "does not fit a draft"),
         (["RUN"], "PROMPT is missing"),

@@ -868,6 +868,8 @@ def test_only_a_model_of_a_family_is_exported(name):
         return
     with pytest.raises(ConfigError, match=r"no Hugging Face family has this model; the nearest is \w+, which differs"):
         hf.family_of(cfg)
+    with pytest.raises(ConfigError, match=r"two branches\. Export one of them .* --branch=generation"):
+        hf.family_of(dataclasses.replace(cfg, family="branches"))
 
 
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "qwen3"), ("llama", "qwen3"), ("qwen3", "llama")])

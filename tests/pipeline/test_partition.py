@@ -347,7 +347,7 @@ def test_a_file_with_a_wrong_value_is_refused(tmp_path, change, says):
 
 def test_a_file_that_holds_no_costs_is_refused(tmp_path):
     path = tmp_path / "costs.json"
-    with pytest.raises(ConfigError, match=r"costs\.json cannot be read .*name a file of Costs\.save"):
+    with pytest.raises(ConfigError, match=r"costs\.json cannot be read .*profile --out=.*name a file of Costs\.save"):
         Costs.load(path)
     for text, says in (
         ("{", "is not JSON .*name a file of Costs.save"),

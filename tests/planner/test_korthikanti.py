@@ -106,9 +106,9 @@ def test_recomputation_at_1t_adds_about_what_was_measured():
 
 def test_the_page_has_these_figures():
     for name, key, text in (
-        ("1T", "selective adds", "| selective recomputation adds to the time of layers, 1T | 2% |"),
-        ("1T", "full adds", "| full recomputation adds to the time of layers, 1T | 36% |"),
-        ("175B", "more throughput", "| throughput of selective over full recomputation, 175B | 31.9% |"),
+        ("1T", "selective adds", "| time that selective recomputation adds to layers, 1T | 2% |"),
+        ("1T", "full adds", "| time that full recomputation adds to layers, 1T | 36% |"),
+        ("175B", "more throughput", "| throughput that selective gains over full recomputation, 175B | 31.9% |"),
         ("530B", "more throughput", "| the same, 530B | 29.7% |"),
         ("1T", "more throughput", "| the same, 1T | 32.1% |"),
     ):

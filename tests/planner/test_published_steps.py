@@ -228,20 +228,18 @@ def test_the_sentences_have_the_figures_of_the_result():
     rows, floor, unseen = RESULT["rows_of_table"], RESULT["floor_of_a_perfect_model"], RESULT["left_one_project_out"]
     of_experts, releases = RESULT["floor_with_experts"], RESULT["releases"]
     for text in (
-        f"{rows['looked_up']} steps",
-        f"{rows['predicted']} of them",
-        f"{percent(unseen['covered_by_interval'])} of the steps",
-        f"of {floor['rows']} steps, a perfect model would be off by {percent(floor['median'])} (median)",
-        f"and {percent(floor['90%'])} (90th percentile)",
-        f"Of the {of_experts['rows']} steps with experts, it would be off by {percent(of_experts['median'])} and "
-        f"{percent(of_experts['90%'])}.",
-        f"measured {releases['superseded']['rows']} of the {unseen['by_kind']['experts']['rows']} steps again. Their "
-        f"median error is {percent(releases['superseded']['median'])}.",
-        f"The error of the newest releases is {percent(releases['newest']['median'])}.",
-        f"they are off by {100 * unseen['all']['median']:.1f}% and {100 * unseen['all']['90%']:.1f}%.",
-        f"lists {len(RESULT['disagreements'])} such pairs",
-        f"has a median error of {percent(RESULT['two_thirds']['all']['median'])}",
-        f"percentile of {percent(RESULT['two_thirds']['all']['90%'])}. Each third",
+        f"{rows['looked_up']} measured steps",
+        f"fitted to {rows['predicted']} of these steps",
+        f"contains {percent(unseen['covered_by_interval'])} of the steps of unseen projects",
+        f"| all | {floor['rows']} | {percent(floor['median'])} | {percent(floor['90%'])} |",
+        f"| with experts | {of_experts['rows']} | {percent(of_experts['median'])} | {percent(of_experts['90%'])} |",
+        f"Of the {unseen['by_kind']['experts']['rows']} steps with experts, {releases['superseded']['rows']} were",
+        f"The median error is {percent(releases['superseded']['median'])} for these "
+        f"{releases['superseded']['rows']} old steps, and {percent(releases['newest']['median'])} for the newest",
+        f"All steps together reach {100 * unseen['all']['median']:.1f}% and {100 * unseen['all']['90%']:.1f}%,",
+        f"lists {len(RESULT['disagreements'])} pairs",
+        f"The median error is {percent(RESULT['two_thirds']['all']['median'])}, and the 90th percentile "
+        f"{percent(RESULT['two_thirds']['all']['90%'])}.",
     ):
         assert text in " ".join(PLANNING.split()), text
 
@@ -314,13 +312,13 @@ def test_the_page_has_the_outsiders_check():
         for way in ("command", "program"):
             expected += [str(summary[way]["inside"]), *(percent(summary[way][key]) for key in ("median", "90%"))]
         assert cells == expected
-    assert f"Nine of ten are {math.ceil(0.9 * UNSEEN['summary']['all']['command']['rows'])}" in PLANNING
+    assert f"nine of ten steps, which is {math.ceil(0.9 * UNSEEN['summary']['all']['command']['rows'])}." in PLANNING
 
 
 def test_the_page_says_why_each_unseen_step_misses():
     """The rows of the table are those that miss, with the seconds that the command has printed."""
     missed = [row for row in UNSEEN["rows"] if not row["command"]["inside"]]
-    found = {cells[0]: cells[1:] for cells in table_after("Each step that the command misses")}
+    found = {cells[0]: cells[1:] for cells in table_after("Each step outside the interval")}
     assert len(found) == len(missed)
     for row in missed:
         name = f"{row['model']}, {row['devices']} {row['chip'].upper()}, {row['precision']}"

@@ -314,7 +314,7 @@ def test_the_page_has_the_figures_of_the_result():
         assert f"| {' | '.join(cells)} |" in page
     assert f"has {len(RESULT['rows'])} figures" in page
     assert f"median error of {percent(RESULT['unseen_chip']['median'])}" in page
-    assert f"models one of {percent(RESULT['unseen_model']['median'])}" in page
+    assert f"models a median error of {percent(RESULT['unseen_model']['median'])}" in page
     slower = {name: 1 / one["median_ratio"] for name, one in RESULT["old"].items()}
     assert f"vLLM of 2023 takes {slower['vLLM']:.1f} times" in page
     assert f"FasterTransformer {slower['FasterTransformer']:.1f} times" in page

@@ -258,6 +258,13 @@ def test_what_is_wrong_in_a_chat_is_named(body, param):
     assert caught.value.body["error"]["param"] == param
 
 
+@pytest.mark.parametrize(("name", "advice"), [("max_token", "Did you mean max_tokens?"), ("best", "Leave it out.")])
+def test_an_unknown_parameter_has_the_nearest_name(name, advice):
+    with pytest.raises(ApiError) as caught:
+        read({"prompt": "a", name: 6})
+    assert caught.value.body["error"]["message"] == f"{name} is not supported by this server. {advice}"
+
+
 def test_other_mistakes():
     with pytest.raises(ApiError, match="no chat template"):
         read({"messages": [USER]}, chat=True, model=MODEL)

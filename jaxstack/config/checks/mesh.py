@@ -60,6 +60,14 @@ def _check_model(cfg: Groups) -> None:
         f"mesh.fsdp={mesh.fsdp} x mesh.expert={mesh.expert} does not divide model.d_model={model.d_model}, which both "
         f"split. Make the product {math.gcd(shards, model.d_model)}, or model.d_model a multiple of {shards}.",
     )
+    parts = sizes["pipe"] * shards
+    has_tokens = model.family not in ("diffusion", "contrastive")
+    require(
+        sizes["pipe"] == 1 or model.tied_embeddings or not has_tokens or model.d_model % parts == 0,
+        f"mesh.pipe={mesh.pipe} x mesh.fsdp={mesh.fsdp} x mesh.expert={mesh.expert} does not divide "
+        f"model.d_model={model.d_model}, by which the embedding is split. Make the product "
+        f"{math.gcd(parts, model.d_model)}, or model.d_model a multiple of {parts}.",
+    )
     require(
         mesh.context == 1 or model.moe.num_experts == 0 or model.moe.capacity_factor is None,
         f"model.moe.capacity_factor={model.moe.capacity_factor} counts tokens of whole sequences, but "

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_loader, set_parsing_settings
@@ -214,6 +214,7 @@ class Parser(ArgumentParser):
                 raise ConfigError(
                     f"--{key}={value} is not a group of keys. Set its keys one by one, such as --{some}=VALUE, or "
                     f"together: --{key}='{{{some.rpartition('.')[2]}: VALUE}}'."
+                    + (" --mesh=auto chooses all axes." if key == "mesh" else "")
                 )
 
     def _within_bounds(self, values: Namespace) -> Namespace:
@@ -310,6 +311,8 @@ class Parser(ArgumentParser):
             return f"{name} is followed by a space. Write --{key}=VALUE, without spaces around the equals sign."
         number = float(value) if re.fullmatch(r"\d+\.0*|\d+\.?\d*e\+?\d+", value) else None
         such = f", such as {number:.0f}" if number is not None and number.is_integer() else ""
+        if get_origin(kind) is list and re.fullmatch(r"\d+(,\d+)*", value):
+            such = f", such as [{value}]"
         return f"{name}={value} is not valid. Use {type_in_words(kind)}{such}."
 
 

@@ -95,6 +95,11 @@ def unknown_key(name: str, names: Names, value: str | None = None) -> str:
         how = f" {there.how}." if there.how else ""
         tools = "" if there.key in same else f" ({', '.join(there.tools)})"
         return f"unknown key {name}{tools}. Use {advice}.{how}"
+    group = key.rpartition(".")[0]
+    if same and group and group not in {flag.rpartition(".")[0] for flag in same}:  # model.layers: model.num_layers
+        siblings = {word: flag for flag, word in last.items() if flag.rpartition(".")[0] == group}
+        close = difflib.get_close_matches(key.rpartition(".")[2], siblings, n=1, cutoff=0.7)
+        same = [*(siblings[word] for word in close), *same]
     if not same:
         same = difflib.get_close_matches(key, names.flags, n=1, cutoff=0.65)
     if not same:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxstack.checkpoint import run_dir, store, verify
+from jaxstack.checkpoint import manifest, run_dir, store, verify
 from jaxstack.checkpoint.verify import CheckpointScan
 from jaxstack.config import DistributedConfig
 from jaxstack.runtime import distributed
@@ -28,6 +28,16 @@ class Resume:
         self._setup = setup
         self.saved = run_dir.checkpoints(Path(setup.cfg.run.dir))
         self.layout = checkpoint_layout(setup.recipe, setup.ctx, setup.abstract)
+
+    def require_source(self) -> None:
+        """Checks the folder of `run.init_from`, if the run has no checkpoint and begins with its parameters.
+
+        Raises:
+          ConfigError: the folder has no parameters.
+        """
+        name = self._setup.cfg.run.init_from
+        if name and not manifest.steps(self.saved):
+            init_from.find_source(name, "run.init_from")
 
     def newest(self, console: Console) -> CheckpointScan:
         """Returns the newest valid checkpoint, once all processes agree on configuration, data and partition.

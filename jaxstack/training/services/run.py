@@ -77,6 +77,9 @@ class Run:
         Args:
           setup: the run, as it was resolved.
           draw: draws pictures at every evaluation. `None` means none.
+
+        Raises:
+          ConfigError: `run.init_from` has no parameters.
         """
         cfg = setup.cfg
         ctx = setup.ctx
@@ -86,6 +89,7 @@ class Run:
         self._dataset = setup.dataset
         self._loader = loader
         self._resume = Resume(setup)
+        self._resume.require_source()  # before the run directory is written to
         self._directory = Path(cfg.run.dir)
         self._saved = self._resume.saved
         self._lock = run_dir.DirectoryLock(self._directory)
