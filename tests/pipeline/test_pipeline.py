@@ -979,7 +979,7 @@ def test_mistakes_in_a_call_or_in_a_function_name_the_argument(rng):
 
 def table(seed: int | None = None) -> str:
     """Returns the table of the documents, as `meshes.table` does."""
-    columns = ["model", "layers", "schedule", "stages", "chunks", "microbatches", "beside, and how"]
+    columns = ["model", "layers", "schedule", "stages", "chunks", "microbatches", "other axes and settings"]
     columns += [] if seed is None else ["loss", "worst gradient"]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in CASES:

@@ -234,11 +234,11 @@ def test_the_sentences_have_the_figures_of_the_result():
         f"| all | {floor['rows']} | {percent(floor['median'])} | {percent(floor['90%'])} |",
         f"| with experts | {of_experts['rows']} | {percent(of_experts['median'])} | {percent(of_experts['90%'])} |",
         f"Of the {unseen['by_kind']['experts']['rows']} steps with experts, {releases['superseded']['rows']} were",
-        f"The median error is {percent(releases['superseded']['median'])} for these "
-        f"{releases['superseded']['rows']} old steps, and {percent(releases['newest']['median'])} for the newest",
+        f"The median error is {percent(releases['superseded']['median'])} for these old steps, and "
+        f"{percent(releases['newest']['median'])} for the newest",
         f"All steps together reach {100 * unseen['all']['median']:.1f}% and {100 * unseen['all']['90%']:.1f}%,",
         f"lists {len(RESULT['disagreements'])} pairs",
-        f"The median error is {percent(RESULT['two_thirds']['all']['median'])}, and the 90th percentile "
+        f"The median error is {percent(RESULT['two_thirds']['all']['median'])}. The 90th percentile is "
         f"{percent(RESULT['two_thirds']['all']['90%'])}.",
     ):
         assert text in " ".join(PLANNING.split()), text
@@ -303,7 +303,7 @@ def test_the_named_program_of_an_unseen_step_is_as_its_source_describes_it(where
 
 
 def test_the_page_has_the_outsiders_check():
-    found = {cells[0]: cells[1:] for cells in table_after("An outsider's check")}
+    found = {cells[0]: cells[1:] for cells in table_after("A check on steps that no fit has used")}
     assert found.keys() == {"all", "dense models", "mixtures of experts", "16 bits", "8 bits"}
     names = {"dense models": "dense", "mixtures of experts": "experts"}
     for name, cells in found.items():

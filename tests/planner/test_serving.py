@@ -317,4 +317,4 @@ def test_the_page_has_the_figures_of_the_result():
     assert f"models a median error of {percent(RESULT['unseen_model']['median'])}" in page
     slower = {name: 1 / one["median_ratio"] for name, one in RESULT["old"].items()}
     assert f"vLLM of 2023 takes {slower['vLLM']:.1f} times" in page
-    assert f"FasterTransformer {slower['FasterTransformer']:.1f} times" in page
+    assert f"FasterTransformer takes {slower['FasterTransformer']:.1f} times" in page
