@@ -78,7 +78,7 @@ def ending_of(index: int, count: int, code: int, reason: str) -> tuple[Exit, str
     Args:
       index: of the other process.
       count: number of processes.
-      code: exit code of the other process. One that is not of `Exit` means that another try may help.
+      code: exit code of the other process. A code that is not in `Exit` means that another try may help.
       reason: the line that the other process has printed.
     """
     shared = Exit(code) if code in {*Exit} else Exit.PEER_LOST
