@@ -216,7 +216,7 @@ class Report(NamedTuple):
     Attributes:
       found: importance of every part.
       kept: the parts that stay.
-      losses: of the model without each layer, if they were measured.
+      losses: losses of the model without each layer, if they were measured.
     """
 
     found: "Importance"

@@ -255,7 +255,7 @@ class PictureReader:
 
     Attributes:
       images: the pictures.
-      seed: of all draws; 0 or more.
+      seed: seed of all draws; 0 or more.
       batch_size: rows of a batch over all devices.
       patch_size: height and width of a patch.
       shuffle: whether each epoch has another order.

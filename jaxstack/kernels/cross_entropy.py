@@ -223,8 +223,8 @@ class SavedGradients(NamedTuple):
     would be 0.2% too large on average. With the scalar rounded as well, they would be up to 0.4% too large or small.
 
     Attributes:
-      dx: of the hidden states [B, S, D].
-      d_head: of the head [D, V/n].
+      dx: gradient of the hidden states [B, S, D].
+      d_head: gradient of the head [D, V/n].
     """
 
     dx: jax.Array

@@ -358,7 +358,7 @@ def _follow(
 
     Args:
       chunks: arrays [n, ...] of which each step reads one.
-      kept: of `Writes`.
+      kept: see `Writes`.
       reverse: whether the steps begin with the last chunk.
     """
     last = len(kept) - 1

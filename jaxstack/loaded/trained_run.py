@@ -378,7 +378,7 @@ class TrainedRun:
         """Returns the model ready to generate; its programs are compiled once.
 
         Args:
-          domain: of the texts, for `model.moe.router=domain`.
+          domain: domain of the texts, for `model.moe.router=domain`.
         """
         if domain not in self._engines:
             self._engines[domain] = Engine.create(self.model, self.params, **self._options(domain))

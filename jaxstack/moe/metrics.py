@@ -93,9 +93,9 @@ def summary(counts: jax.Array, dropped: jax.Array, entropy: jax.Array, tokens: j
     """Returns figures for the log from sums over a step; leading axes (layers) are kept.
 
     Args:
-      counts: from `load`, [..., E].
+      counts: counts from `load`, [..., E].
       dropped: number of dropped pairs, from `moe_mlp`, [...].
-      entropy: from `entropy_sum`, [...].
+      entropy: entropy from `entropy_sum`, [...].
       tokens: number of tokens in the step, [] or [...].
 
     Returns:

@@ -136,7 +136,7 @@ def announce_end(index: int, code: int, reason: str) -> None:
     """Tells the other processes that this one ends with an error. The first announcement counts.
 
     Args:
-      index: of this process.
+      index: index of this process.
       code: exit code of this process.
       reason: why it ends; only the first line is sent.
     """
@@ -162,7 +162,7 @@ def cause(index: int) -> tuple[int, int, str] | None:
     A process whose collective failed, or that waited for another one, is not the cause.
 
     Args:
-      index: of this process.
+      index: index of this process.
     """
     if not has_others():
         return None
@@ -406,7 +406,7 @@ def to_global_batch(
       batch: arrays [len(local), ...] of this process.
       sharding: sharding of the global arrays [rows, ...].
       local: the rows of `local_rows`, which need not be contiguous.
-      rows: of the global batch.
+      rows: number of rows of the global batch.
     """
     import jax
 
