@@ -89,7 +89,7 @@ class Found:
       ranked: the best candidate of each mesh that was visited, fastest first.
       meshes: number of meshes that are possible.
       examined: number of candidates whose memory was estimated.
-      too_large: number of meshes that do not fit.
+      too_large: number of examined candidates that do not fit.
       least: the candidate that needs the least memory, if none fits.
     """
 
