@@ -4,7 +4,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/debugging.ipynb)
 #
 # A model is broken here on purpose. Its loss is finite, and its gradients are NaN. The layers run in a loop that XLA compiles,
-# so no value within it can be printed. `jaxstack.debug` finds the operation, the layer and the line, and shows what it read.
+# so no value within it can be printed. `jaxstack.debug` finds the operation, the layer and the line, and shows the inputs of
+# the operation.
 #
 # You need no download and no accelerator.
 
@@ -14,9 +15,9 @@
 # %% [markdown]
 # ## A model, and a mistake
 #
-# The mistake is a change of the MLP: its output is divided by its length. Where the length is zero, the result shall be zero, so
-# the author has written `jnp.where`. The third layer begins with an output matrix of zeros, as some recipes do, and there all
-# lengths are zero.
+# The mistake is a change of the MLP: its output is divided by its length. Where the length is zero, the result should be zero,
+# so the author has written `jnp.where`. The third layer begins with an output matrix of zeros, as some recipes do, and there
+# all lengths are zero.
 
 # %%
 import jax
@@ -97,9 +98,9 @@ assert found is not None
 print("\n".join(replay.describe(found, RunGuide(cfg.model))))
 
 # %% [markdown]
-# The operation is of the gradient of the square root. Its derivative at zero is infinite: `1 / (2 * sqrt(0))`. The author's
-# `where` chooses zero in the forward pass. In the backward pass the other branch gets a gradient of zero, and zero times infinity
-# is NaN.
+# The operation belongs to the gradient of the square root. Its derivative at zero is infinite: `1 / (2 * sqrt(0))`. The
+# author's `where` chooses zero in the forward pass. In the backward pass the other branch gets a gradient of zero, and zero
+# times infinity is NaN.
 #
 # The finding has the arrays themselves. So you can look at every input, and repeat the operation.
 
@@ -128,7 +129,7 @@ plt.show()
 # %% [markdown]
 # ## The repair
 #
-# The operation must not see a zero at all: `where` goes inside.
+# The square root must not read a zero at all: put `where` inside it.
 
 
 # %%
@@ -195,7 +196,7 @@ if answer is not None:
 assert 15_000 < norm < 25_000
 
 # %% [markdown]
-# ## To stop within a layer
+# ## Stop within a layer
 #
 # A compiled step cannot be stopped. With `--debug.eager=true`, a run computes each step operation by operation. Put
 # `breakpoint()` into a function of `jaxstack/models/layers.py`: Python's debugger stops there, and sees arrays. Its command

@@ -127,8 +127,8 @@ show(
 # ## Drawing, step by step
 #
 # The sampler begins with noise at the last timestep. In each step it asks the model for the velocity, solves for the picture
-# that this velocity would lead to, and goes a small step towards it. Below is that picture in each step: a guess that begins
-# as an average of digits, and gets its details when the experts of early times take over.
+# that this velocity would lead to, and goes a small step towards it. Below you see this predicted picture in each step. It
+# begins as an average of digits, and gets its details when the experts of early times take over.
 
 
 # %%
@@ -165,8 +165,8 @@ show(
 # %% [markdown]
 # ## One expert for all times
 #
-# What has each expert learned? Here one expert takes the place of all others, and draws from beginning to end. Experts of
-# late times know where ink belongs, but have never sharpened an edge; expert 0 has never begun a picture.
+# What has each expert learned? Here one expert takes the place of all others, and draws from beginning to end. Experts of late
+# times have learned where ink belongs, but have never sharpened an edge. Expert 0 has never begun a picture.
 
 
 # %%
@@ -187,10 +187,11 @@ for column, (name, made) in enumerate(columns_of.items()):
 plt.show()
 
 # %% [markdown]
-# ## Who is best where
+# ## Which expert is best at which time
 #
-# The same question as a number: the error of the velocity on held-out pictures, for each range of times (rows) and each expert
-# (columns). Light is the best of a row. Each expert should be the best one in its own range, on the diagonal.
+# The picture answers the same question with numbers: the error of the velocity on held-out pictures, for each range of times
+# (rows) and each expert (columns). Light is the best of a row. Each expert should be the best one in its own range, on the
+# diagonal.
 
 
 # %%

@@ -4,9 +4,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/experts.ipynb)
 #
 # What happens to a router that nothing balances? In a *mixture of experts* each block has several MLPs, and a *router* sends
-# every token to a few of them. The model has more weights than it multiplies with each token. Without balancing, a router sends
-# nearly all tokens to a few experts: these improve, are chosen more often, and the others learn nothing. This notebook shows
-# that, and two remedies.
+# every token to a few of them. So the model has many weights, but multiplies each token with few of them. Without balancing, a
+# router sends nearly all tokens to a few experts: these improve, are chosen more often, and the others learn nothing. This
+# notebook shows this collapse, and two remedies.
 #
 # It trains small models on bytes of Python's standard library, in a minute or two. You need no download and no accelerator.
 
@@ -290,8 +290,8 @@ plt.show()
 
 # %% [markdown]
 # How much of a router's choice depends on the byte? The figure is the mutual information of byte and expert, divided by the
-# entropy of the expert: 1 if the byte decides everything, 0 if nothing. The rest depends on the context. The second column
-# is the same for the byte *before*.
+# entropy of the expert: 1 if the byte decides everything, 0 if nothing. The rest depends on the context. The second column is
+# the same figure for the byte *before*.
 
 
 # %%

@@ -61,8 +61,9 @@ for name, array in batches[0].items():
 print(dataset.tokenizer.decode(batches[0]["tokens"][0]))
 
 # %% [markdown]
-# Which bytes are frequent? A model that predicts these shares, whatever the bytes before are, reaches their entropy. The
-# dashed line is the share of a byte if all were equally frequent, as the model predicts before its first step.
+# Which bytes are frequent? A model that always predicts these shares, without reading the bytes before, has their entropy as
+# its loss. The dashed line is the share of a byte if all were equally frequent. The model predicts this share before its first
+# step.
 
 # %%
 seen = np.concatenate([batches[step]["tokens"].ravel() for step in range(20)])
@@ -155,7 +156,7 @@ assert abs(probabilities.sum() - 1) < 1e-4
 # %% [markdown]
 # ## Change the model
 #
-# How much do positions help? Without them, the first layer sees the earlier bytes as a set without an order. One field
+# How much do positions help? Without positions, the first layer sees the earlier bytes as a set without an order. One field
 # changes; the other initial values, the batches and their order stay the same. A new run needs a new directory.
 
 # %%

@@ -81,7 +81,7 @@ plain = NextToken(VOCAB, width=128, layers=2, rngs=nnx.Rngs(0))
 
 # %% [markdown]
 # `shardings_of` reads the present sharding of arrays, and `summarize` prints it. Nothing is split yet: on the mesh, every
-# device would hold all of it. The first column has the paths for which you write rules.
+# device would store the complete model. The first column has the paths for which you write rules.
 
 # %%
 print(summarize(*shardings_of(plain), mesh))
@@ -202,8 +202,8 @@ def train_step(model: NextToken, optimizer: nnx.Optimizer, tokens: jax.Array) ->
 
 
 # %% [markdown]
-# The task: each token has one successor, which is drawn once. A model that has learned it reaches a loss of zero. One that
-# takes all tokens for equally likely has ln 64, the dashed line below.
+# The task: each token has one successor, which is drawn once. A model that has learned all successors has a loss of zero. A
+# model that predicts all tokens as equally likely has a loss of ln 64, the dashed line below.
 
 # %%
 rng = np.random.default_rng(0)
@@ -365,8 +365,8 @@ for what, paths in mistakes.items():
 # %% [markdown]
 # ## Exercise
 #
-# Change the rule of `params/head/kernel` in `state_rules` so that every device has the whole array. How many times the bytes
-# does each device then have of it? The cell below checks your number.
+# Change the rule of `params/head/kernel` in `state_rules` so that every device has the whole array. How many times as many
+# bytes of this array does each device then store? The cell below checks your number.
 #
 # <details><summary>Answer</summary>
 #

@@ -35,7 +35,7 @@ print(f"jax {jax.__version__}, {device.device_kind}")
 # ## 1. The reference, and exact values
 #
 # RMSNorm divides a row by its root mean square and multiplies by a gain. The reference is three lines of `jax.numpy`. The
-# exact values come from the same formula in float64 NumPy, which shares no code with it.
+# exact values come from the same formula in float64 NumPy, which shares no code with the reference.
 
 
 # %%
@@ -64,8 +64,8 @@ assert error(rms_norm(x, gain), truth(x, gain)) < 1e-6
 # ## 2. A first kernel
 #
 # A kernel is a function of *references* to blocks in fast memory. `grid` says how often it runs. A `BlockSpec` says which
-# block of an array program `i` gets: the shape of the block, and a function from `i` to the block's index. Reading a
-# reference loads it, and writing stores it. Everything else is ordinary JAX.
+# block of an array program `i` gets: the shape of the block, and a function from `i` to the block's index. Reading a reference
+# loads its block, and writing to the reference stores the block. Everything else is ordinary JAX.
 #
 # Here each program processes 32 rows. The gain is the same block for every program, so it is loaded once.
 
@@ -108,9 +108,9 @@ assert error(rms_norm_pallas(x, gain), truth(x, gain)) < 1e-6
 # %% [markdown]
 # ## 3. What it must not read
 #
-# A sum over *rows* does depend on them. The gradient of the gain is such a sum: `sum over rows of dy * normalised x`. Each
-# program adds up its own block, and the sums of all programs are added outside. The interpreter fills memory beyond an array
-# with NaN, so a kernel that uses it gives NaN.
+# A sum over *rows* does depend on the undefined values. The gradient of the gain is such a sum: `sum over rows of dy *
+# normalised x`. Each program adds up its own block, and the sums of all programs are added outside. The interpreter fills
+# memory beyond an array with NaN, so a kernel that uses such memory returns NaN.
 
 
 # %%
@@ -150,8 +150,8 @@ assert jnp.isfinite(rms_backward(x, gain, dy)[1]).all()
 # %% [markdown]
 # ## 4. Its gradient
 #
-# `jax.custom_vjp` joins the two. The forward pass saves only `x` and the gain, where plain autodiff would also save the
-# normalized rows. The exact values are again NumPy's, written out by hand.
+# `jax.custom_vjp` joins the kernel with the kernel of its gradient. The forward pass saves only `x` and the gain, where plain
+# autodiff would also save the normalized rows. The exact values are again NumPy's, written out by hand.
 
 
 # %%
@@ -181,7 +181,8 @@ for name, got, want in zip(("x", "gain"), vjp(dy), true_gradients(x, gain, dy), 
     assert error(got, want) < 1e-5  # sums of a hundred terms
 
 # %% [markdown]
-# A kernel and its gradient should be as exact as the reference. Compare them with float32, which rounds at the dashed line:
+# A kernel and its gradient should be as exact as the reference. Compare their errors with the dashed line, the rounding of
+# float32:
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 2.2))
@@ -329,9 +330,9 @@ plt.show()
 # %% [markdown]
 # ## 7. In the library
 #
-# `jaxstack.kernels` has implementations of these operations for each platform. Every one runs the same cases against float64,
-# with gradients. `auto` selects one by platform and shapes. If you name one that cannot run, you get an error that lists the
-# ones that can.
+# `jaxstack.kernels` has implementations of these operations for each platform. Tests compare each implementation and its
+# gradients with float64, on the same cases. `auto` selects one by platform and shapes. If you name one that cannot run, you get
+# an error that lists the ones that can.
 
 # %%
 from jaxstack import kernels
@@ -362,7 +363,7 @@ else:
 # <details><summary>Answer</summary>
 #
 # 30. The first five rows of blocks visit all blocks up to the diagonal: 1 + 2 + 3 + 4 + 5. The other three visit five blocks
-# each: the window of a row of 64 queries covers 263 keys, which lie in five blocks.
+# each: the window of a row of 64 queries covers 263 keys, which are in five blocks.
 #
 # </details>
 
@@ -375,5 +376,5 @@ if answer is not None:
 assert right == 30
 
 # %% [markdown]
-# In a run it is a key: `jaxstack train --kernels.attention=pallas`. To add an implementation, write its function, add its name
-# to the op's table, and the cases of `tests/kernels/test_kernels.py` run it like all others.
+# In a run, a key selects the implementation: `jaxstack train --kernels.attention=pallas`. To add an implementation, write its
+# function, add its name to the op's table, and the cases of `tests/kernels/test_kernels.py` run it like all others.

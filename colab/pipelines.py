@@ -4,8 +4,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/pipelines.ipynb)
 #
 # Which schedule keeps the stages busy, and what does it cost? A pipeline places the layers of a model on several devices, its
-# *stages*, and sends the batch through them in *microbatches*. The *schedule* says which stage does what when. Here a schedule
-# is a table of integers. This notebook draws some schedules, counts their costs, runs them, and writes a new one.
+# *stages*, and sends the batch through them in *microbatches*. The *schedule* says what each stage computes at which time. Here
+# a schedule is a table of integers. This notebook draws some schedules, counts their costs, runs them, and writes a new one.
 #
 # You need no accelerator: with fewer than four devices, the CPU simulates them.
 
@@ -113,8 +113,9 @@ print(zb_h1(STAGES, 8).text())
 # ## Bubble and slots
 #
 # Two numbers describe a schedule. The *bubble* is idle time divided by work. *Slots* are the units that a stage stores: first
-# their residuals (the arrays that the backward pass needs), then what their weight units need. With P stages, M microbatches
-# and V chunks a stage, and if forward units, gradients of activations and gradients of weights all take the same time:
+# their residuals (the arrays that the backward pass needs), then the inputs of their weight units. With P stages, M
+# microbatches and V chunks a stage, and if forward units, gradients of activations and gradients of weights all take the same
+# time:
 #
 # | | bubble | slots |
 # |---|---|---|
@@ -124,8 +125,8 @@ print(zb_h1(STAGES, 8).text())
 # | ZB1 | 2 (P - 1) / (3 M) | min(2P - 1, M) |
 # | ZB-H1, M at least 2P - 1 | (P - 1) / (3 M) | 2P - 1 |
 #
-# We check these formulas by counting in the tables, and draw both numbers for more and more microbatches. A tick has three lanes,
-# which follow each other: one for each kind of unit. ZB-H1 has weight units in the other two lanes as well.
+# We check these formulas by counting in the tables, and draw both numbers for more and more microbatches. A tick has three
+# lanes, one after the other, for the three kinds of units. ZB-H1 has weight units in the other two lanes as well.
 
 
 # %%
@@ -174,13 +175,14 @@ plt.show()
 # %% [markdown]
 # ### Which one?
 #
-# - 1F1B, unless there is a reason.
-# - Interleaved, if the batch gives few microbatches a stage and the links between stages are fast: they carry V times as much.
-# - ZB1 or ZB-H1, if the bubble is large and memory is left. Their slots are not of one size. Until its backward unit, a unit
-#   stores residuals, which recomputation makes small. From then until its weight unit, it stores the inputs and output
-#   gradients of all matrices. `pair_slots` counts those: P with ZB1, up to 2P - 1 with ZB-H1.
-# - If weight units take less time than the others, they fill less: with long sequences, attention does much of the backward
-#   work and has no weights.
+# - Use 1F1B unless you have a reason for another schedule.
+# - Use interleaved 1F1B if there are few microbatches per stage and the links between stages are fast: the links carry V times
+#   as much.
+# - Use ZB1 or ZB-H1 if the bubble is large and you have free memory. Their slots differ in size. Until its backward unit, a
+#   unit stores residuals, which recomputation makes small. From then until its weight unit, it stores the inputs and output
+#   gradients of all matrices. `pair_slots` counts the slots for them: P with ZB1, up to 2P - 1 with ZB-H1.
+# - Short weight units fill less of the bubble. With long sequences, much of the backward work is in attention, which has no
+#   weights.
 
 # %%
 print("waiting for weight units:", {make.__name__: make(STAGES, 32).pair_slots for make in (zb1, zb_h1)})
@@ -195,7 +197,8 @@ for share in (0.5, 0.335, 0.2):
 #
 # - 1F1B would take the same time, and keep P microbatches in place of 2P - 1.
 # - ZB1 would be as fast as ZB-H1 is here, because each stage would run a weight unit whenever it has nothing else to do.
-# - ZB-H1 would be faster if weight units are short: here, in the lanes of longer units, they take as long as those.
+# - ZB-H1 would be faster if weight units are short. In lockstep, a weight unit in the lane of longer units takes as long as
+#   they do.
 
 # %%
 for make in (one_f_one_b, zb1, zb_h1):
@@ -206,10 +209,10 @@ for make in (one_f_one_b, zb1, zb_h1):
         )
 
 # %% [markdown]
-# ## Running them
+# ## Run the schedules
 #
-# The model is only an example: 8 equal layers, and something before and after them. `value_and_grad` takes these three as
-# functions, and a schedule. `product(f, x, w)` is `f(x, w)`; weight units compute the gradients of such weights.
+# The model is only an example: 8 equal layers, an embedding before them and a loss after them. `value_and_grad` takes these
+# three as functions, and a schedule. `product(f, x, w)` is `f(x, w)`; weight units compute the gradients of such weights.
 
 # %%
 WIDTH, LAYERS, ROWS = 128, 8, 64  # rows of a microbatch
@@ -298,7 +301,7 @@ axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# GPipe's memory grows with every microbatch. The memory of 1F1B does not, because it keeps 7 units. It grows by one percent,
+# GPipe's memory grows with every microbatch. 1F1B never keeps more than 7 units, so its memory hardly grows: by one percent,
 # because the batch itself is larger.
 
 # %%
@@ -310,8 +313,9 @@ assert needs["gpipe", 32] > 1.5 * needs["gpipe", 16]
 # ## Time
 #
 # Devices that share a CPU cannot show how fast a pipeline is, but they do show the bubble. In a tick without work, a stage
-# computes on old data, and here that takes time from the others. So a microbatch should take 1 + (P - 1) / M times as long as
-# in an infinitely long batch. These are measurements on a machine that may be busy, so expect only rough agreement.
+# computes on old data, and on a shared CPU that takes time from the other stages. So a microbatch should take 1 + (P - 1) / M
+# times as long as in an infinitely long batch. These are measurements on a machine that may be busy, so expect only rough
+# agreement.
 
 # %%
 took = {}

@@ -71,9 +71,9 @@ assert abs(total / 2.8e12 - 1) < 0.005
 assert total + activations.value > 35 * 80e9
 
 # %% [markdown]
-# So the model must be divided. Eight devices share each matrix (`tensor`), and sixteen stages of them share the layers (`pipe`).
-# The command prints the memory of one device by part. Below is its picture: one bar for each policy of recomputation, and a
-# dashed line for the device's memory.
+# So the model must be divided. Eight devices share each matrix (`tensor`). Sixteen stages of such eight devices share the
+# layers (`pipe`). The command prints the memory of one device by part. Below is its picture: one bar for each policy of
+# recomputation, and a dashed line for the device's memory.
 
 # %%
 jaxstack(f"plan memory --target a100:128x8 {GPT3} --style megatron-fp16 --bytes_per_parameter=16 --plot memory.png")
@@ -105,16 +105,16 @@ assert abs(days / 16_000 - 1) < 0.01
 
 # %% [markdown]
 # No program reaches the peak. `plan time` has a model that is fitted to published steps. It adds the collectives and the idle
-# time of the pipeline, and draws a step: what a device computes, and what it waits for. Narayanan et al. 2021 give 34
-# days for the same tokens, from 140 TFLOP/s of a device in 2021. The last lines of the output name the errors of such predictions.
+# time of the pipeline, and draws a step: what a device computes, and what it waits for. Narayanan et al. 2021 estimate 34 days
+# for the same tokens, at 140 TFLOP/s per device. The last lines of the output name the errors of such predictions.
 
 # %%
 jaxstack(f"plan time --target a100:128x8 {GPT3} --tokens 300e9 --plot time.png")
 display(Image("time.png"))
 
 # %% [markdown]
-# Which mesh is best? These four divide GPT-3 over the same devices. `plan mesh` searches all of them, which takes some minutes
-# for 1,024 devices. A bar is one step, and blue is the part in which a device computes.
+# Which mesh is best? These four meshes divide GPT-3 over the same devices. `plan mesh` searches all of them, which takes some
+# minutes for 1,024 devices. A bar is one step, and blue is the part in which a device computes.
 
 # %%
 _, count, limits = figures.limits_of("a100:128x8")
@@ -193,7 +193,7 @@ Path("laptop.yaml").unlink(missing_ok=True)  # `--out` never overwrites a file
 jaxstack(f"plan run --budget {budget} --config quickstart --model.vocab_size=256 --out laptop.yaml")
 
 # %% [markdown]
-# The lines below the table name an extrapolation: the law was fitted to much larger runs, of other data and with another
+# The lines below the table warn of an extrapolation: the law was fitted to much larger runs, of other data and with another
 # tokenizer. Its losses mean nothing for bytes, but its size and length are a place to start.
 #
 # The written file has every value that is not the default. You can read it and change it:

@@ -54,7 +54,7 @@ train.main(supervised)
 # ## Eight tries for each prompt
 #
 # Each row below is a prompt that the model has never seen, and each square is one try. A blue square is right: its reward is 1.
-# A row with both colors is what reinforcement learning lives on. It says that the model can do it, and cannot rely on it.
+# Reinforcement learning needs rows with both colors: in such a row the model can sort the digits, but does not do so each time.
 
 # %%
 import jax.numpy as jnp
@@ -97,8 +97,8 @@ for text, reward in zip(texts[0], before[0], strict=True):
 # ## What a group teaches
 #
 # GRPO compares a try with the other tries for the same prompt. The *advantage* is the reward minus the mean of the group, divided
-# by its deviation. A right try in a group of failures counts much, a right try among right ones counts little. If all tries of
-# a group are equal, all advantages are zero, and the group teaches nothing.
+# by its deviation. A right try in a group of failures counts much, and a right try among other right tries counts little. If
+# all tries of a group are equal, all advantages are zero, and the group teaches nothing.
 
 # %%
 counts = np.arange(GROUP + 1)  # how many tries of a group are right
@@ -140,7 +140,7 @@ plt.show()
 # %% [markdown]
 # ## Learning from rewards
 #
-# The same run with other data: prompts in place of conversations. Their answers are never shown. In each step the model
+# Now the model trains on other data: prompts in place of conversations. Their answers are never shown. In each step the model
 # answers eight prompts eight times, and takes one optimizer step.
 
 # %%
@@ -188,10 +188,9 @@ assert after.mean() > before.mean() + 0.2
 # %% [markdown]
 # ## Exercise
 #
-# Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another one. The mean reward of a step is
-# then as it was. What is now the mean advantage of the tries that are right, over many shuffles? The cell below checks your
-# number. What happens to `pass@1`, and why? What would a model have to bring along to get better from rewards, if it is never
-# right?
+# Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another one. The mean reward of a step
+# does not change. What is now the mean advantage of the tries that are right, over many shuffles? The cell below checks your
+# number. What happens to `pass@1`, and why? What does a model that is never right need before it can learn from rewards?
 #
 # <details><summary>Answer</summary>
 #

@@ -45,7 +45,7 @@ def write(run: Path, record: Record) -> Path:
 
 
 def read(run: Path) -> tuple[list[Record], list[str]]:
-    """Returns the evaluations of a run, the oldest first, and sentences about files that are none."""
+    """Returns the evaluations of a run, the oldest first, and sentences about files that are not evaluations."""
     found = []
     gaps = []
     for path in sorted(folder(run).glob("step_*.json")):

@@ -162,7 +162,7 @@ def hash_files(
     Each process must do this for the files that it wrote, since no other machine can force its writes to disk.
 
     Args:
-      early: digests of `EarlyDigests`. A file that has not changed since is not read again.
+      early: digests of `EarlyDigests`. A file that has not changed since then is not read again.
     """
     early = early or {}
 
@@ -244,7 +244,7 @@ def content_corruption(checkpoint: Path, wanted: Mapping[str, tuple[int, str]]) 
     """Returns why the contents of some files differ from their digests, or `None` if they do not.
 
     Args:
-      checkpoint: its directory.
+      checkpoint: directory of the checkpoint.
       wanted: digests of the files to read.
     """
 

@@ -38,8 +38,8 @@ _WRITTEN = ("config.yaml", "tokenizer.json", "metrics.jsonl")
 """Files that a run writes beside its checkpoints."""
 
 Metadata: TypeAlias = dict[str, Any]
-"""JSON that a checkpoint stores beside its arrays: `config`, `versions`, `data` (a fingerprint), and where it reads on:
-`next_batch`, the index of a batch, and `position`, see `jaxstack.data.position`."""
+"""JSON that a checkpoint stores beside its arrays: `config`, `versions`, `data` (a fingerprint), and where reading
+continues: `next_batch`, the index of a batch, and `position`, see `jaxstack.data.position`."""
 
 LAUNCH = ("run.dir", "distributed.")
 """Keys that say where a run is stored and how it was started. A run may resume with other values of them."""
@@ -109,7 +109,7 @@ def require_same_tokenizer(saved: Path, earlier: object, tokenizer: dict[str, ob
       tokenizer: the tokenizer of this data, as JSON.
 
     Raises:
-      ConfigError: it is another one, or puts something around texts that it did not before.
+      ConfigError: the tokenizer differs, or adds special tokens to texts that it did not add before.
     """
     if earlier == tokenizer:
         return
@@ -150,7 +150,7 @@ def require_same_data(metadata: Metadata, data: DataConfig, fingerprint: str, fo
 
     Args:
       data: the data that the configuration names now.
-      fingerprint: of this data.
+      fingerprint: fingerprint of this data.
       folder: the run directory, for the message.
 
     Raises:

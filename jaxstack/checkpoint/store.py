@@ -55,11 +55,11 @@ def metadata(directory: Path, step: int) -> Metadata:
 def restore(directory: Path, step: int, abstract_state: PyTree) -> PyTree:
     """Returns the state of a step, sharded as in `abstract_state`.
 
-    While it reads, a host needs memory for the arrays themselves and about 1.5 times the largest one, or 256 MB. This
-    is what was just read, and the compressed form of it.
+    While it reads, a host needs memory for the arrays, and about 1.5 times the largest array or 256 MB more: for the
+    part that it has just read, and the compressed form of this part.
 
     Args:
-      step: to read.
+      step: step to read.
       abstract_state: shapes, dtypes and shardings. A leaf that is `...` is not read.
 
     Raises:
@@ -144,7 +144,7 @@ class Checkpoints:
         """Starts to write the state. Returns once it is copied, so that the next step may reuse its buffers.
 
         Args:
-          metadata: JSON to store beside them.
+          metadata: JSON to store with the state.
 
         Raises:
           RunError: an earlier save failed, or the state is not finite. Such a state is never saved.

@@ -43,7 +43,7 @@ class CheckpointScan:
         """Returns the error to raise if a valid step is needed and there is none.
 
         Args:
-          directory: that was searched.
+          directory: the directory that was searched.
           fix: what the user can do.
         """
         why = "; ".join(f"step {name}: {reason}" for name, reason in self.reasons.items())
@@ -108,7 +108,7 @@ def corruption(directory: Path, step: int, abstract_state: PyTree = None) -> str
     All processes of a run call this with the same arguments, and each hashes its share of the files.
 
     Args:
-      step: to verify.
+      step: step to verify.
       abstract_state: what will be loaded, as for `store.restore`. `None` means everything. Files whose arrays are not
         loaded are not hashed.
     """
@@ -182,7 +182,7 @@ def latest_valid_step(directory: Path, abstract_state: PyTree = None) -> int:
     """Returns the newest valid step of `scan`, for programs that need one.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no valid step.
     """
     found = scan(directory, abstract_state)
     if found.step is None:

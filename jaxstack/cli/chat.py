@@ -131,7 +131,7 @@ class History:
         Args:
           asked: tokens of `ask`.
           answer: tokens of the answer.
-          text: of the answer.
+          text: text of the answer.
         """
         self._messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
         self._ids = [*asked, *answer]

@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
         "--by",
         type=Literal["removed", "int4", "int8", "fp8"],
         default="removed",
-        help="whether a part is removed, or rounded to the nearest code of this format",
+        help="measure the loss with a part removed, or with the part rounded to this format",
     )
     parser.add_argument(
         "--group",

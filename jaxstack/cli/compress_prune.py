@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # these import JAX, for which help must not wait
     from jaxstack.loaded.trained_run import TrainedRun
 
 SIZES = {
-    "layers": "layers that stay; of a model with an encoder and a decoder, of the decoder",
+    "layers": "layers that stay; in a model with an encoder and a decoder, layers of the decoder",
     "encoder_layers": "layers that stay of an encoder beside a decoder, or of the tower for pictures; null means as "
     "many as --layers if model.encoder_layers is null, or else all",
     "text_layers": "layers that stay in a diffusion model's stack for texts",
@@ -64,14 +64,15 @@ def add_arguments(parser: Parser) -> None:
         "--layers_by",
         type=Literal["loss", "cosine", "order"],
         default="loss",
-        help="leave out layers one by one, by the loss without them, or those that change their input least, or by the "
-        "file of --order",
+        help="which layers to remove: loss removes one by one the layer without which the loss is lowest, cosine those "
+        "that change their input least, order those that the file of --order names first",
     )
     parser.add_argument(
         "--experts_by",
         type=Literal["output", "load", "order"],
         default="output",
-        help="keep the experts whose outputs are largest, or that get most tokens, or by the file of --order",
+        help="which experts to keep: output those with the largest outputs, load those that get most tokens, order "
+        "those that the file of --order names last",
     )
     parser.add_argument(
         "--order",
@@ -83,13 +84,13 @@ def add_arguments(parser: Parser) -> None:
         "--sparsity",
         type=str | None,
         default=None,
-        help="share of the weights of each matrix that become zero, or N:M to keep N of M neighbouring ones",
+        help="share of the weights of each matrix that become zero, or N:M to keep N of M neighbouring weights",
     )
     parser.add_argument(
         "--method",
         type=Literal["sparsegpt", "wanda", "magnitude"],
         default="sparsegpt",
-        help="with --sparsity: which weights become zero, and whether the others change",
+        help="with --sparsity: method that chooses the zeros; sparsegpt also corrects the other weights",
     )
     add_calibration_arguments(parser)
 
@@ -215,7 +216,7 @@ class Report(NamedTuple):
     Attributes:
       found: importance of every part.
       kept: the parts that stay.
-      losses: of the model without each layer, if they were measured.
+      losses: losses of the model without each layer, if they were measured.
     """
 
     found: "Importance"

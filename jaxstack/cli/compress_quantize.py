@@ -49,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
         "--method",
         type=Literal["gptq", "awq", "rtn"],
         default="gptq",
-        help="gptq and awq keep the outputs on calibration text; rtn rounds to the nearest and needs no text",
+        help="gptq and awq keep outputs on calibration text as they were; rtn rounds to the nearest and needs no text",
     )
     parser.add_argument(
         "--activations",
@@ -62,13 +62,13 @@ def add_arguments(parser: Parser) -> None:
         "--dtype",
         type=Literal["float32", "bfloat16"],
         default="float32",
-        help="dtype of the scales and of what is not quantised",
+        help="dtype of the scales and of the parameters that are not quantised",
     )
     parser.add_argument(
         "--int4_experts",
         type=PositiveInt | None,
         default=None,
-        help="with --weights=int8: experts of each layer that have 4 bits, those that are used least",
+        help="with --weights=int8: number of experts of each layer that get 4 bits; --experts_by chooses them",
     )
     parser.add_argument(
         "--experts_by",

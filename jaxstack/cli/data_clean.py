@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--rules", type=list[Rule], default=[*Settings().rules], metavar="[RULE,...]",
         help="rules to apply: quality and repetition (Gopher), c4, exact and near (duplicates); language.keep and "
-        "overlap.texts add theirs",
+        "overlap.texts each add a rule",
     )  # fmt: skip
     parser.add_argument(
         "--processes", type=PositiveInt | None, help="processes that work at the same time; by default one per core"

@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
         "--special_tokens",
         type=list[str],
         default=[bpe.END_OF_TEXT],
-        help="tokens that no text becomes; the first one ends a document",
+        help="special tokens, which no text is encoded to; the first one ends a document",
     )
     parser.add_argument("--chat", action="store_true", help="add a chat template, and the special tokens of its turns")
     add_source_keys(parser)
@@ -39,7 +39,11 @@ def add_arguments(parser: Parser) -> None:
 def add_texts(parser: Parser) -> None:
     """Declares the texts to read."""
     parser.add_argument(
-        "texts", metavar="TEXT", nargs="*", type=user_path, help="texts, each as data.path reads it (`stdlib` has none)"
+        "texts",
+        metavar="TEXT",
+        nargs="*",
+        type=user_path,
+        help="files or folders of text, as for data.path; give none for stdlib",
     )
 
 

@@ -47,31 +47,37 @@ def add_arguments(parser: Parser) -> None:
         "--tasks", metavar="TASK", type=str, nargs="+", default=[], help="tasks, groups or tags of lm-eval"
     )
     parser.add_argument("--include", metavar="PATH", type=user_path, help="folder with the YAML files of more tasks")
-    parser.add_argument("--fewshot", type=NonNegativeInt | None, help="examples in a prompt; null means as a task says")
     parser.add_argument(
-        "--limit", type=PositiveInt | None, help="examples of each task, or prompts, at most; null means all"
+        "--fewshot", type=NonNegativeInt | None, help="examples in a prompt; null means the task's number"
     )
-    parser.add_argument("--chat", action="store_true", help="put prompts as messages in the run's chat template")
+    parser.add_argument(
+        "--limit", type=PositiveInt | None, help="maximum number of examples of a task, or of prompts; null means all"
+    )
+    parser.add_argument("--chat", action="store_true", help="write prompts as messages of the run's chat template")
     parser.add_argument(
         "--text", metavar="FILE", type=user_path, nargs="+", default=[], help="text files, for bits per byte"
     )
     parser.add_argument(
         "--preferences", metavar="FILE", type=user_path, nargs="+", default=[],
-        help="pairs of completions, or completions with labels, which a reward model scores",
+        help="files of pairs of completions, or of completions with labels, which a reward model scores",
     )  # fmt: skip
     parser.add_argument(
         "--prompts", metavar="FILE", type=user_path, nargs="+", default=[],
-        help="prompts that the model answers, and --rewards reward: files, or tasks such as task:addition",
+        help="prompts that the model answers, for rewards: files, or tasks such as task:addition",
     )  # fmt: skip
     parser.add_argument(
         "--rewards", metavar="FUNCTION", type=str, nargs="+", default=[],
-        help="as rl.rewards has them; by default the run's own, or those of a task",
+        help="functions that reward the answers, as in rl.rewards; by default those of the run, or of the task",
     )  # fmt: skip
     parser.add_argument("--completions", type=PositiveInt, default=8, help="number of answers to each prompt")
-    parser.add_argument("--tokens", type=PositiveInt | None, help="tokens of an answer at most; null means rl.tokens")
-    parser.add_argument("--turns", type=PositiveInt | None, help="turns of an answer at most; null means rl.turns")
+    parser.add_argument("--tokens", type=PositiveInt | None, help="maximum tokens of an answer; null means rl.tokens")
+    parser.add_argument("--turns", type=PositiveInt | None, help="maximum turns of an answer; null means rl.turns")
     parser.add_argument("--scores", metavar="FILE", type=user_path, help="where to write the score of each completion")
-    parser.add_argument("--overlap", type=NonNegativeInt | None, help="tokens of a window that the one before has too")
+    parser.add_argument(
+        "--overlap",
+        type=NonNegativeInt | None,
+        help="tokens that neighbouring windows share; null means half of --context",
+    )
     parser.add_argument("--context", type=int, help="tokens that the model reads at once; null means data.seq_len")
     parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts in a call")
     parser.add_argument("--step", type=int, help="step of the checkpoint; null means the newest")

@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
         "--format",
         type=Literal["hf", "stablehlo"],
         default="hf",
-        help="hf is a Hugging Face folder; stablehlo is the forward pass as a program of jax.export, with parameters",
+        help="hf writes a Hugging Face folder; stablehlo the forward pass as a program of jax.export, with parameters",
     )
     parser.add_argument(
         "--platforms",
@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
         "--batch_size",
         type=PositiveInt | None,
         default=None,
-        help="with stablehlo: number of rows; null means any number, which experts cannot have",
+        help="with stablehlo: number of rows; null means any number, except for models with experts",
     )
     parser.add_argument(
         "--seq_len",
@@ -73,7 +73,7 @@ def add_arguments(parser: Parser) -> None:
         "--branch",
         type=Literal["understanding", "generation"] | None,
         default=None,
-        help="of a model with two branches: make DIR a run directory of this branch with the trunk",
+        help="for a model with two branches: make DIR a run directory of this branch with the trunk",
     )
 
 

@@ -54,14 +54,14 @@ def add_arguments(parser: Parser) -> None:
         type=str,
         nargs="+",
         help="text to continue; - reads one prompt per line from stdin; for a diffusion model, a class or a text; with "
-        "--picture, how a caption begins, or nothing in quotes",
+        "--picture, the beginning of a caption, which may be empty quotes",
     )
     parser.add_argument(
         "--picture",
         metavar="PICTURE",
         action="append",
         default=[],
-        help="PNG or JPEG file of which a contrastive model writes the caption; repeatable",
+        help="PNG or JPEG file for which a contrastive model writes a caption; repeatable",
     )
     parser.add_argument("--chat", action="store_true", help="treat prompts as messages of a user and print the answers")
     parser.add_argument(
@@ -71,14 +71,14 @@ def add_arguments(parser: Parser) -> None:
         "--draft",
         metavar="RUN",
         type=user_path,
-        help="run of a small model that drafts tokens; mtp means the module of RUN itself",
+        help="run of a small model that drafts tokens; mtp means RUN's own prediction module",
     )
-    parser.add_argument("--draft_tokens", type=PositiveInt, default=4, help="number of tokens that it drafts at a time")
+    parser.add_argument("--draft_tokens", type=PositiveInt, default=4, help="number of tokens to draft at a time")
     parser.add_argument(
         "--expert_load",
         metavar="FILE",
         type=user_path,
-        help="file to write with the tokens of each expert, for plan experts",
+        help="file to write the number of tokens of each expert to, for `jaxstack plan experts`",
     )
     parser.add_argument("--language", type=str, help="language that an encoder-decoder writes, if it has several")
     parser.add_argument("--out", type=user_path, help="PNG file for pictures; null means pictures.png in RUN")
@@ -95,7 +95,7 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--decode_weights",
         type=DECODE_WEIGHTS | None,
-        help="format of the matrices that new tokens read",
+        help="format of decoding weights; null: the run's",
     )
     parser.add_argument("--decode_group", type=PositiveInt | None, help="inputs that share a scale in --decode_weights")
     parser.add_argument(
@@ -108,7 +108,10 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_class_arguments(SampleConfig, "sample", skip={"prompts"}, instantiate=False)
     parser.set_defaults({f"sample.{f.name}": None for f in fields(SampleConfig) if f.name != "prompts"})
     parser.add_argument(
-        "--placement", metavar="FILE", type=user_path, help="which experts each device stores, from plan experts"
+        "--placement",
+        metavar="FILE",
+        type=user_path,
+        help="experts of each device, a file of plan experts",
     )
     parser.add_class_arguments(MeshConfig, "mesh")
     parser.set_defaults({"mesh.data": 1})  # one device; more share the prompts

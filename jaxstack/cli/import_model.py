@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("out", metavar="RUN", type=user_path, help="run directory to make")
     parser.add_argument(
-        "--pad_vocab_to", type=PositiveInt | None, default=None, help="short for --model.pad_vocab_to, see there"
+        "--pad_vocab_to", type=PositiveInt | None, default=None, help="the same as --model.pad_vocab_to"
     )
     parser.add_argument(
         "--adapter",

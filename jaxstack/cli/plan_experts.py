@@ -17,7 +17,12 @@ from jaxstack.config.reading.parse import Parser, user_path
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
-    parser.add_argument("load", metavar="LOAD", type=user_path, help="load of the experts, a file of --expert_load")
+    parser.add_argument(
+        "load",
+        metavar="LOAD",
+        type=user_path,
+        help="load of the experts, a file of `jaxstack generate --expert_load`",
+    )
     parser.add_argument("--devices", type=PositiveInt, required=True, help="size of mesh.expert")
     parser.add_argument(
         "--slots", type=PositiveInt, required=True, help="experts that each device stores in each layer"

@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     add_network(parser)
     parser.add_argument(
         "--style", type=Literal[*STYLES], default="jaxstack",
-        help="megatron-fp16 counts what train.remat repeats as Megatron-LM does: attention, or whole layers",
+        help="megatron-fp16 counts recomputation (train.remat) as Megatron-LM does: attention, or whole layers",
     )  # fmt: skip
     add_tokens(parser)
     parser.add_config()

@@ -30,8 +30,10 @@ def add_arguments(parser: Parser) -> None:
         type=PositiveFloat | None,
         help="GiB of a device to use; null means all of a TPU's, and the 92%% of a GPU's that a run reserves",
     )
-    parser.add_argument("--top", type=PositiveInt, default=8, help="meshes to print")
-    parser.add_argument("--compile", type=NonNegativeInt, default=2, help="meshes to compile, in minutes each")
+    parser.add_argument("--top", type=PositiveInt, default=8, help="number of meshes to print")
+    parser.add_argument(
+        "--compile", type=NonNegativeInt, default=2, help="number of meshes to compile; each takes minutes"
+    )
     parser.add_config()
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--dollars", type=optional, help="money for training on --target, with --price")
     parser.add_argument("--target", type=str | None, metavar="CHIP:TOPOLOGY", help="chip and number, such as h100:8x8")
     parser.add_argument("--price", type=optional, help="price of one device for an hour")
-    parser.add_argument("--watts", type=optional, help="power of one device with its share of the machine, in watts")
+    parser.add_argument("--watts", type=optional, help="watts of one device, with its share of the machine")
     parser.add_argument(
         "--mfu",
         type=PositiveFraction | None,
@@ -45,10 +45,13 @@ def add_arguments(parser: Parser) -> None:
         type=NonNegativeFloat,
         default=0.0,
         metavar="TOKENS",
-        help="tokens of use whose FLOPs count too: a smaller model is trained for longer",
+        help="tokens of later use, whose FLOPs count too; with more, a smaller model is trained for longer",
     )
     parser.add_argument(
-        "--tokens_per_parameter", type=optional, metavar="RATIO", help="tokens a parameter, in place of the best"
+        "--tokens_per_parameter",
+        type=optional,
+        metavar="RATIO",
+        help="training tokens per parameter, in place of the best ratio",
     )
     parser.add_argument(
         "--out", type=user_path, metavar="FILE", help="configuration to write, for jaxstack train --config"

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--tokens", type=PositiveInt, default=256, help="new tokens of a sequence")
     parser.add_argument(
         "--batch", type=list[int], default=[], metavar="[N,...]",
-        help="sequences of a copy at once, such as [1,8,64]; by default powers of two, up to what fits",
+        help="sequences that a copy of the model serves at once, such as [1,8,64]; by default powers of two that fit",
     )  # fmt: skip
     parser.add_argument(
         "--weights", type=Literal[*WEIGHTS], default="bfloat16",

@@ -48,7 +48,9 @@ def add_network(parser: Parser) -> None:
 
 def add_tokens(parser: Parser) -> None:
     """Declares the token budget, see `Plan.budget`."""
-    parser.add_argument("--tokens", type=PositiveFloat | None, help="training tokens; null means those of all steps")
+    parser.add_argument(
+        "--tokens", type=PositiveFloat | None, help="training tokens; null means the tokens of all steps"
+    )
 
 
 class Plan:

@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--price", type=PositiveFloat | None, help="price of a device for an hour")
     parser.add_argument(
         "--program", metavar="NAME", type=str | None,
-        help="stack whose program to predict, such as megatron or torchtitan; null means the one of `jaxstack train`",
+        help="stack whose program to predict, such as megatron or torchtitan; null means jaxstack",
     )  # fmt: skip
     parser.add_config()
 

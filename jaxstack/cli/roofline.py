@@ -33,7 +33,10 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--devices", type=PositiveInt, default=1, help="devices, for the open axis of the mesh")
     parser.add_argument(
-        "--traffic", type=Literal["fused", "unfused"], default="fused", help="whether operations are fused in memory"
+        "--traffic",
+        type=Literal["fused", "unfused"],
+        default="fused",
+        help="memory traffic of fused operations, or of one kernel for each operation",
     )
     parser.add_argument(
         "--matmul_efficiency", type=PositiveFraction, default=1.0, help="fraction of the peak that matmuls reach"

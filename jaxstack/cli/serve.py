@@ -56,17 +56,17 @@ def add_arguments(parser: Parser) -> None:
         type=user_path,
         help="file with the key that requests must have; null means JAXSTACK_API_KEY, if it is set",
     )
-    parser.add_argument("--name", type=str, help="name of the model in requests; null means that of the directory")
+    parser.add_argument("--name", type=str, help="name of the model in requests; null means the directory's name")
     parser.add_argument("--rows", type=PositiveInt, default=8, help="number of texts that are written at once")
     parser.add_argument("--waiting", type=NonNegativeInt, default=64, help="texts that may wait for a row")
     parser.add_argument(
         "--context", type=int, help="maximum number of tokens of a prompt and its text; null means data.seq_len"
     )
     parser.add_argument(
-        "--max_tokens", type=PositiveInt | None, help="maximum number of tokens of a text; null means any"
+        "--max_tokens", type=PositiveInt | None, help="maximum number of tokens of a text; null means no limit"
     )
     parser.add_argument("--max_body", type=PositiveInt, default=2**20, help="maximum number of bytes of a request")
-    parser.add_argument("--timeout", type=PositiveFloat, default=300.0, help="maximum seconds of an answer")
+    parser.add_argument("--timeout", type=PositiveFloat, default=300.0, help="maximum seconds for an answer")
     parser.add_argument(
         "--receive_timeout",
         type=PositiveFloat,
@@ -74,7 +74,7 @@ def add_arguments(parser: Parser) -> None:
         help="maximum seconds in which a request arrives, and in which a client reads an answer",
     )
     parser.add_argument("--connections", type=PositiveInt, default=256, help="maximum number of connections")
-    parser.add_argument("--grace", type=PositiveFloat, default=30.0, help="seconds that texts have after a stop signal")
+    parser.add_argument("--grace", type=PositiveFloat, default=30.0, help="seconds to finish texts after a stop signal")
     parser.add_argument(
         "--prompt_cache",
         type=NonNegativeInt | None,
@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--memory",
         type=PositiveFloat | None,
-        help="GiB of parameters of several models; the least recently used are dropped",
+        help="GiB for parameters of several models; the least recently used are dropped",
     )
     generate.add_model_arguments(parser)
 

@@ -37,10 +37,13 @@ def add_arguments(parser: Parser) -> None:
     """Declares the arguments."""
     parser.usage = f"{_PROGRAM} [options] -- jaxstack train ..."
     parser.add_argument(
-        "--tries", type=PositiveInt, default=5, help="number of tries in a row without a new checkpoint, then give up"
+        "--tries", type=PositiveInt, default=5, help="give up after this many tries in a row without a new checkpoint"
     )
     parser.add_argument(
-        "--wait_s", type=NonNegativeFloat, default=2.0, help="seconds before the first restart; doubled each time"
+        "--wait_s",
+        type=NonNegativeFloat,
+        default=2.0,
+        help="seconds before the first restart; doubled for each further one",
     )
     parser.add_argument(
         "--shrink",

@@ -2,13 +2,13 @@
 
 
 def plural(count: float, one: str, more: str = "", spec: str = "") -> str:
-    """Returns a number and the noun behind it: `plural(1, "layer")` is "1 layer", `plural(2, "layer")` is "2 layers".
+    """Returns a number and the noun after it: `plural(1, "layer")` is "1 layer", `plural(2, "layer")` is "2 layers".
 
     Args:
-      count: how many.
-      one: the noun behind 1. A verb may follow: "text exceeds".
-      more: the noun behind other numbers: "texts exceed". The default is `one` with the ending of a plural.
-      spec: how to format the number, as behind the colon of an f-string.
+      count: the number.
+      one: the noun after 1. A verb may follow: "text exceeds".
+      more: the noun after other numbers: "texts exceed". The default is `one` with the ending of a plural.
+      spec: how to format the number, as after the colon of an f-string.
     """
     return f"{count:{spec}} {one if count == 1 else more or _ending(one)}"
 

@@ -39,7 +39,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "savefig.dpi": 130,
 }
-"""What matplotlib's defaults are replaced by. In a notebook: `plt.rcParams.update(STYLE)`."""
+"""Settings that replace matplotlib's defaults. In a notebook: `plt.rcParams.update(STYLE)`."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
     """Yields a figure to draw on, and writes it at the end of the block.
 
     Args:
-      path: of the picture. Its suffix is the format, see `files.PICTURES`.
+      path: path of the picture. Its suffix is the format, see `files.PICTURES`.
       width: inches.
       height: inches.
     """

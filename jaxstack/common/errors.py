@@ -34,7 +34,7 @@ class ConfigError(ValueError):
     The commands show each sentence on a line of its own, see `in_lines`, and end with the exit code `USER_ERROR`.
 
     Attributes:
-      advice: the second line, or "" if the message has all.
+      advice: the second line, which says what to do. "" means that the message says it.
     """
 
     def __init__(self, message: str, advice: str = "") -> None:
@@ -53,9 +53,9 @@ class RunError(Exception):
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error means that a device or the host has no memory left.
 
-    JAX, which need not be imported, reports it as RESOURCE_EXHAUSTED, or as an internal error with the words. Other
-    resources do not count: scratch memory on the chip, which a kernel's tiles exceed, and the size of a message between
-    processes.
+    JAX, which need not be imported, reports it as RESOURCE_EXHAUSTED, or as an internal error whose text says "out of
+    memory". Other resources do not count: scratch memory on the chip, which a kernel's tiles exceed, and the size of a
+    message between processes.
     """
     if isinstance(error, MemoryError):
         return True
@@ -91,7 +91,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def program() -> str:
-    """Returns what the user called, with which error lines begin: `train.py`, or `jaxstack train`."""
+    """Returns the name of the command, `train.py` or `jaxstack train`, with which error lines begin."""
     name = Path(sys.argv[0]).name
     return f"jaxstack {sys.argv[1]}" if name in ("jaxstack", "__main__.py") and sys.argv[1:] else name
 

@@ -115,7 +115,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def writable(flag: str, name: str, suffixes: tuple[str, ...]) -> Path:
-    """Returns the path of a file to write, after checking what would fail only once the work is done.
+    """Returns the path of a file to write. Mistakes that would otherwise fail after the work raise an error here.
 
     Raises:
       ConfigError: another suffix, a folder of that name, or a folder around it that does not exist.

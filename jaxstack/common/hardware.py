@@ -24,10 +24,10 @@ class Chip:
         one direction.
       source: data sheet that these figures are from.
       devices: devices of JAX on one chip, which share its compute, memory and links equally.
-      linked_devices: most devices that the links connect: the devices of a host, or of a TPU slice.
+      linked_devices: maximum number of devices that the links connect: the devices of a host, or of a TPU slice.
       network_bandwidth: bytes/s that a device sends to other hosts or slices in one direction, or 0 where the maker
         describes no such system.
-      network_source: system that `linked_devices` and `network_bandwidth` are from.
+      network_source: name of the system from which `linked_devices` and `network_bandwidth` are taken.
       torus: dimensions of the torus that the links form, or 0 if every device reaches every other one at full speed.
       cores: multiprocessors or compute units, over which a GPU distributes the tiles of a matmul; 0 for other chips.
       tile: rows and columns of a TPU's matrix unit, to which it pads a matmul; 0 for other chips.
@@ -326,9 +326,9 @@ _HOST_LINKS: dict[str, tuple[tuple[str, ...], float, str]] = {
 HOST_BANDWIDTH: dict[str, tuple[float, str]] = {
     chip: (rate, source) for chips, rate, source in _HOST_LINKS.values() for chip in chips
 }
-"""Bytes/s that a device copies to its host's memory, and as many from there at the same time, and the source.
+"""Bytes/s that a device copies to its host's memory, with the source. It copies as many from the host at the same time.
 
-Chips are left out if no source says it.
+Chips are left out if no source gives the figure.
 """
 
 

@@ -31,7 +31,7 @@ def require(size: float) -> None:
     """Checks that some bytes fit into the memory that is free now.
 
     Raises:
-      ValueError: they do not; the message has both numbers.
+      ValueError: they do not fit; the message has both numbers.
     """
     _, free = total_and_free()
     if size > free:

@@ -40,10 +40,10 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """Returns the content of a regular file.
 
     Args:
-      path: of the file. It is opened without waiting, so a pipe without a writer cannot stop the process.
+      path: path of the file. It is opened without waiting, so a pipe without a writer cannot stop the process.
 
     Raises:
-      OSError, ValueError: it cannot be opened, is not a regular file, or is too large.
+      OSError, ValueError: the file cannot be opened, is not a regular file, or is too large.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
@@ -64,7 +64,7 @@ def decode(content: bytes) -> str:
     """Returns UTF-8 as text, without a byte order mark.
 
     Raises:
-      ValueError: it is not UTF-8; the message has the place and not the content.
+      ValueError: the bytes are not UTF-8; the message has the place and not the content.
     """
     try:
         return content.decode("utf-8-sig")
@@ -84,8 +84,8 @@ def parse_json(content: str | bytes, unique_keys: bool = False) -> Json:
       unique_keys: whether an object that has a key twice is an error. Otherwise the last value counts.
 
     Raises:
-      ValueError: it is not JSON, has a key twice, is nested more than `MOST_DEPTH` levels deep, or has an integer of
-        more than `MOST_DIGITS` digits.
+      ValueError: the content is not JSON, has a key twice, is nested more than `MOST_DEPTH` levels deep, or has an
+        integer of more than `MOST_DIGITS` digits.
     """
     text = decode(content) if isinstance(content, bytes) else content
     try:
@@ -114,7 +114,7 @@ def parse_integer(digits: str) -> int:
     """Returns an integer in decimal digits.
 
     Raises:
-      ValueError: it is not one, or has more than `MOST_DIGITS` digits.
+      ValueError: the text is not an integer, or has more than `MOST_DIGITS` digits.
     """
     if len(digits) > MOST_DIGITS:
         raise ValueError(
@@ -155,7 +155,7 @@ def check_npy_header(path: Path) -> None:
     """Checks that an .npy file is not shorter than its header says: NumPy makes room for the header before it reads it.
 
     Raises:
-      OSError, ValueError: it cannot be opened, or is shorter.
+      OSError, ValueError: the file cannot be opened, or is shorter.
     """
     with path.open("rb") as file:
         begin = file.read(12)
@@ -171,8 +171,8 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
       names: arrays to read. `None` means all.
 
     Raises:
-      OSError, ValueError: it is not a complete .npz file, lacks an array, expands more than a hundredfold to more than
-        64 MB, or does not fit into memory.
+      OSError, ValueError: the file is not a complete .npz file, lacks an array, expands more than a hundredfold to more
+        than 64 MB, or does not fit into memory.
     """
     if not path.is_file():
         raise ValueError("it is not a regular file")

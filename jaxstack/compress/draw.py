@@ -25,7 +25,7 @@ def draw(found: Importance, kept: Kept, losses: Losses | None, path: Path) -> No
     With several stacks or kinds of channels, each stack has a row of three charts, and channels have the last row.
 
     Args:
-      losses: of the model without each step of layers, if they were measured.
+      losses: losses of the model without each step of layers, if they were measured.
     """
     if len(found.stacks) > 1 or len(found.channels) > 1:
         _draw_stacks(found, kept, losses, path)

@@ -39,7 +39,7 @@ class Row(NamedTuple):
       stack: name of the stack.
       layer: index of the layer in its stack.
       expert: index of the expert. `None` means the whole layer.
-      loss: of the model without the part, or with the part quantised.
+      loss: loss of the model without the part, or with the part quantised.
     """
 
     stack: str
@@ -211,7 +211,7 @@ def describe(whole: float, rows: Sequence[Row], loads: Mapping[str, np.ndarray])
 
     Args:
       whole: the loss of the model as it is.
-      loads: of the experts, see `measure_loads`.
+      loads: loads of the experts, see `measure_loads`.
     """
     made = []
     for row in rows:

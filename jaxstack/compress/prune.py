@@ -210,7 +210,7 @@ class Losses(NamedTuple):
     """Losses of the models with one step of layers less, as `Order` measures them.
 
     Attributes:
-      whole: of the model with all layers.
+      whole: loss of the model with all layers.
       without: for each step, of the model without it alone, by the name of each stack that loses layers.
     """
 
@@ -344,7 +344,7 @@ def _choose(cfg: ModelConfig, small: ModelConfig, stack: Stack, found: OfStack, 
 
     Args:
       small: the smaller model.
-      stack: of the smaller model, with the declarations of one layer.
+      stack: stack of the smaller model, with the declarations of one layer.
       steps: see `choose`.
     """
     steps = largest(found.turns, stack.depth // stack.period) if steps is None else steps

@@ -130,7 +130,7 @@ def quantize_layer(
     Args:
       matrices: the matrices by path.
       layer: parameters without the axis of layers, on the host.
-      statistics: of the inputs of each matrix by path; may be empty for rounding to the nearest.
+      statistics: statistics of the inputs of each matrix by path; may be empty for rounding to the nearest.
       index: number of the layer, over all stacks.
 
     Raises:

@@ -71,7 +71,7 @@ def sparsify_layer(
     Args:
       matrices: the matrices by path.
       layer: parameters without the axis of layers, on the host.
-      statistics: of the inputs of each matrix by path; may be empty for `magnitude`.
+      statistics: statistics of the inputs of each matrix by path; may be empty for `magnitude`.
 
     Raises:
       ConfigError: the statistics are not finite.

@@ -25,7 +25,7 @@ class Pattern(NamedTuple):
     """Which share of the weights becomes zero.
 
     Attributes:
-      fraction: of the weights.
+      fraction: fraction of the weights.
       group: neighbouring inputs in which this share becomes zero. `None` means the zeros are anywhere.
     """
 

@@ -11,12 +11,13 @@ class BranchesConfig:
     """A trunk that two branches share, for `model.family=branches`."""
 
     layers: PositiveInt | None = None
-    """Number of the last blocks that each branch has of its own. The other ones are the trunk, which both share. Null
+    """Number of blocks that each branch has of its own: the last ones. Both branches share the others, the trunk. Null
     means a quarter of num_layers, and at least one."""
     rates: tuple[int, int] = (1, 1)
-    """Windows of text that the branches `understanding` and `generation` read, for each row of a batch."""
+    """Two numbers for each row of a batch: how many windows of text the branch `understanding` reads, and how many the
+    branch `generation` reads."""
     masked_weight: PositiveFloat = 1.0
-    """Factor of the loss on hidden tokens in the objective. That of the loss on next tokens is 1."""
+    """Factor of the loss on hidden tokens in the objective. The loss on next tokens has the factor 1."""
     freeze_trunk: bool = False
     """Train the branches and the embedding, but not the blocks of the trunk."""
 

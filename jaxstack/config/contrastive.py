@@ -14,15 +14,15 @@ class ContrastiveConfig(PictureConfig):
     family = "contrastive"
 
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    """`sigmoid`: each pair of a picture and a text is one decision (SigLIP). `softmax`: a picture chooses among all
-    texts of the batch, and a text among all pictures (CLIP)."""
+    """`sigmoid`: for each picture and each text, the model decides whether they belong together (SigLIP). `softmax`: it
+    finds the text of each picture among all texts of the batch, and the picture of each text (CLIP)."""
     features: PositiveInt | None = None
     """Width of the space in which pictures and texts are compared. Null means d_model."""
     caption_layers: NonNegativeInt = 0
     """Number of blocks above the text tower that read the picture and learn to write the text (CoCa). 0 means none."""
     translations: bool = False
-    """Give each picture its text in two of `data.languages`, and compare the texts with each other, too, in the same
-    loss. Then all languages are pairs, and not each of them with pictures alone (UniX2)."""
+    """Give each picture its text in two of `data.languages`, and also compare the two texts with each other, in the
+    same loss (UniX2). Without this, a text is compared with pictures only."""
     weight: PositiveFloat = 1.0
     """Factor of the contrastive loss."""
     caption_weight: PositiveFloat = 2.0

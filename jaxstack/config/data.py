@@ -42,21 +42,21 @@ class SourceConfig(ShortRepr):
     """One source of `data.mixture`. Its other properties are the keys of the group `data`."""
 
     source: SourceName
-    """As `data.source`."""
+    """Where text comes from, as in `data.source`."""
     path: str | None = None
-    """As `data.path`."""
+    """File, folder or name to read, as in `data.path`."""
     weight: float = 1.0
     """Share of the sequences, relative to the weights of the other sources. With 0 the source is only evaluated."""
     name: str | None = None
     """Name in metrics, on the screen and in reports. Null means the last part of the path."""
     glob: str | None = None
-    """As `data.glob`."""
+    """Which files of a folder to read, as in `data.glob`."""
     format: FormatName = "jaxstack"
-    """As `data.format`."""
+    """Format of a token file, as in `data.format`."""
     hf_split: str = "train"
-    """As `data.hf_split`."""
+    """Split of a Hugging Face dataset, as in `data.hf_split`."""
     hf_column: str = "text"
-    """As `data.hf_column`."""
+    """Column of a Hugging Face dataset, as in `data.hf_column`."""
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -89,14 +89,14 @@ class DataConfig:
     conversations, where only the answers are learned; see docs/finetuning.md. `labels`: texts with labels, for a
     classifier; see docs/encoders.md. `pairs`: texts with translations; see docs/data.md. `preferences`: prompts with a
     better and a worse completion; see docs/preferences.md. `prompts`: prompts whose completions are rewarded; see
-    docs/reinforcement.md. `digits`: scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one
-    size; see docs/diffusion.md and contrastive.md. `captions`: pictures with texts of their own; see docs/data.md."""
+    docs/reinforcement.md. `triples`: texts with a head, a relation and a tail; see docs/encoders.md. `digits`:
+    scikit-learn's pictures of digits (extra `[images]`). `images`: pictures of one size; see docs/diffusion.md and
+    docs/contrastive.md. `captions`: pictures with texts of their own; see docs/data.md."""
     path: str | None = None
-    """Text file or folder (`path`), token file (`tokens`), dataset name (`hf`), JSON file of conversations (`chat`), of
-    texts with labels (`labels`), of pairs of completions (`preferences`) or of prompts (`prompts`), translations
-    (`pairs`): a file, a folder, or `package:NAME`; a folder or .npz file of pictures (`images`); or a JSON file of
-    pictures with texts, or `drawn:digits` (`captions`). `task:NAME` draws
-    conversations or prompts of a task, see docs/reinforcement.md."""
+    """What the source reads. `path`: a text file or a folder. `tokens`: a token file. `hf`: the name of a dataset.
+    `chat`, `labels`, `preferences`, `prompts` and `triples`: a JSON file. `pairs`: a file, a folder, or `package:NAME`.
+    `images`: a folder or a .npz file. `captions`: a JSON file, or `drawn:digits`. With `chat` and `prompts` you may
+    also name a task, `task:NAME`, whose rows are drawn; see docs/reinforcement.md."""
     glob: str | None = None
     """Which files of a folder to read, such as `*.md`, or `**/*.md` for folders within it too. Null means all files."""
     skip: bool = False
@@ -112,11 +112,11 @@ class DataConfig:
     mixture_changes: tuple[WeightChange, ...] = ()
     """Steps from which the sources have other weights, in ascending order: `[{step: 900, weights: [1, 4]}]`."""
     tokenizer: str = "bytes"
-    """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`). `ids`: a token file of another program whose
-    tokenizer you do not have; texts are then shown as numbers, and bits per byte are not known."""
+    """`bytes`, `chars`, or the path of a tokenizer.json (extra `[hf]`). Use `ids` for a token file of another program
+    if you do not have its tokenizer: texts are then shown as numbers, and bits per byte are not computed."""
     special_tokens: bool = True
-    """Put the special tokens around each text that the tokenizer.json puts there, such as BOS: in training, evaluations
-    and prompts. Texts of a chat template have the template's own tokens only."""
+    """Add the special tokens that the tokenizer.json adds to each text, such as BOS, in training, evaluations and
+    prompts. Texts of a chat template have only the special tokens of the template."""
     vocab_size: PositiveInt | None = None
     """Number of ids, for `data.tokenizer=ids` only."""
     seq_len: PositiveInt = 256
@@ -126,17 +126,17 @@ class DataConfig:
     packing: bool | Literal["best_fit"] = False
     """Restrict attention to one document: batches carry segment ids, and positions restart at each document. `best_fit`
     puts whole documents into each row, and cuts only those that are longer than a row. With source `chat`, `labels`,
-    `pairs` or `preferences`, `true` does so, too: several whole conversations, texts or pairs in a row instead of
+    `pairs` or `preferences`, `true` does the same: a row has several whole conversations, texts or pairs instead of
     one."""
     max_documents: Literal["auto"] | PositiveInt | None = "auto"
-    """With rows of several documents: the most that a row may have, where padding counts as one. A row with more ends
-    the run with an error. `kernels.attention=cudnn` needs it to attend within documents. `auto`: as many as the rows of
-    the run have, which are counted when it starts, or `null` if there are more than 64. `null`: no limit."""
+    """Maximum number of documents in a row; padding counts as one. A row with more ends the run with an error.
+    `kernels.attention=cudnn` needs this limit to attend within documents. `auto`: the largest number in the rows of the
+    run, which are counted when the run starts, or null if that is more than 64. Null means no limit."""
     buckets: Literal["auto"] | tuple[int, ...] = ()
     """Lengths of rows in ascending order, such as `[128, 256, 512]`; the last one is `data.seq_len`. Each row has one
-    document, conversation, text or pair, and each batch has the smallest length that holds its rows. Shorter rows are
-    more rows, so that all batches have `batch_size * seq_len` tokens. `auto`: the fewest lengths within
-    `data.max_padding`. Empty: all rows have `data.seq_len` tokens."""
+    document, conversation, text or pair, and each batch has the smallest length that holds its rows. A batch of shorter
+    rows has more rows, so that all batches have `batch_size * seq_len` tokens. `auto` chooses the fewest lengths that
+    keep padding within `data.max_padding`. An empty list means that all rows have `data.seq_len` tokens."""
     max_padding: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.1
     """With `data.buckets=auto`: the largest share of the tokens that may be padding."""
     eval_fraction: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.1
@@ -148,26 +148,27 @@ class DataConfig:
     mask_words: bool = False
     """With `model.family=encoder` or `branches`: hide whole words, and not one token at a time."""
     mask_phrases: str | None = None
-    """With `model.family=encoder` or `branches`: a text file with a phrase or name on each line. Where one of them
-    occurs in a text, all of it is hidden, or nothing."""
+    """With `model.family=encoder` or `branches`: a text file with a phrase or name on each line. A phrase that occurs
+    in a text is hidden as a whole, or not at all. Null means no phrases."""
     triple_parts: tuple[TriplePart, ...] = ("relation", "text")
-    """With source `triples`: what is hidden in a text with its triple, of which each text draws one. `text` hides
-    tokens as in other texts, `head`, `relation` and `tail` hide this part of the triple."""
+    """With source `triples`: what may be hidden in a text and its triple. Each text draws one entry of the list. `text`
+    hides tokens as in other texts; `head`, `relation` and `tail` hide this part of the triple."""
     mask_id: Annotated[int, Interval(0)] | None = None
     """With `model.family=encoder` or `branches`: id that hides a token. Null means one after the tokenizer's ids."""
     denoisers: tuple[DenoiserConfig, ...] = ()
-    """With `model.family=encoder_decoder`: how spans of a text are hidden, which the decoder generates. Each row draws
-    one by their weights. T5: `[{rate: 0.15, span: 3}]`. `seq_len` counts inputs."""
+    """With `model.family=encoder_decoder`: how spans of a text are hidden, for the decoder to generate. Each row draws
+    one of these denoisers, by their weights. T5 uses `[{rate: 0.15, span: 3}]`. `data.seq_len` is then the number of
+    inputs."""
     languages: tuple[str, ...] = ()
-    """With source `pairs`: languages to translate to, by their names in catalogues or columns. With pictures that have
-    texts: languages in which the numbers that the classes are have names (num2words); empty means the classes' own
-    names. With source `captions`: languages of the texts of each picture."""
+    """With source `pairs`: languages to translate to, by their names in catalogues or columns. With source `captions`:
+    languages of the texts of each picture. With other pictures and a model that reads texts: languages that write out
+    the classes, which must be numbers (num2words). Empty then means the classes' own names."""
     key_words: tuple[str, ...] = ()
-    """With source `captions`: words that `model.diffusion.key_weight` weighs in all texts, and in the prompts of
-    `jaxstack generate`. They add to the key words of each line."""
+    """With source `captions`: words that get more attention in all texts and in the prompts of `jaxstack generate`, by
+    `model.diffusion.key_weight`. A line of the file may name more."""
     target_len: PositiveInt | None = None
-    """With `model.family=encoder_decoder`: targets per row. Null means as many as `denoisers` need, or `seq_len`. With
-    texts of pictures: tokens of a text."""
+    """With `model.family=encoder_decoder`: targets per row. Null means as many as `data.denoisers` need, or
+    `data.seq_len`. With pictures that have texts: tokens of a text."""
     domains: tuple[str, ...] = ()
     """For `model.moe.router=domain`: one regular expression per expert, which must match the full name of a document
     (its path within data.path), or the language of a pair. A document belongs to the first expression that matches."""

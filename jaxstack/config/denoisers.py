@@ -13,14 +13,15 @@ from jaxstack.config.bounds import Interval, PositiveFloat, ShortRepr, check_bou
 
 @dataclass(frozen=True, repr=False)
 class DenoiserConfig(ShortRepr):
-    """One denoiser: how much of a text is hidden, and in how long spans."""
+    """One denoiser: how much of a text is hidden, and how long the hidden spans are."""
 
     rate: Annotated[float, Interval(0, 1, low_open=True, high_open=True)] = 0.15
     """Share of the tokens that are hidden."""
     span: Annotated[float, Interval(1)] | None = 3.0
-    """Mean tokens of a span. Null hides the end of the text, in one span."""
+    """Mean length of a span in tokens. Null means that one span is hidden, at the end of the text."""
     mode: str | None = None
-    """Token before the inputs, such as `[R]`. One that the tokenizer does not have is added. Null means none."""
+    """Token that is put before the inputs, such as `[R]`. It is added to the tokenizer if necessary. Null means
+    none."""
     weight: PositiveFloat = 1.0
     """Share of the rows, relative to the weights of the other denoisers."""
 

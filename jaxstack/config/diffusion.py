@@ -19,11 +19,11 @@ class DiffusionConfig(PictureConfig):
     class_dropout: BelowOne = 0.1
     """Share of the training pictures that are learned without their class or text, which `sample.guidance` needs."""
     text_layers: NonNegativeInt = 0
-    """Number of blocks that read a text, to which every block of the picture attends. The text takes the place of the
-    class: it is the class's name, see `data.languages`. 0 means no texts."""
+    """Number of blocks that read a text; every block of the picture attends to their output. The text replaces the
+    class: it is a caption, or the name of the class (see `data.languages`). 0 means no texts."""
     key_weight: NonNegativeFloat = 0.0
     """With source `captions`: the scores of attention from patches to the tokens of key words are multiplied by 1 +
     this weight. 0 means that all words count alike."""
     salient_weight: NonNegativeFloat = 0.0
     """With source `captions`: the training loss of a patch is multiplied by 1 + this weight times the share of its
-    pixels in the salient region. Held-out losses are without it. 0 means that all patches count alike."""
+    pixels in the salient region. Held-out losses leave this factor out. 0 means that all patches count alike."""

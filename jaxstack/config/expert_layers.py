@@ -15,19 +15,20 @@ MOST_KINDS = 64
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Which layers have experts, counted from 0; the others have an MLP of width `model.d_ff`. By default all have."""
+    """Which layers have experts, counted from 0; the others have an MLP of width `model.d_ff`. By default all layers
+    do."""
 
     first: NonNegativeInt = 0
-    """First layer that has experts. DeepSeek-V3 has none in its first three layers: 3."""
+    """First layer that has experts. DeepSeek-V3 uses 3: its layers 0 to 2 have none."""
     every: PositiveInt = 1
     """Distance from one layer with experts to the next, from `first` on. Switch Transformers have experts in every
     second layer, from the second on: `first=1` and `every=2`. In an encoder-decoder the rule is for both stacks."""
     numbers: tuple[int, ...] = ()
-    """The layers that have experts, in rising order, such as `[5, 10, 15]`, in place of `first` and `every`. Of an
+    """The layers that have experts, in rising order, such as `[5, 10, 15]`, in place of `first` and `every`. In an
     encoder-decoder, these are layers of the decoder."""
     encoder_numbers: tuple[int, ...] = ()
-    """With family `encoder_decoder`: the layers of the encoder that have experts. Where `numbers` or `encoder_numbers`
-    has a layer, an empty list means that its stack has no experts."""
+    """With family `encoder_decoder`: the layers of the encoder that have experts. If you set only one of `numbers` and
+    `encoder_numbers`, the other stack has no experts."""
 
     def __post_init__(self) -> None:
         check_bounds("model.moe.layers", self)

@@ -48,14 +48,16 @@ class MoEConfig:
     """Add a bias to the router and to each projection of an expert (gpt-oss). It needs router `softmax` or
     `sigmoid`."""
     swiglu_limit: PositiveFloat | None = None
-    """Clamp both projections into an expert's hidden layer to this limit, the gate from above alone. The hidden layer
-    is then (up + 1) * gate * sigmoid(1.702 * gate), as in gpt-oss, whose limit is 7. Null means the usual SwiGLU."""
+    """Clamp both projections into an expert's hidden layer to this limit: `up` on both sides, `gate` only from above.
+    The hidden layer is then (up + 1) * gate * sigmoid(1.702 * gate), as in gpt-oss, whose limit is 7. Null means the
+    usual SwiGLU."""
     capacity_factor: PositiveFloat | None = None
     """Maximum tokens per expert, as a multiple of the even share of each sequence. Excess tokens are dropped, lowest
     weight first. Null means dropless, which the routers `domain` and `timestep` require."""
     room: PositiveFloat | None = 1.25
-    """Without a capacity and with `mesh.expert`: what a device sends to another one in one round of the exchange, as a
-    multiple of even routing. Null means room for the worst case: one round, whose number no host reads."""
+    """With `mesh.expert` above 1 and no capacity: how many tokens a device can send to another one in one round of the
+    exchange, as a multiple of even routing. More tokens take more rounds. Null means room for the worst case, so that
+    one round is always enough."""
     aux_loss_weight: NonNegativeFloat = 0.01
     """With router `softmax`: weight of the sequence-wise load-balancing loss in the objective."""
     z_loss_weight: NonNegativeFloat = 0.0

@@ -30,10 +30,10 @@ class RopeScaling:
     """Scaling of RoPE's frequencies for longer contexts, named as `rope_type` in Hugging Face configurations."""
 
     kind: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = "llama3"
-    """Which frequencies are reduced. `llama3`: low ones, by wavelengths. `linear`: all of them. `yarn`: low ones, by
-    turns within the original context, and attention scores are sharpened (Peng et al. 2023, arXiv:2309.00071).
-    `longrope`: each by a factor of its own (Ding et al. 2024, arXiv:2402.13753). `dynamic`: none for texts up to
-    `original_max_position`; for longer ones the base is raised instead (NTK)."""
+    """Which frequencies are reduced. `llama3`: those with long wavelengths. `linear`: all of them. `yarn`: those with
+    few turns in the original context; attention scores are sharpened, too (Peng et al. 2023, arXiv:2309.00071).
+    `longrope`: each by its own factor (Ding et al. 2024, arXiv:2402.13753). `dynamic`: none for texts up to
+    `original_max_position`; for longer texts the base is raised instead (NTK)."""
     factor: Annotated[float, Interval(1)] = 1.0
     """Factor by which frequencies are reduced. 1 disables scaling; the other fields are then ignored."""
     low_freq_factor: float = 1.0
@@ -45,20 +45,20 @@ class RopeScaling:
     beta_slow: PositiveFloat = 1.0
     """With `kind=yarn`: frequencies with fewer turns in the original context are scaled by the full factor."""
     attention_factor: PositiveFloat | None = None
-    """With `kind=yarn` or `longrope`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1, and with
-    `longrope` the root of 1 + ln(factor) / ln(original_max_position)."""
+    """With `kind=yarn` or `longrope`: factor on rotated queries and keys. Null means 0.1 * ln(factor) + 1 with `yarn`,
+    and sqrt(1 + ln(factor) / ln(original_max_position)) with `longrope`."""
     truncate: bool = True
-    """With `kind=yarn`: round the bounds between scaled and other frequencies to whole elements."""
+    """With `kind=yarn`: round the bounds that follow from `beta_fast` and `beta_slow` to whole elements of a head."""
     original_max_position: PositiveInt = 8192
     """Context length, in tokens, that the model was trained with before scaling."""
     short_factors: tuple[float, ...] = ()
-    """With `kind=longrope`: what each frequency is divided by, for texts up to `original_max_position` tokens."""
+    """With `kind=longrope`: divisor of each frequency, for texts up to `original_max_position` tokens."""
     long_factors: tuple[float, ...] = ()
-    """With `kind=longrope`: what each frequency is divided by, for longer texts."""
+    """With `kind=longrope`: divisor of each frequency, for texts of more than `original_max_position` tokens."""
     long_context: bool = False
-    """With `kind=longrope`: divide by `long_factors`, also for short texts. With `kind=dynamic`: take the base of a
-    text of `factor * original_max_position` tokens. In `transformers` the longest text of a batch decides, so a token's
-    rotation depends on other texts. Here this key alone decides."""
+    """With `kind=longrope`: use `long_factors`, even for short texts. With `kind=dynamic`: use the base for a text of
+    `factor * original_max_position` tokens. Only this key decides. In `transformers` the longest text of a batch does,
+    so that a token's rotation depends on other texts."""
 
     def __post_init__(self) -> None:
         check_bounds("model.rope_scaling", self)
@@ -133,13 +133,13 @@ class LatentConfig:
     q_rank: NonNegativeInt = 0
     """Width of the vector that a token's queries are made from. 0 means that they are made from the token itself."""
     rotary_dim: PositiveInt = 64
-    """Last elements of each query and key that RoPE rotates. All heads have these elements of a key in common.
-    `model.head_dim` counts them, too."""
+    """Number of elements that RoPE rotates, at the end of each query and key. All heads share these elements of a key.
+    `model.head_dim` includes them."""
     value_dim: PositiveInt = 128
     """Width of the values of a head."""
     mscale: NonNegativeFloat = 0.0
-    """With `rope_scaling.kind=yarn`: multiply attention scores by (0.1 * mscale * ln(factor) + 1) ** 2. 0 means that
-    they stay as they are. In files of DeepSeek it is `mscale_all_dim`."""
+    """With `rope_scaling.kind=yarn`: multiply attention scores by (0.1 * mscale * ln(factor) + 1) ** 2. 0 leaves the
+    scores as they are. DeepSeek's config.json calls it `mscale_all_dim`."""
 
     def __post_init__(self) -> None:
         check_bounds("model.latent", self)
@@ -159,12 +159,14 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class PredictionConfig:
-    """Multi-token prediction: modules behind the layers that predict later tokens (DeepSeek-V3, arXiv:2412.19437)."""
+    """Multi-token prediction: modules after the last layer, which predict later tokens (DeepSeek-V3,
+    arXiv:2412.19437)."""
 
     depth: NonNegativeInt = 0
-    """Number of modules: module k predicts from each token the one k + 1 tokens later. 0 means next tokens only."""
+    """Number of modules. Module k, counted from 1, predicts the token k + 1 places later. 0 means that only next tokens
+    are predicted."""
     weight: NonNegativeFloat = 0.1
-    """Factor of their mean loss in the objective."""
+    """Factor of the modules' mean loss in the objective."""
 
     def __post_init__(self) -> None:
         check_bounds("model.mtp", self)
@@ -179,22 +181,22 @@ class PredictionConfig:
 class DeltaConfig:
     """Layers of the gated delta rule (Yang et al. 2024, arXiv:2412.06464), which have a state in place of a KV cache.
 
-    A head's state is a matrix. A token decays it, and corrects what it says of the token's key (Gated DeltaNet).
+    A head's state is a matrix. Each token decays it, then corrects the value that it returns for the token's key.
     """
 
     every: NonNegativeInt = 0
-    """Number of layers of a unit: the last one has attention, and the others the delta rule. 0 means attention in all
-    layers. Qwen3-Next has 4."""
+    """Number of layers in a unit. The last layer of a unit has attention, and the others have the delta rule. 0 means
+    attention in all layers. Qwen3-Next uses 4."""
     key_heads: PositiveInt = 16
     """Number of heads of queries and keys."""
     value_heads: PositiveInt = 32
-    """Number of heads of values, which have the states; a multiple of key_heads."""
+    """Number of heads of values, each with a state. It is a multiple of key_heads."""
     key_dim: PositiveInt = 128
     """Width of a query or key."""
     value_dim: PositiveInt = 128
     """Width of a value."""
     taps: Annotated[int, Interval(2)] = 4
-    """Tokens that the convolution of queries, keys and values reads, with the token itself."""
+    """Width of the convolution of queries, keys and values in tokens, including the token itself."""
 
     def __post_init__(self) -> None:
         check_bounds("model.delta", self)
@@ -221,22 +223,23 @@ class DeltaConfig:
 class StateSpaceConfig:
     """State-space layers (Mamba-2, Dao and Gu 2024, arXiv:2405.21060), which have a state in place of a KV cache.
 
-    A head's state is a matrix. A token decays it and adds its values at a key; both depend on a step that it chooses.
+    A head's state is a matrix. Each token decays it and adds its values at its key. Both scale with a step size that
+    the token chooses.
     """
 
     layers: tuple[bool, ...] = ()
-    """Which layers are state spaces; the list repeats over the layers, and the others have attention. An empty list
-    means attention in all layers. Mamba-2 has [true]; Granite 4 has attention in the sixth of every ten."""
+    """Which layers are state-space layers; the others have attention. The list repeats over the layers. An empty list
+    means attention in all layers. Mamba-2 uses [true]. Granite 4 has attention in the sixth of every ten layers."""
     heads: PositiveInt = 32
-    """Number of heads, which have the states."""
+    """Number of heads, each with a state."""
     head_dim: PositiveInt = 64
     """Width of the values of a head."""
     groups: PositiveInt = 1
-    """Number of groups of heads; the heads of a group have their keys and queries in common."""
+    """Number of groups of heads. The heads of a group share keys and queries."""
     state_dim: PositiveInt = 128
     """Width of a key or query."""
     taps: Annotated[int, Interval(2)] = 4
-    """Tokens that the convolution of values, keys and queries reads, with the token itself."""
+    """Width of the convolution of values, keys and queries in tokens, including the token itself."""
     mlp: bool = True
     """Give all layers an MLP, or experts. Mamba-2 has none."""
 
@@ -271,11 +274,11 @@ class ModelConfig:
     """A decoder; its switches give GPT-2, Llama 3, Qwen3, Gemma 2, Mixtral and more (see `configs/models/`)."""
 
     family: Literal["decoder", "encoder", "encoder_decoder", "diffusion", "contrastive", "branches"] = "decoder"
-    """`decoder`: a token sees those before it, and the next token is learned. `encoder`: it sees all tokens, and hidden
-    tokens are learned (BERT). `encoder_decoder`: an encoder reads a text, and a decoder learns another one (T5).
-    `diffusion`: pictures are made from noise, given a class or a text (DiT). `contrastive`: a tower for pictures and
-    one for texts learn to find what belongs together (CLIP, SigLIP, CoCa). `branches`: an encoder and a decoder have
-    their first blocks in common (ERNIE 3.0)."""
+    """`decoder`: a token attends to the tokens before it, and the model learns next tokens. `encoder`: a token attends
+    to all tokens, and the model learns hidden tokens or labels (BERT). `encoder_decoder`: an encoder reads a text, and
+    a decoder learns to write another one (T5). `diffusion`: the model makes pictures from noise, given a class or a
+    text (DiT). `contrastive`: two towers learn which pictures and texts belong together (CLIP, SigLIP, CoCa).
+    `branches`: an encoder and a decoder share their first blocks (ERNIE 3.0)."""
     num_layers: PositiveInt = 6
     """Number of transformer blocks. If there is an encoder beside a decoder, these are the blocks of the decoder."""
     encoder_layers: PositiveInt | None = None
@@ -294,9 +297,9 @@ class ModelConfig:
     vocab_size: PositiveInt | None = None
     """Rows of the embedding. Null means the size of the tokenizer's vocabulary, or the number of classes."""
     pad_vocab_to: PositiveInt | None = None
-    """Least rows of the embedding with padding. There are more if devices split the rows and these do not divide them.
-    The rows from `vocab_size` on are zeros and change no result. Checkpoints and exports do not contain them. Null
-    means no padding beyond that."""
+    """Pad the embedding to at least this many rows. Rows are added if the devices that split the embedding do not
+    divide them. The rows from `vocab_size` on are zeros and do not change results. Checkpoints and exports leave them
+    out. Null means only the padding that devices need."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalization: RMSNorm or LayerNorm."""
     norm_eps: NonNegativeFloat = 1e-6
@@ -306,14 +309,14 @@ class ModelConfig:
     norm_weights: bool = True
     """Give every normalization of the residual stream learned weights. OLMo 1 has none."""
     norm_bias: bool = False
-    """Add a bias to every LayerNorm, also without `bias` (StableLM, Nemotron)."""
+    """Add a bias to every LayerNorm, even with `bias=false` (StableLM, Nemotron)."""
     post_norm: bool = False
     """Also normalize the outputs of attention and MLP, before they are added to the residual stream (Gemma 2)."""
     pre_norm: bool = True
     """Normalize what attention and MLP read. False needs `post_norm` (OLMo 2)."""
     parallel: Literal["no", "one_norm", "two_norms"] = "no"
-    """Let the MLP read the residual stream before attention, so that both are added at once. `one_norm`: both read the
-    same norm (Cohere). `two_norms`: each has a norm of its own (GPT-NeoX)."""
+    """Let attention and the MLP read the same residual stream, and add both outputs to it at once. `one_norm`: both
+    read it through one norm (Cohere). `two_norms`: each has its own norm (GPT-NeoX)."""
     norm_after: bool = False
     """With family `encoder`: normalize the residual stream after attention and MLP are added to it, instead of what
     they read (BERT)."""
@@ -322,11 +325,11 @@ class ModelConfig:
     token_types: NonNegativeInt = 0
     """With family `encoder`: rows of a table of token types that is added to the embedding (BERT has 2)."""
     reward_head: bool = False
-    """Score texts with a vector that the hidden state of the last token is multiplied by: a reward model. It is learned
-    from pairs with `preference.loss=reward`."""
+    """Make a reward model: the score of a text is the product of a learned vector with the hidden state of its last
+    token. Train it on pairs with `preference.loss=reward`."""
     labels: tuple[str, ...] = ()
-    """With family `encoder`: names of the labels that a classifier tells apart, in place of hidden tokens. The
-    classifier's outputs have the same order. An empty list means masked language modelling."""
+    """With family `encoder`: train a classifier with these labels, in the order of its outputs. An empty list means
+    masked language modelling instead."""
     label_each: Literal["sequence", "token"] = "sequence"
     """With `labels`: what has a label. `sequence`: each text, classified by its first token. `token`: each word,
     classified by its first token."""
@@ -343,7 +346,7 @@ class ModelConfig:
     relative_buckets: Annotated[int, Interval(4)] = 32
     """With `positions=relative`: number of ranges of distances."""
     relative_distance: PositiveInt = 128
-    """With `positions=relative`: distance in tokens from which on all share a bias."""
+    """With `positions=relative`: pairs of tokens that are at least this many tokens apart share one bias."""
     max_positions: PositiveInt | None = None
     """Rows of the learned position table; null means data.seq_len. Without a table, this records the context length of
     a model that `jaxstack import` read."""
@@ -357,12 +360,13 @@ class ModelConfig:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Scaling of RoPE's frequencies."""
     rope_layers: tuple[bool, ...] = (True,)
-    """Which layers rotate queries and keys; the list repeats over the layers and is as long as `windows`, or has one
-    entry. SmolLM3 does not rotate in every fourth layer."""
+    """Which layers rotate queries and keys. The list repeats over the layers. It has one entry, or as many as
+    `windows`. SmolLM3 does not rotate in every fourth layer."""
     rotary_fraction: Annotated[float, Interval(0, 1, low_open=True)] = 1.0
     """Share of each head that RoPE rotates: its first elements (GPT-NeoX, Phi-4)."""
     rotary_interleaved: bool = False
-    """Let RoPE rotate neighbouring elements, instead of one of each half (Cohere, GLM-4)."""
+    """Let RoPE rotate pairs of neighbouring elements, instead of pairs with one element of each half (Cohere,
+    GLM-4)."""
     windows: tuple[int, ...] = (0,)
     """Sliding attention window of each layer in tokens; the list repeats over the layers. 0 means full attention.
     Gemma 2 uses [4096, 0]. With family `encoder`, the last repetition may be a part of the list (ModernBERT)."""
@@ -374,23 +378,23 @@ class ModelConfig:
     attention_softcap: PositiveFloat | None = None
     """Cap on the attention scores, applied as cap * tanh(scores / cap) (Gemma 2). Null means no cap."""
     attention_sinks: bool = False
-    """Give each query head a learned score that takes part in its softmax without a value, so that a token may attend
-    to little (gpt-oss)."""
+    """Add a learned score to the softmax of each query head. It has no value, so that attention weights may sum to less
+    than 1 (gpt-oss)."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
     """Activation function of the MLP. `gelu` is exact; `gelu_tanh` is the approximation that GPT-2 uses. `relu2` is the
     square of ReLU (So et al. 2021, arXiv:2109.08668). `xielu` has two slopes that each layer learns (Apertus)."""
     gated: bool = True
     """Multiply the activation with a second up-projection (SwiGLU, GeGLU)."""
     latent: LatentConfig = field(default_factory=LatentConfig)
-    """Attention by a narrow vector of each token (DeepSeek)."""
+    """Latent attention: keys and values are made from a narrow vector of each token (DeepSeek)."""
     attention_gate: bool = False
-    """Multiply what each head of attention has mixed by the sigmoid of a projection of the token (Qwen3-Next)."""
+    """Multiply the output of each attention head by the sigmoid of a projection of the token (Qwen3-Next)."""
     delta: DeltaConfig = field(default_factory=DeltaConfig)
     """Layers of the gated delta rule between layers with attention (Qwen3-Next)."""
     ssm: StateSpaceConfig = field(default_factory=StateSpaceConfig)
     """State-space layers in place of attention, in all layers or in some (Mamba-2, Granite 4)."""
     mtp: PredictionConfig = field(default_factory=PredictionConfig)
-    """A second loss, of tokens after the next one (DeepSeek-V3)."""
+    """Multi-token prediction: a second loss, on tokens after the next one (DeepSeek-V3)."""
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     """Pictures and noise, for family `diffusion`."""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -398,7 +402,7 @@ class ModelConfig:
     branches: BranchesConfig = field(default_factory=BranchesConfig)
     """A trunk that two branches share, for family `branches`."""
     sentences: SentencesConfig = field(default_factory=SentencesConfig)
-    """Tasks on the parts of a text, beside hidden tokens."""
+    """Tasks on the parts of a text, in addition to hidden tokens."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts in place of the MLP."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -406,10 +410,10 @@ class ModelConfig:
     bias: bool = False
     """Add a bias to every linear layer and LayerNorm (GPT-2)."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Which projections of attention have a bias without `bias`: queries, keys and values (Qwen 2), or also the
-    output."""
+    """With `bias=false`: which projections of attention have a bias all the same. `qkv`: queries, keys and values (Qwen
+    2). `all`: the output, too."""
     mlp_bias: bool = False
-    """Add a bias to the projections of the MLP, also without `bias` (GPT-J)."""
+    """Add a bias to the projections of the MLP, even with `bias=false` (GPT-J)."""
     head_bias: bool = False
     """Add a bias to the logits, one number for each token of the vocabulary (GPT-J)."""
     tied_embeddings: bool = False
@@ -421,8 +425,8 @@ class ModelConfig:
     residual_multiplier: PositiveFloat = 1.0
     """Factor on the outputs of attention and MLP, before they are added to the residual stream (Granite)."""
     head_scale: PositiveFloat = 1.0
-    """With family `decoder` or `encoder_decoder`: factor of what the output head reads (tied T5: d_model ** -0.5;
-    Cohere: its `logit_scale`)."""
+    """With family `decoder` or `encoder_decoder`: factor on the hidden states that the output head reads. Tied T5 uses
+    d_model ** -0.5, and Cohere its `logit_scale`."""
     logit_softcap: PositiveFloat | None = None
     """Cap on the output logits (Gemma 2). Null means no cap."""
     dropout: BelowOne = 0.0
@@ -430,8 +434,8 @@ class ModelConfig:
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial matrices. Output projections are divided by sqrt(2 * num_layers) (GPT-2)."""
     base_width: PositiveInt | None = None
-    """Width of a smaller model whose `optim.lr` and `init_std` were tuned. Initial values and learning rates of
-    matrices are then scaled to `d_model` (muP), so that the same settings suit this model. Null means no scaling."""
+    """Width of the smaller model on which you tuned `optim.lr` and `init_std`. Initial values and learning rates of
+    matrices are then scaled to `d_model` (muP), so that both keys fit this model. Null means no scaling."""
 
     def __post_init__(self) -> None:
         check_bounds("model", self)
@@ -728,7 +732,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Returns whether each layer has experts; of an encoder-decoder, each layer of the decoder."""
+        """Returns whether each layer has experts. In an encoder-decoder, these are the layers of the decoder."""
         return self.moe.layers.of_stack(self.num_layers) if self.moe.num_experts else (False,) * self.num_layers
 
     @property

@@ -7,7 +7,7 @@ class Term(NamedTuple):
     """One of the losses that an objective adds up: a mean over the tokens of its own weights.
 
     Attributes:
-      name: of the sum among those that the family's `loss` returns.
+      name: name of the sum, among the sums that the family's `loss` returns.
       weights: name of the array of a batch that has the weight of each token [B, S].
       scale: factor of the mean in the objective. With 0 the mean is only logged, under its own name.
     """
@@ -22,7 +22,7 @@ class Objective(NamedTuple):
 
     Attributes:
       loss: name of the held-out loss.
-      unit: of the loss; losses with different units cannot be compared.
+      unit: unit of the loss; losses with different units cannot be compared.
       accuracy: what the share of right predictions is called, or `None` if it is not computed.
       terms: the losses whose sum is the objective. The weights of the first one count a step's tokens.
     """

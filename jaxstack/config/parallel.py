@@ -21,7 +21,8 @@ class MeshConfig:
     """Sizes of the device mesh. Their product is the number of devices; one of them may be -1, which means the rest."""
 
     data: int = -1
-    """Replicas, which share the batch. -1 means as many as the devices allow and the batch can be divided among."""
+    """Replicas, over which the batch is split. -1 means as many as the number of devices and the size of the batch
+    allow."""
     fsdp: int = 1
     """Shards of parameters, gradients and optimizer state (ZeRO-3). The batch is split over them too."""
     pipe: int = 1
@@ -39,8 +40,9 @@ class MeshConfig:
     partitioner: Literal["manual", "auto"] = "manual"
     """What inserts the collectives of a training step: `manual`, this package; `auto`, XLA. See docs/meshes.md."""
     zero: Literal["none", "state", "gradients"] = "none"
-    """What `data` shards beside the batch. `state`: the optimizer's state (ZeRO-1); a replica updates its part of the
-    parameters, and all gather the changes. `gradients`: also the sums of gradients over `train.grad_accum` (ZeRO-2)."""
+    """What `mesh.data` shards in addition to the batch. `state`: the optimizer's state (ZeRO-1); a replica updates its
+    part of the parameters, and all gather the changes. `gradients`: also the sums of gradients over `train.grad_accum`
+    (ZeRO-2)."""
 
     def __post_init__(self) -> None:
         check_bounds("mesh", self)
@@ -107,7 +109,7 @@ class PipelineConfig:
     the weights of one layer at a time, in every unit, so that its memory never holds a complete stage."""
     split: tuple[str, ...] | None = None
     """Matrices of a layer whose gradients `zb1` and `zb_h1` compute later, as regular expressions for full names, such
-    as `mlp/.*`. Null means as many as a tenth more memory allows."""
+    as `mlp/.*`. Null means as many as fit into a tenth more memory."""
     loops: Literal["auto", "dynamic", "static"] = "auto"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
     that a GPU does not wait for the host. `auto` is `static` on GPUs."""
@@ -178,7 +180,7 @@ class KernelsConfig:
 
     attention: Literal["auto", "xla", "chunked", "cudnn", "pallas", "tokamax"] = "auto"
     """Attention. `xla` computes all scores at once; the others need memory linear in the sequence length. `cudnn` is
-    NVIDIA's kernel, and `tokamax` that package's kernel for Hopper GPUs (extra `[tokamax]`)."""
+    NVIDIA's kernel. `tokamax` is the kernel of the package tokamax for Hopper GPUs (extra `[tokamax]`)."""
     norm: Literal["auto", "xla", "custom_vjp", "pallas"] = "auto"
     """RMSNorm and LayerNorm. `custom_vjp` uses a gradient written by hand."""
     linear: Literal["auto", "xla", "barrier", "float32_sums"] = "auto"
@@ -192,7 +194,7 @@ class KernelsConfig:
     memory does not depend on the vocabulary."""
     moe: Literal["auto", "ragged", "grouped", "reference", "pallas", "tokamax"] = "auto"
     """Matmuls of the experts. `ragged` is lax.ragged_dot, `grouped` a loop over tiles, and `reference` computes every
-    expert on every token. `tokamax` is that package's kernel for Hopper GPUs (extra `[tokamax]`)."""
+    expert on every token. `tokamax` is the kernel of the package tokamax for Hopper GPUs (extra `[tokamax]`)."""
     layers: Literal["auto", "scan", "unrolled"] = "auto"
     """Layers of a training step. `scan` loops over stacked weights and compiles one layer. `unrolled` compiles every
     layer, which saves the copies in and out of stacked arrays."""
@@ -202,13 +204,13 @@ class KernelsConfig:
     decode: Literal["auto", "scan", "unrolled"] = "auto"
     """Layers of one decoding step. `scan` loops over stacked weights; `unrolled` copies each layer's weights once."""
     decode_weights: Literal["float", "int8", "int4"] = "float"
-    """Copies of weights that `decode=unrolled` reads for each new token on one device. `int8` and `int4` have the
-    matrices of layers as codes. Experts keep their values."""
+    """Format of the copied weights that `decode=unrolled` reads for each new token, on one device. `int8` and `int4`
+    store the matrices of layers as codes. Experts stay floats."""
     decode_group: PositiveInt | None = None
-    """Inputs that share a scale in `decode_weights`; null for all inputs of an output."""
+    """Inputs that share a scale in `decode_weights`. Null means all inputs of an output."""
     codes: Literal["auto", "xla", "int8", "pallas"] = "auto"
-    """Products with `decode_weights`. `int8` rounds inputs to 15 bits and multiplies integers, for CPUs. `pallas` makes
-    the values of codes within its kernel."""
+    """Matmuls with the codes of `decode_weights`. `int8` rounds inputs to 15 bits and multiplies integers, for CPUs.
+    `pallas` converts codes to floats within its kernel."""
 
     def __post_init__(self) -> None:
         check_bounds("kernels", self)

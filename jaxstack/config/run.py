@@ -24,7 +24,8 @@ Group = TypeVar("Group", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class Config(Groups):
-    """Everything a run depends on."""
+    """Has everything that a run depends on, with one attribute for each group of keys. Values are checked when it is
+    made."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -39,7 +40,7 @@ def resolve(
 
     Args:
       config: the configuration as the user gave it.
-      vocab_size: number of tokens of the tokenizer. `None`: as many as the model's vocabulary, which is then set.
+      vocab_size: number of tokens of the tokenizer. `None` means `model.vocab_size`, which must then be set.
       image: height, width and channels of the pictures of the data. Empty means the size that the model names.
       buckets: the lengths that were chosen for `data.buckets=auto`. Empty means the lengths of the configuration.
 

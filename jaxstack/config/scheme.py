@@ -23,13 +23,13 @@ class Scheme:
     """The format of quantised matrices.
 
     Attributes:
-      bits: of a code.
+      bits: number of bits of a code, 4 or 8.
       group: inputs that share a scale. Where it does not divide the inputs, or is `None`, all inputs of an output
         share one.
       kind: `int` for signed integers, `float` for e4m3 numbers of 8 bits, or `normal` for the 16 numbers of nf4, which
         are as dense as a normal distribution.
-      inputs: `int8` where the matrices are multiplied with inputs that are rounded to 8 bits too, with a scale for each
-        token. `none` means that inputs are not rounded.
+      inputs: `int8` means that inputs are rounded to 8 bits too, with a scale for each token. `none` means that inputs
+        are not rounded.
 
     Raises:
       ConfigError: a format that the layout does not have.

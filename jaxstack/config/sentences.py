@@ -15,13 +15,13 @@ class SentencesConfig:
     """Tasks on the parts of a window of text, for families `encoder` and `branches`."""
 
     tasks: tuple[SentenceTask, ...] = ()
-    """What is learned beside hidden tokens; each window draws one. `next`: whether its second half follows the first
-    (BERT). `distance`: whether the halves are neighbours, from one document, or from two (ERNIE). `reordering`: the
-    order that its parts had (ERNIE)."""
+    """Tasks that are learned in addition to hidden tokens; each window draws one. `next`: whether its second half
+    follows the first (BERT). `distance`: whether the halves are neighbours, from one document, or from two (ERNIE).
+    `reordering`: the original order of its shuffled parts (ERNIE)."""
     parts: Annotated[int, Interval(2, 6)] = 3
-    """With the task `reordering`: largest number of parts. Each window draws a number from 1 on."""
+    """With the task `reordering`: largest number of parts. Each window draws a number from 1 to this."""
     weight: PositiveFloat = 1.0
-    """Factor of the loss of each task in the objective. That of hidden tokens is 1."""
+    """Factor of the loss of each task in the objective. The loss of hidden tokens has the factor 1."""
 
     def __post_init__(self) -> None:
         check_bounds("model.sentences", self)

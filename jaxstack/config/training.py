@@ -34,7 +34,7 @@ class RunConfig:
     this run's model has experts. Null means random initial parameters."""
     init_adapter: str | None = None
     """Folder in PEFT's format with adapters of the Hugging Face model `run.init_from`, with which this run starts.
-    `jaxstack import --adapter` sets it, and `model.lora` with it. Null means new adapters."""
+    `jaxstack import --adapter` sets this key and `model.lora`. Null means new adapters."""
     seed: Annotated[int, Interval(0, 2**32 - 1)] = 0
     """Seed of the initial parameters, the order of the data, and dropout."""
     resume: bool = True
@@ -121,20 +121,21 @@ class TrainConfig:
     """Held-out batches per evaluation, which are the same each time."""
     ngram_baseline: bool = False
     """At the end, fit a byte n-gram model to the bytes of the training text and print its held-out loss as a baseline.
-    A line says why where it cannot be compared: with source `chat`, and with a tokenizer that drops spaces."""
+    If the two losses cannot be compared, a line says why. This is so with source `chat`, and with a tokenizer that
+    drops spaces."""
     max_bad_steps: PositiveInt = 10
-    """Limit of bad steps. The run stops after this many steps in a row that changed nothing (a loss, gradient norm
-    or update that is not finite, or a skipped spike), or after this many returns to one checkpoint."""
+    """Stop the run after this many bad steps in a row, or after this many returns to one checkpoint. A bad step changes
+    nothing: its loss, gradient norm or update was not finite, or it was skipped as a spike."""
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     """How spikes of the loss are detected and handled."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """How the loss is scaled with `train.dtype=float16`."""
     debug: bool = False
     """Read the metrics of each step before the next one begins, and find the operation that made the first step not
-    finite, as `jaxstack debug` does. Reading an array in the middle of a step is an error. Steps take longer, because
-    the host and the devices wait for each other."""
+    finite, as `jaxstack debug` does. Code that reads an array in the middle of a step raises an error. Steps take
+    longer, because the host and the devices wait for each other."""
     noise_scale: bool = False
-    """Measure the gradient noise scale, an estimate of the batch size above which training needs few steps less. It
+    """Measure the gradient noise scale, an estimate of the batch size above which larger batches save few steps. It
     needs two or more gradients a step: `train.grad_accum` or `mesh.data` above 1. See docs/planning.md."""
     stalled_s: PositiveInt = 3600
     """Seconds without a finished step, evaluation or save after which the run stops. Compile time counts."""
@@ -169,11 +170,12 @@ class DistillConfig:
     teacher: str | None = None
     """Run or Hugging Face folder of the teacher, of the same family and with the same tokenizer. Null means none."""
     weight: PositiveFraction = 0.5
-    """Weight of what the teacher says of a token or a velocity; the weight of the data itself is the rest to 1."""
+    """Weight of the teacher's part in the loss. The loss on the data has the weight 1 - weight."""
     temperature: PositiveFloat = 1.0
-    """Divisor of the logits of teacher and model. The loss of the teacher's part is multiplied by its square."""
+    """Divisor of the logits of teacher and model. The teacher's part of the loss is multiplied by its square."""
     top_tokens: PositiveInt = 64
-    """Number of most probable tokens whose probabilities are learned. All others together count as one token."""
+    """Number of the teacher's most probable tokens whose probabilities are learned. All others together count as one
+    token."""
 
     def __post_init__(self) -> None:
         check_bounds("distill", self)
@@ -186,15 +188,15 @@ tokens have scores."""
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of completions, of `data.source=preferences`. See docs/preferences.md."""
+    """Learning from pairs of completions, with `data.source=preferences`. See docs/preferences.md."""
 
     loss: Literal["dpo", "robust", "ipo", "hinge", "orpo", "simpo", "kto", "reward"] = "dpo"
     """Loss of a pair. `dpo`, `robust`, `ipo`, `hinge` and `kto` compare the model with a frozen reference; `orpo` and
     `simpo` have none. `kto` reads completions with a label in place of pairs. `reward` teaches `model.reward_head` to
     score the chosen completion higher. Formulas: `jaxstack/posttrain/losses.py`."""
     beta: PositiveFloat = 0.1
-    """Factor of the log-ratios: a larger one keeps the model closer to the reference. With `simpo` and `orpo`, factor
-    of the mean log-probabilities and of the odds ratio."""
+    """Factor of the log-ratios: a larger one keeps the model closer to the reference. With `simpo` it is the factor of
+    the mean log-probabilities, and with `orpo` the factor of the odds ratio."""
     label_smoothing: Annotated[float, Interval(0, 0.5, high_open=True)] = 0.0
     """With `dpo` and `robust`: assumed share of pairs whose labels are swapped."""
     gamma: NonNegativeFloat = 0.5
@@ -204,15 +206,15 @@ class PreferenceConfig:
     unwanted_weight: NonNegativeFloat = 1.0
     """With `kto`: factor of the loss of unwanted completions."""
     margin: NonNegativeFloat = 0.0
-    """With `reward`: how much higher the score of the chosen completion should be at least. A row's key
-    `margin` is added."""
+    """With `reward`: how much higher the score of the chosen completion should be, at least. If a row of the data has
+    the key `margin`, its value is added."""
     center: NonNegativeFloat = 0.0
     """With `reward`: weight of the squared sum of both scores, which keeps scores near zero. 0.01 is usual."""
     nll_weight: NonNegativeFloat | None = None
     """Weight of the negative log-likelihood of the chosen completion per token. Null means 1 with `orpo`, else 0."""
     reference: str | None = None
     """Run or Hugging Face folder of the frozen reference, a decoder with the same tokenizer. Null means the model that
-    the run starts with: the one of `run.init_from`, or with `model.lora` the model without its adapters."""
+    the run starts with: the parameters of `run.init_from`, or with `model.lora` the model without its adapters."""
 
     def __post_init__(self) -> None:
         check_bounds("preference", self)
@@ -306,7 +308,7 @@ class RLConfig:
     reward model, see docs/preferences.md. A task of `data.path=task:NAME` has its own function, which is used if this
     is empty."""
     weights: tuple[float, ...] = ()
-    """Factor of each function in the reward, which is their sum. Empty means 1 each."""
+    """Factor of each function. The reward is the weighted sum of all functions. Empty means 1 each."""
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo"] = "grpo"
     """Algorithm: it determines advantages, the loss of a token and the mean over tokens. Formulas:
     `jaxstack/posttrain/losses.py`."""
@@ -316,9 +318,9 @@ class RLConfig:
     """Maximum number of tokens of a completion."""
     turns: PositiveInt = 1
     """Maximum number of turns of a completion, of up to `rl.tokens` tokens each. Above 1, a turn may call `rl.tool`,
-    whose result is the next message. No loss reads it."""
+    whose result is the next message. The loss leaves the result out."""
     tool: str | None = None
-    """Function that returns the result of a call, given the text of a turn, and None where nothing is called:
+    """Function that gets the text of a turn and returns the result of its call, or `None` if the turn calls nothing, as
     `module:function` or `file.py:function`. Null means the tool of the task that `data.path` names."""
     updates: PositiveInt = 1
     """Optimizer steps for each rollout. Each step learns from its own `data.batch_size` completions."""
@@ -339,7 +341,7 @@ class RLConfig:
     correct the difference of sampler and trainer. The first ratio of a rollout is exactly 1 with true, and 1 up to
     rounding with false."""
     importance_limit: PositiveFloat = 2.0
-    """The largest importance weight of a token, with which sampler and trainer differ; see docs/reinforcement.md."""
+    """Largest importance weight of a token; larger weights are cut to it. See `rl.exact` and docs/reinforcement.md."""
     overlong_buffer: NonNegativeInt = 0
     """Number of tokens before `rl.tokens` over which a penalty falls from 0 to -1. The reward includes it. 0 means no
     penalty."""
@@ -443,8 +445,8 @@ class OptimConfig:
     eps: NonNegativeFloat = 1e-8
     """Number added to the square root of the second moment (AdamW)."""
     keep_zeros: bool = False
-    """Keep weights of matrices that are zero at zero. `jaxstack compress prune --sparsity` makes such weights, and sets
-    this key."""
+    """Keep weights at zero that are zero in the matrices of `run.init_from`. `jaxstack compress prune --sparsity` makes
+    such weights, and sets this key."""
     ema: BelowOne | None = None
     """Decay of an exponential average of the parameters. If it is set, evaluation, samples, generation and export use
     the averages. Null means no average."""
@@ -462,7 +464,7 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Also keep every checkpoint whose step is a multiple of this. Null means that there is no such rule."""
+    """Also keep every checkpoint whose step is a multiple of this number. Null means that no others are kept."""
     keep_best: NonNegativeInt = 0
     """Also keep this many checkpoints with the lowest held-out loss."""
 
@@ -505,8 +507,8 @@ class SampleConfig:
     steps: PositiveInt = 50
     """With `model.family=diffusion`: number of steps from noise to a picture."""
     guidance: NonNegativeFloat = 1.0
-    """With `model.family=diffusion`: how far the prediction moves from that without class or text to that with it, or
-    beyond it (classifier-free guidance). 1 means that it is used as it is, 0 that it is ignored."""
+    """With `model.family=diffusion`: scale of classifier-free guidance. 0 ignores the class or text, and 1 uses the
+    prediction with it. Larger numbers amplify the difference from the prediction without it."""
 
     def __post_init__(self) -> None:
         check_bounds("sample", self)

@@ -65,7 +65,7 @@ class BinaryFile(NamedTuple):
     Attributes:
       train: its ids.
       held_out: the ids of the file's own held-out part. `None` if it has no such part.
-      tokenizer: of the ids.
+      tokenizer: tokenizer of the ids.
       fingerprint: SHA-256 of the ids, or of evenly spaced parts of a large file.
     """
 

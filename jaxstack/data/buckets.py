@@ -145,8 +145,8 @@ class BucketReader:
 
     A batch depends on the seed, its index, and where reading has started.
 
-    After any number of batches, the count of each bucket differs from its share by less than one. Its share is such
-    that each document is read equally often. Where sources have weights, they hold within each bucket.
+    After any number of batches, the count of each bucket differs from its share by less than one. The shares are such
+    that all documents are read equally often. Where sources have weights, they hold within each bucket.
 
     Args:
       texts: the training text of each source, from `whole_documents`.
@@ -154,7 +154,7 @@ class BucketReader:
       sizes: rows and their length in each bucket, ascending.
 
     Attributes:
-      lengths: of the rows of each bucket.
+      lengths: length of the rows of each bucket.
       shares: the part of the batches that each bucket has, at first.
       padding: the share of the tokens of all batches that are padding, at first.
     """

@@ -63,7 +63,7 @@ class Dataset:
     """Steps from which weights of the sources hold, with the weights."""
 
     special: SpecialIds | None = None
-    """Ids beside the ids of texts, for an encoder-decoder."""
+    """Special ids of an encoder-decoder, in addition to the ids of texts."""
     buckets: tuple[int, ...] = ()
     """Lengths of rows, for `data.buckets=auto`."""
 

@@ -25,7 +25,7 @@ def resolve_documents(keys: DataConfig, family: str, seed: int, steps: int, data
     counted. There is no limit where nothing bounds a row below `LIMIT`.
 
     Args:
-      keys: of the group `data`.
+      keys: the group `data` of the configuration.
       family: `model.family`.
       seed: `run.seed`.
       steps: `train.steps`.

@@ -51,10 +51,10 @@ class Images:
     Attributes:
       pixels: float32 [N, H, W, C], from -1 (black) to 1 (white).
       classes: int32 [N].
-      names: of the pictures, for error messages.
+      names: names of the pictures, for error messages.
       captions: for a model that reads them, arrays of the texts of each language and class [L, C, T]; see
         `captions.encode_captions`.
-      key_tokens: which tokens of these texts are of key words, int32 [L, C, T].
+      key_tokens: which tokens of these texts belong to key words, int32 [L, C, T].
       boxes: left, top, right and bottom of the salient region of each picture, int32 [N, 4]; all 0 for none.
     """
 
@@ -255,7 +255,7 @@ class PictureReader:
 
     Attributes:
       images: the pictures.
-      seed: of all draws; 0 or more.
+      seed: seed of all draws; 0 or more.
       batch_size: rows of a batch over all devices.
       patch_size: height and width of a patch.
       shuffle: whether each epoch has another order.

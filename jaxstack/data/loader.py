@@ -33,7 +33,7 @@ class HeldOut:
     """The held-out batches of a source.
 
     Attributes:
-      name: of the source.
+      name: name of the source.
       share: its weight in the held-out loss of the run; the sum over all sources is 1.
       local_batches: this process's rows of the batches.
       batches: all rows of the batches, read when needed.

@@ -60,7 +60,7 @@ class MixtureReader:
     Args:
       weights: steps from which weights hold, with the weights, see `DataConfig.weights`; fractions are exact, too.
       sizes: sequence length, rows of a batch, packing and, for masked tokens or spans, the masking and tasks.
-      seed: of the order of the sequences within each source, and of the masks.
+      seed: seed of the order of the sequences within each source, and of the masks.
 
     Raises:
       ConfigError: a text is shorter than one window.
@@ -117,7 +117,7 @@ class MixtureReader:
         """Returns a reader of the same texts that starts elsewhere.
 
         Args:
-          weights: of the sources. `None` means that they stay.
+          weights: new weights of the sources. `None` means that they stay as they are.
         """
         other = copy(self)
         other._weights = self._weights if weights is None else weights

@@ -84,7 +84,7 @@ class Baseline(NamedTuple):
 
     Attributes:
       order: the bytes of an n-gram.
-      bits_per_byte: of the held-out targets.
+      bits_per_byte: bits per byte of the held-out targets.
       train_bytes: bytes of the training targets.
     """
 
@@ -105,7 +105,7 @@ def baseline(
     As for the language model, the first token of a row is only context, and targets of loss weight 0 are not scored.
 
     Args:
-      tokenizer: of the tokens. Its ids must represent the complete text, see `obstacle`.
+      tokenizer: tokenizer of the tokens. Its ids must represent the complete text, see `obstacle`.
       padded: whether what is behind the last learned token of a row is padding, which is not read.
     """
     texts = []

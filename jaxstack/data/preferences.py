@@ -357,7 +357,7 @@ def scored(ids: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """Returns a conversation that ends with the last token of its completion, for a model that scores this token.
 
     Args:
-      ids: of the conversation [n].
+      ids: ids of the conversation [n].
       answers: whether each belongs to the completion, bool [n].
 
     Returns:

@@ -27,7 +27,7 @@ def held_out_prompts(
     Args:
       sample: has the domain, and the room that beams need.
       seq_len: the most tokens that the model reads.
-      seed: of the places.
+      seed: seed of the places.
       texts: the held-out text of each source; the sources take turns.
     """
     # Beam search needs room for all tokens that it adds.

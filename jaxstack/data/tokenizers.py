@@ -264,7 +264,7 @@ class ClassNames(_WithoutText):
     """Shows classes by their names: `0 7 7`. A run directory keeps it in place of a tokenizer.
 
     Attributes:
-      names: of the classes, without spaces, in the order of their ids.
+      names: names of the classes, without spaces, in the order of their ids.
       image: height, width and channels of the pictures.
     """
 

@@ -30,7 +30,7 @@ class Translation(NamedTuple):
       name: the file, and the line if it has some, for messages.
       source: the text.
       target: its translation.
-      language: of the translation.
+      language: language of the translation.
     """
 
     name: str

@@ -595,8 +595,9 @@ def eval_batches(
       batch_size: B, the rows of a batch over all devices.
       steps: the largest number of batches.
       packing: whether batches [B, S] have `segment_ids` and `positions`, see `batches`.
-      masking: hides tokens or spans, which are then the targets; a window always has the same. `None`: next tokens.
-      sentences: see `SequenceReader`; a window always has the same task, too.
+      masking: hides tokens or spans, which are then the targets, always the same ones in a window. `None` means that
+        next tokens are the targets.
+      sentences: see `SequenceReader`. A window always has the same task.
       rows: indices of the rows of each batch to read. `None` means all.
 
     Raises:

@@ -18,7 +18,7 @@ class Reading:
     Attributes:
       step: index of the step.
       carry: index of the array among the carried ones.
-      statistics: of the array, for each of its entries, see `Devices`.
+      statistics: statistics of the array, for each of its entries, see `Devices`.
       entries: which entry each device has, as an array over the axes of the mesh.
     """
 
@@ -89,7 +89,7 @@ class Way:
 
     Attributes:
       scopes: names, outermost first.
-      frames: of the call of a function with `jax.jit` that is on the way, or of the last one; see `frames_of`.
+      frames: frames of the call of a function with `jax.jit` that is on the way, or of the last one; see `frames_of`.
       is_call: whether the level is the program of such a function.
       loops: steps of loops.
       devices: where the equations run.

@@ -45,7 +45,7 @@ def answer(
       rl: rewards, turns and the tool.
       completions: number of answers to each prompt.
       context: tokens of a prompt with its answer at most.
-      tokens: of an answer at most. `None` means as many as the context has room for, but at most `rl.tokens`.
+      tokens: maximum tokens of an answer. `None` means as many as the context has room for, but at most `rl.tokens`.
       limit: number of prompts at most. `None` means all.
       rows: number of answers in a call.
 

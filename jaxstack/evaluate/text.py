@@ -58,7 +58,7 @@ def windows(tokens: Sequence[int], context: int, overlap: int) -> list[Window]:
     """Returns the windows that score every token but the first.
 
     Args:
-      tokens: of the text, after the token before it.
+      tokens: tokens of the text, after the token before it.
       context: number of tokens that the model reads at once.
       overlap: number of them that a window shares with the one before, from 0 to `context` - 1.
     """

@@ -54,7 +54,7 @@ def make_layout(
     """Builds the layout of a run on a mesh.
 
     Args:
-      keys: of the mesh: its rules and who inserts collectives.
+      keys: the group `mesh` of the configuration: its rules and who inserts collectives.
       pipeline: the program of the stages, if there are several.
       gather: when stages gather weights, `pipeline.gather`.
       reduce_dtype: dtype in which gradients are summed over devices.
@@ -89,7 +89,7 @@ def make_ops(
       train: has the dtype of activations, and says what is rounded.
       segments: whether batches have segment ids.
       max_documents: most segments of a row, if it is known.
-      layout: of the arrays.
+      layout: layout of the arrays.
       platform: `cpu`, `gpu` or `tpu`. `None` means that it is not known: every op has its default.
       device: one of the devices, whose generation some kernels depend on. `None` means that it is not known.
 

@@ -111,7 +111,7 @@ def cached_keys(cfg: ModelConfig, stack: Stack, params: Params, encoded: jax.Arr
     """Returns what the layers of a stack read of an encoder's output [B, S, D] for each token that they write.
 
     Args:
-      params: of the stack.
+      params: parameters of the stack.
 
     Returns:
       `cross_keys` [L, B, G, K, S] and `cross_values` [L, B, G, S, K].

@@ -144,7 +144,7 @@ def decode(
       family: this family with the features of the model.
       params: in the compute dtype.
       batch: `tokens` and `positions` [B, T], `encoder_segment_ids` [B, S], and `distance`, see `layers.attention`.
-      cache: of each layer [L, ...]: `keys` and `values` of earlier tokens, and what `encode` returns.
+      cache: cache of each layer [L, ...]: `keys` and `values` of earlier tokens, and what `encode` returns.
       ctx: execution context in which devices have whole sequences.
     """
     inputs = family.make_layer_inputs(cfg, {**batch, "encoder_tokens": batch["encoder_segment_ids"]}, ctx)

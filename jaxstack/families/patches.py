@@ -28,8 +28,8 @@ def embed_patches(
     """Returns the residual stream before the first layer [B, S/n, D].
 
     Args:
-      patches: of the residual stream [B, S/n, P].
-      positions: of these patches [S/n].
+      patches: patches of the residual stream [B, S/n, P].
+      positions: positions of these patches [S/n].
     """
     values = ctx.layout.gather_params(spec, params)
     x: jax.Array = kernels.linear(patches.astype(ctx.dtype), values["patches"], implementation=ctx.ops.linear)

@@ -183,7 +183,7 @@ def run_module(
     """Returns what the head reads of a module [B, S/n, D], and the named values of its layer, [1, ...] each.
 
     Args:
-      stack: of the modules, with the declarations of one.
+      stack: stack of the modules, with the declarations of one.
       module: its parameters, as they are stored.
       streams: what the head reads of the module before, and the embeddings of the tokens that it reads [B, S/n, D].
       index: number of the module, from 0 on.

@@ -252,7 +252,7 @@ def moe(
     `balance_loss`, `z_loss`, `dropped`, `entropy` and `load` [E], see `jaxstack.moe.metrics`.
 
     Args:
-      params: of the layer; the group `moe` is as it is stored.
+      params: parameters of the layer; the group `moe` is as it is stored.
       inputs: `layer` is read, and of its `arrays` `gate_ids` [B, S/n] and `counted` [B, S].
     """
     declared = stack.spec["moe"]

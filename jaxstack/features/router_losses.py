@@ -73,7 +73,7 @@ def router_loss(
     Args:
       depths: number of layers of each stack that has experts.
       values: named values of the layers.
-      counts: of the global batch.
+      counts: counts of the global batch.
       stack: the stack that the values are of. `None` means all.
     """
     values = {name: values[name] for name in ("balance_loss", "z_loss") if name in values}

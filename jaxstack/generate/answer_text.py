@@ -13,8 +13,8 @@ _SEEN = 16
 class AnswerText:
     """The text that tokens add to a prompt. It ends before the first stop string, or before a token that ends it.
 
-    What later tokens may change is held back: bytes of a character that is not complete, and the beginning of a stop
-    string. The text does not depend on how its tokens are divided into calls.
+    Text that later tokens may change is held back: bytes of a character that is not complete, and the beginning of a
+    stop string. The text does not depend on how its tokens are divided into calls.
 
     Attributes:
       tokens: number of tokens of the text, including the tokens that ended it.

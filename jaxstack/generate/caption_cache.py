@@ -30,7 +30,7 @@ class CachedCaptions:
       ctx: the execution context.
       vocabulary: number of ids that exist.
       first: slot of each row's start token [B].
-      patches: of the pictures [B, S, P].
+      patches: patches of the pictures [B, S, P].
       num_slots: T.
     """
 

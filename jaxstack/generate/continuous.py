@@ -33,14 +33,13 @@ class Prompt(NamedTuple):
     """A prompt that waits.
 
     Attributes:
-      name: what the caller calls its text.
-      tokens: its ids.
-      sample: how its tokens are chosen, and the number of them at most. All prompts of a batch have the same
-        repetition penalty.
-      mark: what seeds its samples, see `prompts.row_seeds`.
-      seed: of its samples.
+      name: the caller's number for the text.
+      tokens: ids of the prompt.
+      sample: how tokens are chosen, and their maximum number. All prompts of a batch have the same repetition penalty.
+      mark: part of the seed of the text's samples, see `prompts.row_seeds`.
+      seed: seed of the text's samples.
       logprobs: whether log-probabilities are wanted.
-      begun: number of its last tokens that were added before, and count as added.
+      begun: number of the last tokens of the prompt that were added before, and count as added.
     """
 
     name: int
@@ -56,10 +55,10 @@ class Part(NamedTuple):
     """Tokens that were added to a text.
 
     Attributes:
-      name: of the text.
+      name: name of the text.
       tokens: the new ids.
       ended: whether the text ends with them.
-      logprobs: of the new tokens [tokens], if they were wanted.
+      logprobs: log-probabilities of the new tokens [tokens], if they were wanted.
       cached: number of tokens of the prompt that were not read, since the prompt cache had them.
     """
 
@@ -96,7 +95,7 @@ class ContinuousBatch:
           rows: number of texts at the same time; rounded up, see `rows_of_replica`.
           slots: largest number of tokens of a text with its prompt; rounded up to whole buckets.
           stop: tokens that end a text.
-          repetition_penalty: of all texts.
+          repetition_penalty: repetition penalty of all texts.
           alternatives: number of tokens with log-probabilities beside the chosen one, see `Sampling`.
           cache: where prompts are kept, so that others with the same beginning read less. It needs a single replica.
         """

@@ -43,7 +43,7 @@ class Conversation:
     def reply(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """Reads a text and yields the tokens that continue it, a few at a time.
 
-        What the text has in common with the one before is not read again.
+        The tokens that the text has in common with the text before are not read again.
 
         Args:
           tokens: the complete text, with the replies so far.

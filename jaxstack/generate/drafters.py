@@ -1,4 +1,5 @@
-"""What drafts tokens for a model to check: a small model, or a module of the model that predicts later tokens.
+"""The sources of draft tokens, which a model checks: a small model, or a module of the model that predicts later
+tokens.
 
 All is the work of one device, on one text in each of its rows. Suffixes: B rows, G drafted tokens, S slots of a prompt,
 D width, V vocabulary.
@@ -42,7 +43,7 @@ class Drafter(Protocol):
 
         Args:
           last: the newest token [B], which the model has not read yet.
-          slot: its slot.
+          slot: slot of the newest token.
           pick: draws a token.
         """
 
@@ -54,7 +55,7 @@ class Drafter(Protocol):
         Args:
           hidden: what the head of the model reads of the newest token and of the draft [B, G + 1, D].
           tokens: the token after each of them [B, G + 1]; those behind the accepted ones are dropped.
-          accepted: how many of the draft are accepted.
+          accepted: number of accepted tokens of the draft.
           slot: slot of the first of them.
         """
 
@@ -159,10 +160,10 @@ class OwnModule:
         """Returns what the head reads of the module [B, S, D], and the cache with more tokens.
 
         Args:
-          tokens: of consecutive slots, the token after each [B, S].
+          tokens: tokens of consecutive slots, the token after each [B, S].
           hidden: what the head reads of each slot [B, S, D].
           slot: the first of these slots.
-          cache: of the slots before them.
+          cache: cache of the slots before them.
         """
         batch = self.model.next_batch(tokens, slot)
         h, new = self.run({**batch, "distance": batch["distance"][-1:]}, hidden, [cache])

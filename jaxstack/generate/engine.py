@@ -62,7 +62,7 @@ class Added(NamedTuple):
 
     Attributes:
       tokens: new tokens of each row [B, C], or [R, 1] of the rows that were filled.
-      lengths: how many of them belong to the text [B] or [R].
+      lengths: number of new tokens that belong to the text [B] or [R].
       ended: whether each row's text has ended [B] or [R].
       logprobs: of the new tokens, with K = `Sampling.alternatives`; zeros in a call that was not asked for them.
       load: how many of the tokens that were read chose each expert, int32 [L, E]; `()` for a model without experts, and
@@ -78,12 +78,12 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and what ends a text: what all rows of a batch have in common.
+    """How tokens are chosen, and what ends a text. All rows of a batch share these settings.
 
     Attributes:
       stop: tokens that end a text.
       sample: how the tokens of all rows are chosen. `None` means that each row has its own `RowSample`.
-      repetition_penalty: of all texts.
+      repetition_penalty: repetition penalty of all texts.
       alternatives: number K of tokens whose log-probabilities can be asked for beside the chosen one's. `None` means
         that no log-probabilities are computed.
       call: number of tokens C that a call adds to a row at most.
@@ -151,11 +151,11 @@ class RowSampler:
         """Adds the first token.
 
         Args:
-          logits: after the prompts [B, V].
-          cache: of the prompts.
+          logits: logits after the prompts [B, V].
+          cache: cache of the prompts.
           slot: the slot after the prompts.
           rows: of the prompts, see the class.
-          load: of the prompts on this device.
+          load: load of the prompts on this device.
         """
         changed, new = self._take(logits, rows)
         tokens, scores = jax.tree.map(lambda a: a[:, None], new)
@@ -168,8 +168,8 @@ class RowSampler:
         """Adds the first token to a prompt, and puts it into a row.
 
         Args:
-          logits: after the prompt [1, V].
-          cache: of the prompt, whose token i has slot i.
+          logits: logits after the prompt [1, V].
+          cache: cache of the prompt, whose token i has slot i.
           end: number of tokens of the prompt [1].
           rows: of the prompt, see the class.
           at: the row for it [1], or -1 for none.
@@ -269,7 +269,7 @@ class RowSampler:
         """Returns what one more token changes in rows, and the token [B] with its log-probabilities.
 
         Args:
-          logits: of the token [B, V].
+          logits: logits of the token [B, V].
           scored: whether log-probabilities are wanted. `None` means that they are.
         """
         penalty = self.sampling.repetition_penalty
@@ -463,7 +463,7 @@ class Engine:
           key: names the program; all that `work` reads beside its arguments is part of it.
           where: how each of `arguments` is sharded, see `compile_program`.
           results: how the results are sharded.
-          donated: index among `arguments` of one whose memory the state may take.
+          donated: index of the one of `arguments` whose memory the state may take.
         """
         if key not in self.programs:
             whole = (self.specs.params, CARRIED, *where)
@@ -503,7 +503,7 @@ class Programs:
         """Reads what follows in texts that begin in slot 0, and adds one token.
 
         Args:
-          cache: of the tokens before. Its memory is given to the new cache.
+          cache: cache of the tokens before. Its memory is given to the new cache.
           tokens: the tokens [B, S], and padding after them.
           used: which tokens occur in each row, see `used_at_first`.
           place: the number of tokens without padding, and the slot of the first.
@@ -600,7 +600,7 @@ class Programs:
         """Adds the first token to a prompt of each replica, and puts it into a row.
 
         Args:
-          read: from `read` or `read_on`.
+          read: result of `read` or `read_on`.
           rows: of each prompt its `seed` [R], what else seeds it (`marks` [R, 2]), and `sample`, `index` [R], `limit`
             [R] and `used` [R, V] of `RowSampler`.
           place: of each replica the number of tokens of the prompt [R] and the row for it [R], -1 for none.
@@ -642,7 +642,7 @@ class Programs:
         """Yields the state and what a call has added, each time with more tokens, until all texts have ended.
 
         Args:
-          state: from `start` or `append`.
+          state: state from `start` or `append`.
           added: the results of that call.
           count: number of tokens of the first part after `added`. The other parts take about `_CHUNK_S`.
         """

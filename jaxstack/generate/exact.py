@@ -35,7 +35,7 @@ class Rollout(NamedTuple):
     """A text that a model has added to a prompt.
 
     Attributes:
-      tokens: its ids.
+      tokens: ids of the text.
       log_probs: log-probability in nats of each under the model, before temperature and filters, float32 [tokens].
       redrafted: number of its tokens that the forward pass has chosen in place of drafts.
     """

@@ -63,7 +63,7 @@ def text_features(
     Args:
       texts: of at most `length` tokens with a start and an end.
       length: `data.target_length` of the run.
-      program: from `make_program`, to compile it once for several calls.
+      program: program from `make_program`, to compile it once for several calls.
 
     Raises:
       ConfigError: a text is too long.

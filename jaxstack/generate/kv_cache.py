@@ -185,9 +185,9 @@ class CachedDecoder:
 
         Args:
           tokens: the tokens and padding after them [B, S].
-          count: how many are not padding, from 1 to S.
+          count: number of tokens that are not padding, from 1 to S.
           slot: slot of the first.
-          cache: of all tokens before it.
+          cache: cache of all tokens before it.
         """
         index = jnp.arange(tokens.shape[1])
         there = jnp.broadcast_to(index < count, tokens.shape).astype(jnp.int32)
@@ -211,7 +211,7 @@ class CachedDecoder:
         Args:
           tokens: the tokens [B, S]; S - 1 is at most `spare`.
           slot: slot of the first.
-          cache: of all tokens before it.
+          cache: cache of all tokens before it.
         """
         x, cache = self.verify_hidden(tokens, slot, cache)
         return self.logits(x), cache
@@ -240,9 +240,9 @@ class CachedDecoder:
         """Returns the cache of the tokens before a slot, with the slots of this decoder and with other slot numbers.
 
         Args:
-          cache: from a decoder of any number of slots. Where it has more, the oldest tokens are dropped.
+          cache: cache from a decoder of any number of slots. Where it has more, the oldest tokens are dropped.
           slot: the slot after the newest token, a scalar [].
-          to: what this slot is to be called, a scalar [].
+          to: new number of this slot, a scalar [].
         """
 
         def move(T: int, axis: int, a: jax.Array) -> jax.Array:
@@ -380,7 +380,7 @@ def hidden_states_unrolled(
       params: in the compute dtype; the layers are not read from here.
       steps: weights of each layer of each step.
       batch: see `Family.make_layer_inputs`.
-      cache: of each layer of each step.
+      cache: cache of each layer of each step.
 
     Returns:
       Normalised hidden states, `keys` and `values` of these tokens for each layer of each step, and the other named

@@ -97,7 +97,7 @@ class CachedPairs:
         Args:
           tokens: the newest tokens.
           slot: S for the first token that was written, S + 1 for the second, ...
-          cache: from `prefill` or `decode_token`.
+          cache: cache from `prefill` or `decode_token`.
         """
         return self._write(tokens, slot - cache["segments"].shape[-1] + 1, cache)
 

@@ -29,7 +29,7 @@ from jaxstack.models.context import Context
 from jaxstack.models.params import Params
 
 ROWS = 1000
-"""Pictures that are drawn at a time, at most."""
+"""Maximum number of pictures that are drawn at a time."""
 _STREAM = 3  # gives pictures other noise than training
 _SHOWN = 10  # texts of an evaluation, where each picture has its own
 _SCREEN_PIXELS = 48  # least height of a picture in a grid
@@ -106,7 +106,7 @@ def make_grid(
       model: what draws.
       sample: its `prompts` name classes or texts. Null means all classes, or ten texts of pictures, in the first
         language.
-      seed: of the noise that pictures begin with.
+      seed: seed of the noise that pictures begin with.
       data: has the length of texts, and their key words.
       dataset: what the run learns.
 

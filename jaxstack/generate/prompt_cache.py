@@ -22,8 +22,8 @@ class PromptCache:
     """The KV caches of prompts, up to a limit of memory; those that were not used for longest go first.
 
     In a cache, token i of the prompt has slot i. With full attention, each beginning of a prompt can be used. A layer
-    with a sliding window has dropped the tokens before its window, so a longer prompt must be used as a whole. A
-    state is that of the whole prompt.
+    with a sliding window has dropped the tokens before its window, so a longer prompt must be used as a whole. A state
+    belongs to the whole prompt, which must then be used as a whole, too.
 
     Attributes:
       bytes: memory of the caches.
@@ -63,7 +63,7 @@ class PromptCache:
         return most, entry.cache
 
     def store(self, tokens: Sequence[int], cache: PyTree) -> None:
-        """Keeps the cache of a prompt, and drops those that have no room any more."""
+        """Keeps the cache of a prompt, and drops other caches if there is no room for them."""
         new = _Entry(np.asarray(tokens), cache, sum(a.nbytes for a in jax.tree.leaves(cache)))
         for one in [*self._entries]:
             common = _common(one.tokens, new.tokens)

@@ -28,7 +28,7 @@ def require_decoder(cfg: ModelConfig, scores: bool = False) -> None:
       scores: whether it may be a reward model, which scores them.
 
     Raises:
-      ConfigError: it is of another family, or a reward model.
+      ConfigError: the model is of another family, or a reward model.
     """
     if cfg.family != "decoder":
         raise ConfigError(f"model.family={cfg.family} does not continue texts. Use a run whose model is a decoder.")
@@ -77,7 +77,7 @@ def require_modules(mtp: PredictionConfig, stages: int) -> None:
 
     Args:
       mtp: the modules of the model.
-      stages: of the pipeline that continues the text.
+      stages: number of stages of the pipeline that continues the text.
 
     Raises:
       ConfigError: the model has no module, or runs on a pipeline.

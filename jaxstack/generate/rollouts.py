@@ -475,7 +475,7 @@ class Rollouts(Batches):
         """Reads the batches that waited at a checkpoint.
 
         Args:
-          index: of the next batch.
+          index: index of the next batch.
 
         Returns:
           A line for the user if they are needed and not there: then new completions are sampled. Otherwise "".

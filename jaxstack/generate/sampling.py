@@ -30,7 +30,7 @@ class Logprobs(NamedTuple):
     """Log-probabilities of tokens under the model, before temperature and filters.
 
     Attributes:
-      chosen: of the token that was chosen [...].
+      chosen: log-probability of the token that was chosen [...].
       ids: the K most probable tokens [..., K].
       values: their log-probabilities [..., K].
     """
@@ -71,7 +71,7 @@ def sample_rows(
       used: whether each token already occurs in the row, bool [B, V].
       keys: a PRNG key for each row [B].
       rows: the sampling parameters of each row.
-      repetition_penalty: of all rows.
+      repetition_penalty: repetition penalty of all rows.
     """
     if repetition_penalty != 1:
         logits = jnp.where(used, apply_repetition_penalty(logits, repetition_penalty), logits)

@@ -68,11 +68,11 @@ class Turns:
     """Lets completions call a tool.
 
     Attributes:
-      name: of the tool, in error messages.
+      name: name of the tool, in error messages.
       tool: returns the result of a call, or `None` if a text is not a call. It gives the same result to the same text.
       most: maximum number of turns.
       tokens: maximum number of tokens of a turn.
-      tokenizer: of the run.
+      tokenizer: tokenizer of the run.
       stop: tokens that end a turn.
     """
 
@@ -92,7 +92,7 @@ class Turns:
           sample: samples a turn.
           rows: of the prompts, for error messages.
           prompts: their ids.
-          seed: of sampling.
+          seed: seed of sampling.
           longest: number of positions of a row, which ends a completion without room for another turn.
         """
         texts = [[*prompt] for prompt in prompts]

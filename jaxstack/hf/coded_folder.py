@@ -67,11 +67,11 @@ def write(
     """Writes the two files of codes.
 
     Args:
-      folder: it exists.
+      folder: the folder, which exists.
       model: without padding.
       values: all parameters on the host.
       codes: codes [L, (E,) O, I] and scales [L, (E,) O, G] of each quantised matrix by its path.
-      bits: of a code.
+      bits: number of bits of a code.
       kind: `int` or `float`, see `Scheme`.
       dtype: dtype of the parameters that are not quantised.
       int4_experts: which experts have codes of 4 bits beside others of 8, bool [L, E] by the name of the stack.

@@ -733,7 +733,7 @@ def _period(windows: tuple[Any, ...], cut: bool) -> tuple[Any, ...]:
 
 
 def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_IDS) -> JsonObject:
-    """Returns the `config.json` of a model as one of a family. Fields without a key are lost (see `family_of`).
+    """Returns the `config.json` that describes a model in a family. Fields without a key are lost (see `family_of`).
 
     Args:
       seq_len: the sequence length of training, for a model without `max_positions`. 0 means that there is none.

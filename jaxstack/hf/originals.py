@@ -75,7 +75,7 @@ def restore(originals: Path, tokenizer: JsonObject | None, out: Path) -> bool:
     A run's own tokenizer, with its special token ids, replaces the original one.
 
     Args:
-      tokenizer: of the run, as JSON of `to_json`, if it has saved one.
+      tokenizer: tokenizer of the run, as JSON of `to_json`, if it has saved one.
     """
     before = _read(originals / "config.json")
     path = originals / "tokenizer.json"

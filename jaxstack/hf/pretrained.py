@@ -45,11 +45,11 @@ class PretrainedFolder:
       family: the `model_type` of the model.
       model: the model that its `config.json` describes.
       ignored_values: keys and values of `config.json` that affect training alone and are not imported.
-      unknown_values: keys of `config.json` that jaxstack does not know, whose values are null, false or empty.
+      unknown_values: keys of `config.json` that jaxstack does not read. Their values are null, false or empty.
       code: the value of `auto_map` in `config.json`, which names code in the folder. Nothing of it is run.
       dtypes: the dtypes of its tensors, as safetensors spells them; for a quantised matrix, the dtype of its scales.
       formats: the formats of its quantised matrices, which are read as dense float32 parameters.
-      inputs: `int8` if the matrices of layers are for inputs of 8 bits, which `train.quant=int8` computes with.
+      inputs: `int8` if the matrices of layers expect inputs rounded to 8 bits, as `train.quant=int8` rounds them.
       adapters: adapters in PEFT's format that are merged into the parameters, or `None`.
 
     Raises:

@@ -570,7 +570,7 @@ def _with_states(declared: dict[str, Param], rows: WeightMap, module: str, mixer
     Args:
       rows: as all layers would have them with attention. An MLP, experts and shared experts that are not declared are
         left out.
-      module: of such a layer.
+      module: parameters of such a layer.
       mixer: weights within this module.
     """
     size = len({path.split("/")[1] for path in declared if path.startswith("layers/layer_")}) or 1

@@ -22,10 +22,11 @@ def causal_convolution(
 
     Args:
       x: [B, S, C].
-      w: factors of a token W - 1 tokens ago, ..., and of the token itself [W, C].
+      w: factors [W, C]. The first row is for the token W - 1 tokens ago, and the last row for the token itself.
       bias: added to each channel [C]. `None` means zeros.
-      earlier: the W - 1 tokens before these [B, W - 1, C]. `None` means zeros.
-      same: whether each of these W tokens is of the token's document, bool [B, S, W]. `None` means that all are.
+      earlier: the W - 1 tokens before x [B, W - 1, C]. `None` means zeros.
+      same: whether each of the last W tokens belongs to the same document as the token, bool [B, S, W]. `None` means
+        that all are.
     """
     taps = w.shape[0]
     length = x.shape[1]
@@ -39,12 +40,12 @@ def causal_convolution(
 
 
 def same_document(segment_ids: jax.Array, taps: int, earlier: jax.Array | None = None) -> jax.Array:
-    """Returns whether each of the last `taps` tokens is of a token's document, bool [B, S, W].
+    """Returns whether each of the last `taps` tokens belongs to the same document as a token, bool [B, S, W].
 
     Args:
       segment_ids: document of each token [B, S].
-      taps: number W of tokens, with the token itself.
-      earlier: documents of the W - 1 tokens before these [B, W - 1]. `None` means another document.
+      taps: number W of tokens, including the token itself.
+      earlier: documents of the W - 1 tokens before the first one [B, W - 1]. `None` means another document.
     """
     length = segment_ids.shape[1]
     if earlier is None:
@@ -58,7 +59,7 @@ def tokens_before(x: jax.Array, tokens: int, axes: Axes) -> jax.Array:
 
     Args:
       x: tokens of this shard [B, S, ...], see `sequence_parts`.
-      tokens: how many.
+      tokens: number of tokens to return for each part.
       axes: mesh axes that shard the sequence.
     """
     ends = sequence_parts.halves(x)[:, -tokens:]

@@ -66,7 +66,7 @@ class CodedWeight:
       codes: int8, [I, O]; with 4 bits [bytes, O], two codes in a byte. There the inputs are padded with zeros to a
         multiple of `PACKED`.
       scales: [G, O], float32.
-      bits: of a code.
+      bits: number of bits of a code.
       inputs: I.
       out: dimensions of the outputs, whose product is O.
       implementation: a name of `IMPLEMENTATIONS`.

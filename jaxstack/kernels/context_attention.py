@@ -86,7 +86,7 @@ def context_attention(
         the low half attend to the first half of the keys, and queries of the high half to all keys. This is 1.5 times
         the work of the ring. Without a causal mask, all queries attend to all keys.
 
-    With kind="cross", both gather the keys and values, which are shards of another sequence, in any order.
+    With kind="cross", both methods gather the keys and values, which are shards of another sequence, in any order.
 
     Args:
       q: queries of this shard [B, S, H, K]. The shards have the tokens in the sequence's `order`.

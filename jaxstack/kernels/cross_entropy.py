@@ -48,8 +48,9 @@ def cross_entropy(
       - "xla" has all B x S x V logits in memory.
       - "chunked" has the logits of one chunk of tokens in memory. It computes the gradients of x and head from them in
         the forward pass, so it computes every logit once (Liger Kernel, Hsu et al. 2024, section 3.2).
-      - "pallas_*" has no logits in memory (Cut Cross-Entropy, Wijmans et al. 2025, but with the gradients by XLA's
-        matmuls). It needs a third more FLOPs, no sums over chunks, and memory for VOCAB_BLOCK logit gradients a token.
+      - "pallas_*" has no logits in memory (Cut Cross-Entropy, Wijmans et al. 2025), but XLA's matmuls compute the
+        gradients. It needs no sums over chunks, but a third more FLOPs, and memory for VOCAB_BLOCK logit gradients per
+        token.
 
     Args:
       x: hidden states [B, S, D].
@@ -119,14 +120,15 @@ def token_log_probs(
 
 
 def with_one(hidden: jax.Array) -> jax.Array:
-    """Returns hidden states [..., D] with a one behind each, for a head whose last row has the bias of each id."""
+    """Appends a one to each hidden state, [..., D + 1], for a head whose last row has the bias of each id."""
     return jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
 
 
 def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()) -> jax.Array:
     """Returns logits [..., V/n] with the lowest number of their dtype for ids from `vocab_size` on.
 
-    Softmax makes them exactly zero. Unlike minus infinity, the number multiplied by zero is not NaN.
+    Softmax then gives these ids a probability of exactly zero. Unlike minus infinity, this number times zero is not
+    NaN.
     """
     V = logits.shape[-1]
     if vocab_size == V * collectives.count(vocab_axes):
@@ -221,8 +223,8 @@ class SavedGradients(NamedTuple):
     would be 0.2% too large on average. With the scalar rounded as well, they would be up to 0.4% too large or small.
 
     Attributes:
-      dx: of the hidden states [B, S, D].
-      d_head: of the head [D, V/n].
+      dx: gradient of the hidden states [B, S, D].
+      d_head: gradient of the head [D, V/n].
     """
 
     dx: jax.Array

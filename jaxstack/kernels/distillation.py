@@ -23,7 +23,7 @@ from jaxstack.sharding.collectives import Axes
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Mix:
-    """How both losses are mixed.
+    """Has the weight and the temperature of the teacher's part in the loss.
 
     Attributes:
       weight: weight of the teacher's part; the next token's part has 1 - weight.
@@ -50,18 +50,19 @@ def distillation_loss(
 ) -> jax.Array:
     """Returns the sum over tokens of weight * ((1 - w) * nll + w * t^2 * KL(teacher || model)), a float32 scalar.
 
-    The divergence compares distributions softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). Of the
-    teacher, the K most probable tokens are known. All others count as one token with the sum of their probabilities. So
-    this is at most the divergence over the whole vocabulary, and equal to it where K is all of it.
+    The divergence compares distributions softmax(logits / t) (Hinton et al. 2015, arXiv:1503.02531, section 2). The
+    teacher gives the probabilities of its K most probable tokens. All others count as one token with the sum of their
+    probabilities. So the result is at most the divergence over the whole vocabulary, and equals it if K is the size of
+    the vocabulary.
 
     Args:
       x: hidden states [B, S, D].
       head: [D, V], or this device's shard of it [D, V/n] with `vocab_axes`.
       targets: integers [B, S], ids of the full vocabulary.
-      weights: [B, S]; no gradient.
-      teacher: ids [B, S, K], all different, and the logarithms of their probabilities at this temperature [B, S, K]; no
-        gradient.
-      mix: w and t.
+      weights: factor of the loss of each token [B, S]. They get no gradient.
+      teacher: ids [B, S, K], all different, and the logarithms of their probabilities at this temperature [B, S, K].
+        They get no gradient.
+      mix: the weight w and the temperature t.
       softcap, vocab_axes, vocab_size, chunk: see `cross_entropy`.
     """
     weights = lax.stop_gradient(weights.astype(jnp.float32))

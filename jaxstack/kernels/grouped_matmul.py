@@ -70,7 +70,7 @@ def grouped_matmul(
       - "grouped" loops over tiles of rows. Its work is proportional to the rows, plus at most a small tile per expert.
         A batched matmul over tiles would need no loop, but it would copy a weight for each tile.
       - "pallas_*" does work proportional to the rows, plus at most a tile per expert.
-      - "tokamax" is the kernel of that package for Hopper GPUs, by Mosaic GPU.
+      - "tokamax" is the kernel of the package tokamax for Hopper GPUs, in Mosaic GPU.
 
     Args:
       x: [N, I].

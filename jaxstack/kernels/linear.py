@@ -33,9 +33,8 @@ class Adapted(NamedTuple):
     """A matrix and its low-rank adapter: `linear` computes x w + (x a) b, and the gradient of w needs no product.
 
     Attributes:
-      w: [*in, *out].
-      a: [*in, rank].
-      b: [rank, *out].
+      w: the matrix [*in, *out]. a: first matrix of the adapter [*in, rank]. b: second matrix of the adapter [rank,
+        *out].
     """
 
     w: jax.Array | Tapped | CodedWeight
@@ -65,12 +64,12 @@ def linear(
     of w's gradient so that XLA:CPU transposes the smaller one, because this copy is slow.
 
     "float32_sums" rounds w's gradient after its sum over tokens. XLA's partitioner sums the results of a matmul over
-    devices in their dtype, which would otherwise be w's.
+    devices in the dtype of the results, which would otherwise be w's dtype.
 
     Args:
       x: [..., *in].
-      w: [*in, *out]; with a tap, its gradient is computed later, see `kernels.taps`. Decoding may have it as codes.
-      b: [*out], added in float32, or None for no bias.
+      w: [*in, *out]; with a tap, its gradient is computed later, see `kernels.taps`. Decoding may pass codes.
+      b: [*out], added in float32. `None` means no bias.
       quant: "none" or the kind of a `quantized_matmul`.
       split_in, split_out, split_tokens: see `quantized_matmul`; not used with quant="none".
       implementation: a name of `IMPLEMENTATIONS` or "auto".
@@ -112,7 +111,8 @@ def multiply_in_float32(x: jax.Array, factor: jax.Array | float) -> jax.Array:
     """Returns x * factor [...] in x's dtype, computed in float32 and rounded once; `factor` broadcasts to x.
 
     `x * 0.9` would round 0.9 to x's dtype first: in bfloat16 that changes the scale of all of x by 0.2%. The gradient
-    of a factor that broadcasts is a sum, in float32, rounded once. Both arrays are saved for it as they are.
+    of a factor that broadcasts is a sum, in float32, rounded once. Both arrays are saved for this gradient in their own
+    dtypes.
     """
     if isinstance(factor, int | float):
         return (x.astype(jnp.float32) * factor).astype(x.dtype)

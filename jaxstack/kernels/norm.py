@@ -67,7 +67,7 @@ def layer_norm(
     Args:
       x: [..., D].
       scale: [D].
-      bias: [D], or None for no bias.
+      bias: [D]. `None` means no bias.
       eps: added to the variance.
       implementation: see `rms_norm`.
 

@@ -76,12 +76,13 @@ def quantized_matmul(
     Args:
       x: [..., *in].
       w: [*in, *out].
-      kind: "int8", or "fp8" for e4m3, with e5m2 for the incoming gradient, or "fp8_tensorwise" for these with one scale
-        for each operand.
+      kind: "int8", "fp8" or "fp8_tensorwise". "fp8" is e4m3, with e5m2 for the incoming gradient. "fp8_tensorwise" has
+        the same formats with one scale for each operand.
       split_in: mesh axes that split the contracted axes of both operands. Each scale covers the full slice, for
         which devices exchange one number per row.
       split_out: mesh axes that split the other axes of w.
-      split_tokens: mesh axes that split the other axes of x, whose largest numbers "fp8_tensorwise" exchanges.
+      split_tokens: mesh axes that split the other axes of x. Over them, "fp8_tensorwise" exchanges the largest number
+        of x.
       barrier: see "barrier" in `kernels.linear`.
 
     Returns:

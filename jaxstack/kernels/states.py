@@ -42,15 +42,15 @@ EPS = 1e-6
 
 
 class StateTokens(NamedTuple):
-    """What tokens do to the states of heads. Each of N key heads serves R = H / N value heads: key head i serves i R to
-    (i + 1) R - 1.
+    """Has what each token does to the states of heads. Each of N key heads serves R = H / N value heads: key head i
+    serves the value heads i R to (i + 1) R - 1.
 
     Attributes:
       q, k: queries and keys [B, S, N, K].
-      v: values [B, S, H, V]. What is read from the states has their dtype.
+      v: values [B, S, H, V]. What the heads read from the states has the same dtype.
       decay: logarithm of the factor on the state before each token, 0 or less [B, S, H].
       beta: share of the state's error that each token corrects, 0 to 1 [B, S, H]. `None` means that values are written
-        as they are. A token changes nothing with decay 0, and beta 0 or the value 0.
+        as they are. A token does not change the state if its decay is 0, and its beta or its value is 0.
       starts: whether each token is the first of a document, bool [B, S]. `None` means that no token is.
     """
 
@@ -84,7 +84,8 @@ class StateTokens(NamedTuple):
         return cls(divided(q) * q.shape[-1] ** -0.5, divided(k), v, decay, beta, starts)
 
     def by_key_head(self) -> "StateTokens":
-        """Returns the same in the dtype of the computation, with value heads by key head [B, S, N, R, ...]."""
+        """Returns the tokens in the dtype of the computation, with value heads grouped by key head [B, S, N, R,
+        ...]."""
         wide = jnp.promote_types(self.v.dtype, jnp.float32)
         heads = self.q.shape[2]
         if self.v.shape[2] % heads:
@@ -169,7 +170,7 @@ def chunked(tokens: StateTokens, *, state: jax.Array | None = None, chunk: int =
     """Returns what the heads read from their states [B, S, H, V] in v's dtype, and the last states [B, H, K, V].
 
     Args:
-      state: states before the first token [B, H, K, V]. `None` means empty ones.
+      state: states before the first token [B, H, K, V]. `None` means zeros.
       chunk: tokens of a chunk.
     """
     t = tokens.by_key_head()
@@ -179,15 +180,16 @@ def chunked(tokens: StateTokens, *, state: jax.Array | None = None, chunk: int =
 
 @jax.named_scope("states")
 def over_devices(tokens: StateTokens, *, axes: Axes, chunk: int = CHUNK) -> jax.Array:
-    """Returns what `chunked` reads where the sequence is sharded, for functions inside `jax.shard_map`.
+    """Returns what the heads read from their states if the sequence is sharded [B, S, H, V]. Call it inside
+    `jax.shard_map`.
 
-    Shard i has two parts of the sequence, see `sequence_parts`. A part changes the state that comes in by an affine
-    map, X -> A X + b with A [K, K], or without corrections a factor. Each device computes the maps of its parts,
-    gathers all of them, and follows them to the states before its own parts. So states are exact, and no device waits
-    for another one's tokens.
+    Shard i has two parts of the sequence, see `sequence_parts`. A part changes its first state by an affine map, X -> A
+    X + b with A [K, K]; without corrections (`beta`), A is a factor. Each device computes the maps of its parts,
+    gathers the maps of all devices, and applies them to find the states before its own parts. So states are exact, and
+    no device waits for the tokens of another device.
 
     Args:
-      tokens: of this shard. `starts` of the first token of a part compares it with the part before, see
+      tokens: the tokens of this shard. For the first token of a part, `starts` depends on the part before, see
         `tokens_before`.
       axes: mesh axes that shard the sequence.
       chunk: tokens of a chunk.
@@ -356,7 +358,7 @@ def _follow(
 
     Args:
       chunks: arrays [n, ...] of which each step reads one.
-      kept: of `Writes`.
+      kept: see `Writes`.
       reverse: whether the steps begin with the last chunk.
     """
     last = len(kept) - 1

@@ -138,15 +138,15 @@ class _Collector:
 
 
 def product(f: Product, x: jax.Array, w: jax.Array | Tapped, *integers: jax.Array) -> jax.Array:
-    """Returns f(x, w, *integers): the seam between a layer and its taps.
+    """Returns f(x, w, *integers), and lets a pipeline compute the gradient of w later.
 
-    Layers of any kind call it for the matrices whose gradients a pipeline may compute apart, such as
-    `product(jnp.matmul, x, weights["up"])`. It costs nothing elsewhere.
+    Call it in any layer for the matrices whose gradients a pipeline may compute separately, such as
+    `product(jnp.matmul, x, weights["up"])`. Outside a pipeline it costs nothing.
 
     Args:
       f: the product. It closes over no arrays.
       w: weight, of which f is a linear function.
-      integers: other arrays that f needs, below 2^24.
+      integers: arrays of integers below 2^24 that f needs, too.
     """
     if not isinstance(w, Tapped):
         return f(x, w, *integers)
@@ -246,7 +246,7 @@ class Sites:
 def find_sites(f: Callable[[PyTree], Any], weights: PyTree, wanted: PyTree) -> Sites:
     """Returns the products of a layer that can have taps. The layer is traced without computing anything.
 
-    A weight gets none if several products use it, or code that `product` does not cover, see `fused`.
+    A weight gets no tap if several products use it, or if it goes through `fused`.
 
     Args:
       f: the layer as a function of its weights. It may be wrapped in `jax.checkpoint`.

@@ -59,7 +59,7 @@ def read_run(path: Path) -> tuple[Config, Tokenizer]:
     """Returns the configuration and the tokenizer of a run directory.
 
     Raises:
-      ConfigError: it is not a run directory.
+      ConfigError: the folder is not a run directory.
     """
     for name in ("config.yaml", "tokenizer.json"):
         if not (path / name).is_file():
@@ -88,9 +88,9 @@ def open_run(
 
     Args:
       path: run directory.
-      cfg: its configuration; the dtype and how samples are made may have been changed.
+      cfg: configuration of the run. Its dtype and the group `sample` may have been changed.
       step: step of the checkpoint. `None` means the newest valid one.
-      rows: number of texts that are processed at once, by which an open axis is chosen. `None` means the rows of a
+      rows: number of texts that are processed at once; it limits the size of an open axis. `None` means the rows of a
         microbatch of the run.
       check: receives the configuration on the mesh and the placement once JAX has its devices, before anything is
         read.

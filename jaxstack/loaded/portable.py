@@ -69,12 +69,12 @@ def make(
     """Returns the forward pass of a model as a portable program. Experts have no capacity limit, as in generation.
 
     Args:
-      model: without adapters.
+      model: the model, without adapters.
       data: has the length of sequences.
       values: the parameters, float32.
-      platforms: to lower for: `cpu`, `cuda`, `tpu`.
+      platforms: platforms that can run the program: `cpu`, `cuda`, `tpu`.
       batch_size: number of rows. `None` means any number.
-      dtype: of the computation and of stored matrices and tables.
+      dtype: dtype of the computation and of stored matrices and tables.
 
     Raises:
       ConfigError: the family has no outputs to export, or the program needs a fixed number of rows.

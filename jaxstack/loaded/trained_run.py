@@ -48,8 +48,8 @@ class Evaluation(NamedTuple):
     """A held-out loss.
 
     Attributes:
-      loss: in nats per token.
-      bits_per_byte: the same in bits per byte of text; NaN if the tokenizer does not keep the complete text.
+      loss: the held-out loss in nats per token.
+      bits_per_byte: the held-out loss in bits per byte of text; NaN if the tokenizer does not keep the complete text.
       sources: the loss of each source in nats per token, by its name.
     """
 
@@ -59,7 +59,7 @@ class Evaluation(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """What drafts tokens for a model, which checks them: see `generate.speculative`.
+    """The source of draft tokens, which the model then checks: see `generate.speculative`.
 
     Attributes:
       run: a small model, on the same mesh and with the same tokenizer. `None` means the model's own module
@@ -78,7 +78,7 @@ class TrainedRun:
     Attributes:
       config: configuration of the run, on the mesh that was asked for.
       params: float32 parameters with adapters merged, sharded over the mesh; `model` declares them. With `train.qat`
-        they are the rounded ones.
+        they are the rounded parameters.
       tokenizer: the tokenizer of the run.
       context: how the model is computed.
       step: step of the checkpoint that was asked for. `None` means the newest valid one.
@@ -97,7 +97,7 @@ class TrainedRun:
 
     @classmethod
     def open(cls, path: Path, cfg: Config, tokenizer: Tokenizer, step: int | None) -> "TrainedRun":
-        """Reads the parameters of a checkpoint; those that the run starts with if it has none.
+        """Reads the parameters of a checkpoint. If the run has none, it reads the parameters that the run starts with.
 
         Args:
           path: run directory.
@@ -141,7 +141,7 @@ class TrainedRun:
 
         Args:
           classes: names of classes, or texts if the model reads them.
-          seed: of the noise. `None` means `run.seed` of the run.
+          seed: seed of the noise. `None` means `run.seed` of the run.
           sample: `steps` and `guidance` in place of the run's, see `SampleConfig`.
 
         Raises:
@@ -157,7 +157,8 @@ class TrainedRun:
     def features(self, given: np.ndarray | Sequence[str]) -> np.ndarray:
         """Returns the features of pictures or of texts, float32 [N, E], by a contrastive model.
 
-        Each has length 1. The product of a picture's features and a text's is the cosine that the model compares.
+        Each has length 1. The product of the features of a picture with the features of a text is the cosine that the
+        model compares.
 
         Args:
           given: pictures [N, H, W, C] with values from -1 to 1, or texts.
@@ -175,12 +176,12 @@ class TrainedRun:
     def captions(
         self, pixels: np.ndarray, beginnings: Sequence[str] | None = None, *, seed: int | None = None, **sample: float
     ) -> list[str]:
-        """Returns the caption that the language branch of a contrastive model writes of each picture.
+        """Returns the caption that the language branch of a contrastive model writes for each picture.
 
         Args:
           pixels: pictures [N, H, W, C] with values from -1 to 1.
-          beginnings: how each caption begins, which may choose its language. `None` means with nothing.
-          seed: of sampling. `None` means `run.seed`.
+          beginnings: how each caption begins, which may choose its language. `None` means that nothing is given.
+          seed: seed of sampling. `None` means `run.seed`.
           **sample: keys of the group `sample`, see `generate`.
 
         Raises:
@@ -199,7 +200,7 @@ class TrainedRun:
         Args:
           texts: what the encoder reads.
           language: the language to write, if the run has several.
-          seed: of sampling. `None` means `run.seed`.
+          seed: seed of sampling. `None` means `run.seed`.
           **sample: keys of the group `sample`, see `generate`.
 
         Raises:
@@ -252,9 +253,9 @@ class TrainedRun:
 
         Args:
           prompts: a text, or several that are continued at the same time.
-          seed: of sampling. `None` means `run.seed`.
+          seed: seed of sampling. `None` means `run.seed`.
           stop: ids of tokens that end a text; the end of a document always ends it.
-          draft: what drafts tokens, see `Draft`. Texts are then written one after the other.
+          draft: the source of draft tokens, see `Draft`. Texts are then written one after the other.
           **sample: keys of the group `sample` of the configuration, such as `tokens=100, temperature=0.7`. The others
             have the run's values.
 
@@ -377,7 +378,7 @@ class TrainedRun:
         """Returns the model ready to generate; its programs are compiled once.
 
         Args:
-          domain: of the texts, for `model.moe.router=domain`.
+          domain: domain of the texts, for `model.moe.router=domain`.
         """
         if domain not in self._engines:
             self._engines[domain] = Engine.create(self.model, self.params, **self._options(domain))
@@ -426,8 +427,8 @@ class TrainedRun:
     def evaluate(self, source: DataConfig | None = None) -> Evaluation:
         """Returns the held-out loss.
 
-        On the mesh of the training it equals the loss that the run has logged for this checkpoint, bit for bit. That
-        of a run with adapters differs by rounding, since adapters are merged here.
+        On the mesh of the training it equals the loss that the run has logged for this checkpoint, bit for bit. The
+        loss of a run with adapters differs by rounding, since adapters are merged here.
 
         Args:
           source: other data, of which the held-out part is evaluated. `None` means the data of the run.

@@ -16,8 +16,8 @@ class BatchArray:
 
     Attributes:
       shape: dimensions; the first two are rows and the positions of a sequence.
-      values: of a made-up batch. `ids`: random integers from 0 to `below` - 1. `positions`: 0, 1, ... along each
-        sequence. `one_document`: ones, int32, for 0 is padding. `ones` and `normal`: float32.
+      values: values of a made-up batch. `ids`: random integers from 0 to `below` - 1. `positions`: 0, 1, ... along each
+        sequence. `one_document`: ones, int32, because 0 means padding. `ones` and `normal`: float32.
       below: see `values`.
     """
 
@@ -47,10 +47,10 @@ BatchSpec: TypeAlias = dict[str, BatchArray]
 
 
 def with_rows_of(spec: BatchSpec, length: int, longest: int) -> BatchSpec:
-    """Returns the declarations of a batch with rows of another length, and as many tokens.
+    """Returns the declarations of a batch with rows of another length, and the same number of tokens.
 
     Args:
-      spec: of a batch whose rows have the longest length.
+      spec: declarations of a batch whose rows have the longest length.
       longest: length of the rows of `spec`.
     """
     return {

@@ -28,7 +28,7 @@ from jaxstack.models.values import Aux, within
 Tree = TypeVar("Tree")
 
 FULL = (AttentionMask(kind="full"),)
-"""The mask of layers in which each token sees all."""
+"""The mask of layers in which each token attends to all tokens."""
 
 
 class Enter(Protocol):
@@ -87,7 +87,7 @@ def mlp(cfg: ModelConfig, stack: "Stack", params: Params, x: jax.Array, ctx: Con
 
 
 class Attention(Protocol):
-    """How the tokens of a layer see each other, for `Stack.attention`; see `layers.attention`."""
+    """How the tokens of a layer attend to each other, for `Stack.attention`; see `layers.attention`."""
 
     def __call__(
         self,
@@ -208,18 +208,18 @@ class Stack:
 
     Attributes:
       depth: number of layers.
-      masks: which tokens attention sees, in each layer of one step of the loop. If their number does not divide the
+      masks: which tokens a token attends to, in each layer of one step of the loop. If their number does not divide the
         depth, the last step has fewer layers.
       enter: leads from the stack before to this one. `None` for the first stack, which begins with `Family.embed`.
       block: runs one layer.
-      attention: how the block lets tokens see each other.
+      attention: lets the tokens of the block attend to each other.
       feed_forward: what the block does after attention.
       reads: returns what the layers read, from what `make_layer_inputs` made for the model.
       stream: name of the residual stream that the layers change, where a model has several by name.
       step: runs one step of the loop.
-      counts: array of a batch; where it is not zero, there is a token that the statistics of the stack's layers count.
-        A batch without it has no padding. `None` means the weights of the objective's first term.
-      name: of the stack in its model; `Family.layers` sets it, and `spec`.
+      counts: name of an array of a batch. The statistics of the stack's layers count the tokens at which the array is
+        not zero. A batch without this array has no padding. `None` means the weights of the objective's first term.
+      name: name of the stack in its model. `Family.layers` sets `name` and `spec`.
       spec: declares the parameters of one layer.
       stored: groups of a layer's parameters that the layer reads as they are stored, and gathers itself.
       prepare: changes gathered parameters before the layer reads them.
@@ -296,8 +296,8 @@ class Stack:
 def alternate(depth: int, kinds: Sequence[Stack]) -> Stack:
     """Returns a stack whose layers are of several kinds, which follow each other in units.
 
-    Its parameters belong to a unit, by the names `layer_0`, `layer_1` and so on. So loops, stages of a pipeline and
-    checkpoints have units for layers.
+    Each unit has the parameters of its layers under the names `layer_0`, `layer_1` and so on. Loops, stages of a
+    pipeline and checkpoints treat a unit as one layer.
 
     Args:
       depth: number of layers of all kinds; a multiple of the number of kinds.
@@ -361,8 +361,8 @@ class Steps(NamedTuple):
     """The parameters of a stack by the steps of its loop.
 
     Attributes:
-      whole: of the steps that have all blocks, [L/period, period, ...].
-      rest: of each block of a last step that has fewer; it is not in the loop.
+      whole: parameters of the steps that have all blocks, [L/period, period, ...].
+      rest: parameters of each block of a last step that has fewer blocks; this step is not in the loop.
     """
 
     whole: Params
@@ -429,7 +429,7 @@ def scan_stack(
 def split_microbatches(batch: Batch, microbatches: int) -> Batch:
     """Splits the arrays of a batch [B, ...] into [M, B/M, ...]: microbatch i takes rows i, i + M, ...
 
-    With these rows none moves to another device. Each microbatch gets the same `key`.
+    With these rows, no row moves to another device. Each microbatch gets the same `key`.
     """
 
     def split(a: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ from jaxstack.models.values import Aux, Mean
 from jaxstack.moe.placement import Placement
 
 Observable: TypeAlias = jax.Array | Mean | Callable[[], jax.Array]
-"""This device's part of an activation, or of a mean. A function computes this device's maximum, only to be measured."""
+"""This device's part of an activation, or of a mean. A function returns this device's maximum, and is called only if
+the activation is measured."""
 
 
 class Observer(Protocol):
@@ -43,12 +44,12 @@ class Context:
       ops: the implementation that runs each op.
       dtype: dtype of activations, and of matrices in matmuls.
       remat: what the backward pass recomputes, see `jaxstack.config.TrainConfig`.
-      checkpoint: `jax.checkpoint`, or a function with its arguments that stores what it saves elsewhere.
+      checkpoint: `jax.checkpoint`, or a function with the same arguments that stores residuals elsewhere.
       around_layer: changes the function that runs a layer, where a step of the loop over layers runs several.
       before_layer: gets the weights of a layer and the residual stream, and returns both.
       observer: measures activations of the layers. `None` measures nothing: the program is then the same.
       placement: the experts that each device stores, some of them several times. `None` means equal parts.
-      values: collects the named values of a layer, see `collecting`. `None` outside of what collects them.
+      values: collects the named values of a layer, see `collecting`. `None` means that nothing collects them.
       shown: the activations of the layer by name, for messages about shapes.
     """
 
@@ -67,7 +68,7 @@ class Context:
     def collecting(self) -> tuple["Context", Aux]:
         """Returns this context for the body of a layer, and the dict that gets the layer's named values.
 
-        The body of a loop, of recomputation or of a region makes its own, and returns the values as its results.
+        The body of a loop, of recomputation or of a region calls this itself, and returns the values as its results.
         """
         values: Aux = {}
         return replace(self, values=values, shown={}), values
@@ -75,7 +76,7 @@ class Context:
     def layer(self, index: int, count: int) -> "Context":
         """Returns this context for one of the layers of a step.
 
-        The backward pass of a step ends with its first layer, so this one waits for nothing.
+        The backward pass of a step ends with its first layer, so the first layer waits for nothing.
         """
         return replace(self, before_layer=_unchanged) if index == 0 and count > 1 else self
 
@@ -86,7 +87,7 @@ class Context:
             self.values[name] = value
 
     def observe(self, name: str, value: Observable, *axes: str) -> None:
-        """Shows an activation to the observer, see `Observer`; what it measures is kept."""
+        """Passes an activation to the observer, see `Observer`, and keeps the observer's results."""
         if self.values is None:
             return
         self.shown[name] = value

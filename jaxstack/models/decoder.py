@@ -1,8 +1,8 @@
 """The decoder family: parameters, embedding, head and loss; switches give GPT-2, Llama, Qwen3, Gemma 2.
 
 Layers are equal and stacked on a leading axis. `lax.scan` runs over them, so that compile time does not grow with depth
-and there is one checkpoint layout. Where attention windows alternate (Gemma 2), one scan step runs one period of them,
-which keeps every window static.
+and there is one checkpoint layout. Where attention windows alternate (Gemma 2), one scan step runs one layer for each
+window, so that every window is static.
 
 Everything here is the work of one device on its parts of the arrays; on one device they are the full arrays. Shapes: B
 rows of this device, S tokens of a row within attention, S/n tokens of a row in the residual stream (n is above 1 with
@@ -63,7 +63,7 @@ def spec(cfg: ModelConfig) -> Spec:
 
 
 def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
-    """Declares the arrays of a batch of texts, of which each token has a target."""
+    """Declares the arrays of a batch of texts in which each token has a target."""
     shape = (data.batch_size, data.seq_len)
     arrays = {
         "tokens": BatchArray(shape, "ids", model.vocab),
@@ -164,7 +164,8 @@ def head_bias(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
 
 def head_matrix(cfg: ModelConfig, params: Params, ctx: Context) -> jax.Array:
     """Returns the output matrix [D, V/n] in the compute dtype, this device's part of the vocabulary: a matrix of its
-    own, or the transposed embedding. `params["head"]["w"]` may contain the latter as a copy, which generation makes."""
+    own, or the transposed embedding. `params["head"]["w"]` may have a copy of the transposed embedding, which
+    generation makes."""
     if not cfg.tied_embeddings:
         return ctx.layout.gather_params(spec(cfg)["head"]["w"], params["head"]["w"].astype(ctx.dtype))
     table = spec(cfg)["embedding"]["tokens"]
@@ -194,7 +195,7 @@ def sum_over_vocabulary(
     arrays: Sequence[jax.Array],
     ctx: Context,
 ) -> jax.Array:
-    """Returns a sum over tokens of what the head says of them, of which each device has a part of the vocabulary.
+    """Returns a sum over tokens of a measure of the head's output. Each device has a part of the vocabulary.
 
     Args:
       measure: returns the sum over this device's tokens, from hidden states, the head [D, V/n] and the arrays; its
@@ -221,7 +222,7 @@ def sum_over_vocabulary(
 
 
 def head_part(cfg: ModelConfig, tree: PyTree) -> PyTree:
-    """Returns what `head` reads, of the parameters or of their declarations."""
+    """Returns the part of the parameters, or of their declarations, that `head` reads."""
     if cfg.tied_embeddings:
         return {"embedding": {"tokens": tree["embedding"]["tokens"]}}
     return {"head": {name: tree["head"][name] for name in spec(cfg)["head"]}}

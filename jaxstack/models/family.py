@@ -27,11 +27,11 @@ from jaxstack.models.values import Aux
 from jaxstack.pipeline import PipelineFns, StackFns
 
 CACHED = ("keys", "values", "state", "recent")
-"""Named values that a cache of earlier tokens is made of. They belong to rows, and are not summed over them."""
+"""Named values that make up a cache of earlier tokens. They belong to rows, and are not summed over rows."""
 
 
 class Comparison(Protocol):
-    """A function of what a family's loss compares of all rows of a batch, see `Family.features`."""
+    """A function of the features of all rows of a batch, which a family's loss compares, see `Family.features`."""
 
     def __call__(
         self, cfg: ModelConfig, params: Params, rows: PyTree, batch: Batch, ctx: Context, /
@@ -47,7 +47,7 @@ class Extras:
       count: `count(batch, ctx)` returns more totals of the global batch.
       loss: `loss(values, counts, stack)` returns this device's share of more losses, from the named values of one
         microbatch. A `stack` of `None` means that they are the values of all stacks.
-      totals: `totals(counts)` returns what is logged of `counts`, in the order of layers.
+      totals: `totals(counts)` returns the values of `counts` for the log, in the order of layers.
       metrics: `metrics(sums)` returns figures for the log, from the sums of a step and `totals`.
       after_update: `after_update(params, sums, ctx)` returns the parameters that no gradient changes, updated.
     """
@@ -61,7 +61,8 @@ class Extras:
 
 @dataclass(frozen=True)
 class Family:
-    """The functions of a family of models. Shapes: [B, S/n, D] is the residual stream, [B, S, D] what the head reads.
+    """The functions of a family of models. Shapes: the residual stream is [B, S/n, D], and the hidden states that the
+    head reads are [B, S, D].
 
     Attributes:
       spec: declares all parameters.
@@ -75,8 +76,9 @@ class Family:
       logits: returns logits [B, S, V/n] in float32, this device's part of the classes.
       count_right: returns this device's share of the weights of right predictions. It takes the arguments of `loss`, or
         with `compare` the features in place of hidden states. `None` means that the largest logit is the prediction.
-      features: returns what a loss compares of each row, as a tree of arrays [B, ...], from hidden states. All rows of
-        a batch are compared, whatever splits it, see `training.features.comparison`. `None` means that no loss does.
+      features: returns from hidden states what a loss compares for each row, as a tree of arrays [B, ...]. All rows of
+        a batch are compared, however the batch is split, see `training.features.comparison`. `None` means that no loss
+        compares rows.
       compare: returns one term of the objective from the features of all rows, by its name.
       extras: returns what the model adds to a training step besides the terms of its objective.
     """

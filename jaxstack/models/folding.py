@@ -1,6 +1,6 @@
-"""Factors on the inputs of a layer's matrices, which what produces these inputs takes back.
+"""Factors on the inputs of a layer's matrices. The norm or matrix that produces the inputs divides by them.
 
-A matrix may be multiplied by s along an input, if what produces this input is divided by s: the layer computes the
+You may multiply a matrix by s along an input, and divide the producer of this input by s: the layer's result is the
 same. Quantisation uses this freedom (`compress.awq`).
 """
 
@@ -12,10 +12,12 @@ from jaxstack.models.params import Params
 
 
 def shared_inputs(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns the matrices of a layer that read the same inputs, by the path of what produces these inputs alone.
+    """Returns the matrices of a layer that read the same inputs, by the path of the norm or matrix that produces only
+    these inputs.
 
-    The outputs of attention are means of values, so that factors of values pass through if each query has values of its
-    own. The hidden layer of a gated MLP is linear in `w_up`; another MLP has a non-linearity in between.
+    The outputs of attention are means of values, so a factor on values passes through attention if each query head has
+    its own values. The hidden layer of a gated MLP is linear in `w_up`. An MLP without a gate has a non-linearity in
+    between.
 
     Raises:
       ConfigError: a model with experts, whose matrices the router and all experts would have to share.
@@ -49,7 +51,7 @@ def divide_outputs(cfg: ModelConfig, layer: Params, producer: str, factors: jax.
     Args:
       layer: parameters of one layer.
       producer: key of `shared_inputs`.
-      factors: one for each output [N]; for a matrix with several output dimensions, N is their product.
+      factors: a factor for each output [N]; for a matrix with several output dimensions, N is their product.
     """
     group, _, name = producer.partition("/")
     old: Params = layer[group]

@@ -1,4 +1,4 @@
-"""What leads from stack to stack of a model, and the named values of all of them in the order of the layers."""
+"""The way from one stack of a model to the next, and the named values of all stacks in the order of the layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias

@@ -15,7 +15,7 @@ class LayerInputs:
 
     Attributes:
       arrays: what a family or a feature adds, by name.
-      distance: with a cache, for each block of a step, distance from each cached token to this one [B, T].
+      distance: with a cache, for each block of a step, distance from each cached token to the first new one [B, T].
       dropout_ids: number of each token of the residual stream, for dropout [B, S/n].
       encoder: the inputs of the encoder's layers, for an encoder-decoder; of the picture's tower, for two towers;
         of the branch `understanding`, for two branches; of the text's layers, for a diffusion model that reads texts.
@@ -23,10 +23,10 @@ class LayerInputs:
       layer: index of the layer in its stack.
       positions: position of each token of the residual stream, [S/n] or [B, S/n].
       rope: cosine and sine of the positions within attention.
-      rope_local: the same for layers with a window, if they have a base of their own.
+      rope_local: cosine and sine for layers with a window, if these layers have their own base.
       segment_ids: document of each token [B, S]. `None` means one document a row.
       side: side inputs, a tree of arrays that depend on parameters: a condition, or the output of an encoder. All
-        layers of a stack read the same. They get gradients.
+        layers of a stack read the same side inputs, which get gradients.
       tokens: ids [B, S].
     """
 
@@ -59,7 +59,8 @@ class LayerInputs:
         return replace(self.encoder, side=self.side)
 
     def dropout_key(self, *path: str | int | jax.Array) -> jax.Array | None:
-        """Returns the dropout key of a site, or of a layer that has several sites: a PRNG key []. `None`: no dropout.
+        """Returns the dropout key of a site, or of a layer that has several sites: a PRNG key []. `None` means no
+        dropout.
 
         Args:
           path: name of the site within the model, such as `embedding`, or index of the layer in its stack.

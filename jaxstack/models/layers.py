@@ -73,7 +73,7 @@ def linear(
 
     Args:
       params: a group of parameters.
-      name: of the projection.
+      name: name of the projection.
       x: input, [..., in].
       over: logical axis of the tensor-parallel region. By default the projection leads into the region: each device has
         some of the columns.
@@ -91,7 +91,8 @@ def linear(
 
 
 def attention_spec(cfg: ModelConfig) -> Spec:
-    """Declares the projections of attention, with biases and norms of queries and keys where they are asked for."""
+    """Declares the projections of attention, with biases and norms of queries and keys if the configuration has
+    them."""
     D, H, G, K = cfg.d_model, cfg.num_heads, cfg.kv_heads, cfg.head_width
     std = cfg.init_std
     spec: Spec = {
@@ -141,11 +142,11 @@ def attention(
     Args:
       params: the group `attention` of a layer.
       x: this device's part of the residual stream (all of it where n is 1).
-      inputs: `rope`, `segment_ids` and, with relative positions, the side input `relative` are read. Tokens see their
-        own document only.
-      mask: which tokens a token sees.
+      inputs: `rope`, `segment_ids` and, with relative positions, the side input `relative` are read. Tokens attend only
+        to their own document.
+      mask: which tokens a token attends to.
       cache: `keys` [B, G, K, T] and `values` [B, G, T, K] of earlier tokens, and `distance` from each of them to the
-        first of these [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
+        first new token [B, T], see `kernels.cached_attention`. An empty cache means that rows begin here.
     """
     x = ctx.layout.gather_activations(x, "heads")
     q = linear(cfg, params, "q", x, ctx, "heads")  # [B, S, H, K]
@@ -192,7 +193,8 @@ def clipped(cfg: ModelConfig, x: jax.Array) -> jax.Array:
 
 
 def gated(cfg: ModelConfig, params: Params, mixed: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
-    """Returns what heads have mixed [B, S, H, K], times a gate that reads the tokens, if attention has one."""
+    """Returns the outputs of the heads [B, S, H, K], multiplied by a gate that reads the tokens if attention has a
+    gate."""
     if "w_gate" not in params:
         return mixed
     return mixed * jax.nn.sigmoid(linear(cfg, params, "gate", x, ctx, "heads"))
@@ -359,7 +361,7 @@ def dropout(key: jax.Array | None, rate: float, x: jax.Array, dropout_ids: jax.A
     The mask depends on the key and each token's number, so that it is the same on every mesh.
 
     Args:
-      key: of this mask. `None` disables dropout.
+      key: PRNG key of this mask. `None` disables dropout.
       rate: probability of a zero.
       x: [B, S, D].
       dropout_ids: number of each token in the batch [B, S].

@@ -50,7 +50,7 @@ class Layout:
       gather: when a pipeline gathers the parameters of a stage: `once`, or by `layer`, see `PipelineConfig.gather`.
       context_method: how keys and values reach the queries of other sequence shards: `ring` or `all_gather`.
       reduce_dtype: dtype in which gradients of matrices and tables are summed over devices.
-      zero: what replicas shard beside the batch, see `MeshConfig.zero`.
+      zero: what replicas shard in addition to the batch, see `MeshConfig.zero`.
     """
 
     mesh: Mesh | None = None
@@ -66,7 +66,8 @@ class Layout:
     def trip_counts(self) -> dict[str, float]:
         """Mean trip counts of the loops whose length is not static in XLA's program, by the name of their scope.
 
-        For the rounds to experts it is the count of even routing; for a pipeline's loops its table says it.
+        For the rounds to experts it is the count with even routing; for a pipeline's loops it follows from the schedule
+        table.
         """
         return {rounds.SCOPE: 1.0, **(self.pipeline.trip_counts if self.pipeline is not None else {})}
 
@@ -110,7 +111,7 @@ class Layout:
     def updates(self, spec: Spec) -> PyTree:
         """Returns how the optimizer's state and the gradients that it reads are sharded, as PartitionSpecs.
 
-        That is like the parameters; with `zero`, the replicas also shard one dimension of each parameter.
+        They are sharded like the parameters; with `zero`, the replicas also shard one dimension of each parameter.
         """
 
         def split(_: Param, where: PartitionSpec, dim: int) -> PartitionSpec:
@@ -223,7 +224,8 @@ class Layout:
         """Returns the parameters as a layer uses them: those that are stored in shards (FSDP) are gathered.
 
         The gradient of a gathered parameter is reduce-scattered. Where devices have seen different tokens, gradients
-        are summed over them; those of matrices and tables in `reduce_dtype`, whatever dtype they are computed in.
+        are summed over them; the gradients of matrices and tables in `reduce_dtype`, whatever dtype they are computed
+        in.
         """
         stored, gathers = self.axes("batch"), self.gathers_params
 
@@ -249,7 +251,8 @@ class Layout:
 
     @property
     def within_stage(self) -> "Layout":
-        """This layout for the units of a pipeline. With `gather="layer"` each of them gathers what it uses."""
+        """This layout for the units of a pipeline. With `gather="layer"` each unit gathers the parameters that it
+        uses."""
         return self if self.gather == "layer" else self.with_gathered_params
 
     @cached_property
@@ -295,7 +298,7 @@ class Layout:
         return map_spec(partial(self._sync_grad, without=without), spec, grads)
 
     def scatter_grads(self, spec: Spec, grads: Params) -> Params:
-        """Sums the gradients that `defer_grad_sync` left local, of which each replica keeps its part of `updates`."""
+        """Sums the gradients that `defer_grad_sync` left local. Each replica keeps its part, as `updates` shards it."""
         if not self.update_axes:
             return self.sync_grads(spec, grads)
         return map_spec(lambda p, value, dim: self._sync_grad(p, value, dim=dim), spec, grads, self._update_dims(spec))
@@ -315,7 +318,8 @@ class Layout:
     def to_layer_order(self, tree: PyTree, stack: str = "") -> PyTree:
         """Gathers arrays over the slots of this device's stage [R/P, ...] to arrays over all layers, in order [L, ...].
 
-        The results are equal on all stages. It is meant for small arrays. One of several stacks has a name.
+        The results are equal on all stages. It is meant for small arrays. `stack` is the name of the stack if there are
+        several.
         """
         if self.pipeline is None:
             return tree

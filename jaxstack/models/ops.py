@@ -104,12 +104,12 @@ def implementations(
 def op_cases(
     model: ModelConfig, layout: Layout, scheme: Scheme | None, segments: bool, max_documents: int | None
 ) -> dict[str, implementation.OpCase]:
-    """Returns what is known of the operands of each op in a run, for `implementations`.
+    """Returns the known shapes and dtypes of each op's operands in a run, for `implementations`.
 
     Args:
-      model: whose ops run.
-      layout: of its arrays, on a mesh.
-      scheme: of quantised matrices that decoding reads. `None` means floats.
+      model: the model whose ops run.
+      layout: layout of the model's arrays on a mesh.
+      scheme: format of the quantised matrices that decoding reads. `None` means floats.
       segments: whether batches have segment ids.
       max_documents: most segments of a row, if it is known.
     """

@@ -31,14 +31,15 @@ class Param:
       init: initial values; `normal` has mean 0 and standard deviation `std`, and a number fills all elements.
       std: standard deviation for `init='normal'`.
       frozen: whether the parameter never changes; it has neither gradients nor optimizer state.
-      roles: how other code finds a parameter without knowing its path, see `find_role`. `token_table` is the embedding
-        of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`, `attention_output`
-        and `mlp_output` are the matrices whose outputs have these names, and their adapters.
-      cast: whether a forward pass uses it in the compute dtype. `None` means as its kind: matrices and tables.
-      decay: whether weight decay applies to it. `None` means as its kind: all but vectors.
+      roles: names by which other code finds a parameter without its path, see `find_role`. `token_table` is the
+        embedding of tokens, `head` the output matrix; tied embeddings are both. In a layer, `query`, `key`,
+        `attention_output` and `mlp_output` are the matrices whose outputs have these names, and their adapters.
+      cast: whether a forward pass uses it in the compute dtype. `None` means yes for matrices and tables only.
+      decay: whether weight decay applies to it. `None` means yes for all kinds but vectors.
       orthogonal: whether Muon orthogonalises it. `None` means matrices between two hidden widths; the head is not one.
       width_ratio: for a matrix that reads a hidden width, the width of the model over the width of its base model, see
-        `features.width`. The optimizer reduces its updates by it. 1 means that they stay as they are.
+        `features.width`. The optimizer divides updates by it, Muon by its square root. 1 leaves the updates as they
+        are.
       unpadded: shape without the zeros at the ends of padded dimensions, which change no result. `None` means that the
         array has none.
     """
@@ -195,7 +196,7 @@ def random_key(key: jax.Array, *path: str | int | jax.Array) -> jax.Array:
     split: its children are bits of the draw.
 
     Args:
-      key: that all draws derive from.
+      key: PRNG key from which all draws derive.
       path: names, such as names of parameters, and indices, such as the index of a layer.
     """
     for part in path:

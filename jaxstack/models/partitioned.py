@@ -113,7 +113,8 @@ class AutoLayout(Layout):
         return jax.shard_map(work, mesh=self.mesh, in_specs=specs, out_specs=results)(*arguments)
 
     def gather_activations(self, x: jax.Array, over: str) -> jax.Array:
-        """Gathers the residual stream [B, S, D] over its sequence; without sequence parallelism it has it already."""
+        """Gathers the residual stream [B, S, D] over its sequence. Without sequence parallelism it is already
+        complete."""
         whole, parts = self._activation("batch", "sequence"), self._activation("batch", "residual")
         # Without it XLA may gather before a cast, on the side that has more bytes.
         x = jax.lax.with_sharding_constraint(x, parts)

@@ -69,7 +69,8 @@ def remat(ctx: Context, f: Function, in_loop: bool = True) -> Function:
 class LayerOfStep:
     """The parameters of one layer of a step [period, ...], sliced where the layer runs.
 
-    What a recomputed layer reads is saved. A loop has the parameters of a step anyway, but would copy a slice of them.
+    The inputs of a recomputed layer are saved. A loop stores the parameters of a step anyway, but would also save a
+    copy of a slice.
     """
 
     stacked: Params
@@ -90,7 +91,7 @@ def recompute_layers(
     """Returns a step of the loop over a stack, whose backward pass recomputes one layer at a time, see `remat`.
 
     Args:
-      step: gets a context, and then the arguments of the result.
+      step: function of a context and of the arguments of the result.
       runs_several: whether a step runs several layers.
     """
     if ctx.ops.platform == "gpu" and ctx.layout.gathers_params and (in_loop or runs_several):
@@ -113,11 +114,11 @@ def gradients_at_once(weights: Params, x: jax.Array) -> tuple[Params, jax.Array]
     """Returns its arguments. Their gradients are all computed before one of them is used.
 
     XLA would compute the gradients of a layer's weights, which no other layer reads, at the end of the turn. It would
-    keep what they are computed from until then, for all layers of a turn. The gradients of the weights are summed over
-    devices after that, while the layer before runs.
+    keep the inputs of these gradients until then, for all layers of a turn. The gradients of the weights are summed
+    over devices after that, while the layer before runs.
 
     Args:
-      weights: of a layer, gathered.
+      weights: gathered weights of a layer.
       x: its residual stream [B, S/n, D]. Weights that vary along more mesh axes than `x` are left out.
     """
     axes = varies_along(x)

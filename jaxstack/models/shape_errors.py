@@ -31,7 +31,7 @@ VARIABLE = "JAX_TRACEBACK_FILTERING"
 """JAX's environment variable that decides what a traceback shows. Where it is set, commands show the traceback."""
 
 MOST_OPERANDS = 2
-"""Operands that are described."""
+"""Maximum number of operands that are described."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 _HELPERS = tuple(f"{_PACKAGE}/{room}/" for room in ("common", "debug", "kernels", "pipeline", "sharding"))
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
     @property
     def is_model(self) -> bool:
-        """Whether it can be the model's code: not what every model calls."""
+        """Whether it can be the model's code, and not code that every model calls."""
         return self.is_own and not self.file.startswith(_HELPERS) and self.file != __file__
 
     @property
@@ -85,7 +85,8 @@ class Step(NamedTuple):
 def explain(error: BaseException) -> list[str]:
     """Returns what went wrong, where, in which layer, with which operands, and what to do, in three to six lines.
 
-    Empty if JAX has not raised the error for shapes, dtypes or values that are not there while it traces.
+    The list is empty for errors of other kinds. It explains errors that JAX raises while it traces: wrong shapes, wrong
+    dtypes, and values that do not exist yet.
     """
     steps = [*_steps(error)]
     try:

@@ -43,8 +43,8 @@ class MoEOptions:
         every device has all experts.
       capacity_factor: tokens that an expert takes, as a multiple of the even share. `None` means no limit.
       rows: number of sequences in the tokens; needed with a capacity.
-      implementation: of the matmuls without a capacity: one of `kernels.grouped_matmul`, or "reference", which is the
-        definition: every expert on every token, on one device only.
+      implementation: implementation of the matmuls without a capacity: one of `kernels.grouped_matmul`, or "reference".
+        "reference" computes every expert on every token, on one device only; it is the definition.
       of_up: elementwise; what a gated MLP multiplies the activated gate by.
       room: what one round of the exchange over `expert_axis` has room for, without a capacity; see
         `rounds.room_of_shard`.
@@ -78,18 +78,18 @@ def moe_mlp(
     nothing. A hard gate has no capacity: it may send a whole sequence to one expert, however even the experts' loads
     are over many sequences.
 
-    Results and gradients are as on one device. The gradients of the weights are of the tokens that came to this
-    shard: nothing is summed over any axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden
+    Results and gradients are as on one device. The gradients of the weights count the tokens that came to this shard;
+    they are not summed over any mesh axis here. Nothing non-linear follows `w_down`, so F may be a slice of the hidden
     width (tensor parallelism); the result is then a partial sum that the caller adds up.
 
     Args:
       x: [T, D], this shard's tokens; with a capacity, whole sequences [rows, T / rows], flattened.
       routing: the experts of each token and their weights.
-      weights: of this shard's experts.
+      weights: the matrices of this shard's experts.
       options: static settings.
       mask: tokens whose dropped pairs are counted, [T]. `None` means all. It changes no value: with a capacity, padding
         has room like any other token.
-      adapters: of the weights. `None` means none.
+      adapters: the adapters of the weights. `None` means no adapters.
 
     Returns:
       [T, D] in x's dtype, and the number of pairs of this shard that were dropped, float32.

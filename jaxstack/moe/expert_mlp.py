@@ -39,7 +39,7 @@ def expert_mlp(
     Args:
       x: rows, in the order that `matmul` takes them.
       weights: of the experts.
-      adapters: of the weights; `{}` means none.
+      adapters: adapters of the weights; `{}` means none.
       activation: elementwise; hidden = activation(gate) * of_up(up), or activation(up).
       matmul: product of rows and a weight.
       scale: [..., 1], float32; multiplies the hidden layer, and the last bias. `None` means 1.
@@ -77,8 +77,8 @@ def apply_by_expert(
       x: rows sorted by expert, [N, D].
       experts: expert of each row, [N]; `num_experts` marks an empty row.
       num_experts: E.
-      mlp: of sorted rows, with the matmul that is given as `matmul`.
-      implementation: of `kernels.grouped_matmul`.
+      mlp: computes the MLP of sorted rows, with the matmul that is given as `matmul`.
+      implementation: implementation of `kernels.grouped_matmul`.
 
     Returns:
       [N, D]; the values of empty rows have no meaning.

@@ -20,17 +20,17 @@ def balance_loss(
 ) -> jax.Array:
     """Returns the sequence-wise balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17-20), summed over sequences.
 
-    The loss of a sequence of s tokens is sum_e f_e * P_e. f_e is E / (k s) times the number of its pairs that chose
-    expert e, and P_e is its mean score of e. It is 1 for even routing. The loss of Switch (arXiv:2101.03961, eq. 4) is
-    the same over a whole batch, which would depend on how the batch is split; over a sequence it does not. Divide by
-    (sequences in the step x layers).
+    The loss of a sequence of s tokens is sum_e f_e * P_e. f_e is E / (k s) times the number of the sequence's pairs
+    that chose expert e, and P_e is the sequence's mean score of e. The loss is 1 for even routing. Switch
+    (arXiv:2101.03961, eq. 4) computes the same loss over a whole batch. That would depend on how the batch is split;
+    the loss over a sequence does not. Divide by (sequences in the step x layers).
 
     Where sequences are split over `sequence_axes`, the counts are added over those axes first. They are constants to
     the gradient, and the loss is linear in P. So each shard keeps its own tokens' share of P, the shares add up over
     those axes as over any other, and nothing is counted twice.
 
     Args:
-      routing: of tokens [batch_rows, T / batch_rows], flattened.
+      routing: choices of the tokens [batch_rows, T / batch_rows], flattened.
       batch_rows: number of sequences, or parts of sequences, on this shard.
       sequence_axes: mesh axes that a sequence is split over.
       mask: tokens that count, [T]. `None` means all. A sequence without any adds 0.
@@ -65,7 +65,7 @@ def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
     Divide by (tokens in the step x layers). It is 0 for a hard gate, which has no logits.
 
     Args:
-      routing: of T tokens; its logits are [T, E].
+      routing: choices of T tokens, with logits [T, E].
       mask: tokens that count, [T]. `None` means all.
     """
     if routing.logits is None:
@@ -93,9 +93,9 @@ def summary(counts: jax.Array, dropped: jax.Array, entropy: jax.Array, tokens: j
     """Returns figures for the log from sums over a step; leading axes (layers) are kept.
 
     Args:
-      counts: from `load`, [..., E].
+      counts: counts from `load`, [..., E].
       dropped: number of dropped pairs, from `moe_mlp`, [...].
-      entropy: from `entropy_sum`, [...].
+      entropy: entropy from `entropy_sum`, [...].
       tokens: number of tokens in the step, [] or [...].
 
     Returns:

@@ -40,7 +40,7 @@ def choose_replicas(experts: jax.Array, replicas: jax.Array, device: jax.Array |
 
     Args:
       experts: chosen experts [T, k].
-      replicas: the index of each expert's replicas, and -1 behind them [E, R].
+      replicas: the indices of each expert's replicas, padded with -1 [E, R].
       device: index of this device on the expert axis.
 
     Returns:

@@ -124,9 +124,9 @@ class Exchange(NamedTuple):
 
     Attributes:
       axis: mesh axis of the shards.
-      activation: of the MLP, elementwise.
+      activation: activation of the MLP, elementwise.
       of_up: see `expert_mlp`.
-      implementation: of `kernels.grouped_matmul`.
+      implementation: implementation of `kernels.grouped_matmul`.
       room: size of a round, see `room_of_shard`.
     """
 
@@ -147,7 +147,7 @@ def moe_in_rounds(
       gates: [T, k].
       experts: expert of each pair, [N].
       weights: of this shard's experts.
-      adapters: of the weights; `{}` means none.
+      adapters: adapters of the weights; `{}` means none.
       exchange: how.
 
     Returns:

@@ -74,11 +74,12 @@ def value_and_grad_of_stages(
       stages: (parameters of the stage, x) -> x of the next stage. The first one gets rows of the batch.
       loss: (output of the last stage, rows of the batch) -> scalar, the mean over the rows.
       schedule: `gpipe`, `one_f_one_b`, or a table of your own with one chunk a stage and without weight units.
-      mesh: devices, with automatic or explicit axes. The size of its axis `axis` is the number of all stages' devices.
+      mesh: devices, with automatic or explicit axes. The size of its axis `axis` is the number of devices of all
+        stages.
       axis: mesh axis of the stages.
       batch_axes: mesh axis or axes that split the rows of the batch.
-      replicas: number of devices of each stage. A stage on r devices divides each microbatch: it is cut into as many
-        parts as the least common multiple of all numbers. `None` means one device each.
+      replicas: number of devices of each stage, which divide each microbatch. It is cut into as many parts as the least
+        common multiple of all these numbers. `None` means one device each.
 
     Returns:
       A function of (params, batch [B, ...]) that returns the loss and its gradients, in the form of params, in float32
@@ -86,8 +87,8 @@ def value_and_grad_of_stages(
       packs in every step.
 
     Raises:
-      ConfigError: stages, schedule, replicas and mesh differ in their numbers, the rows do not divide, a function fails
-        on what its neighbour returns, or an argument is not what is described above.
+      ConfigError: stages, schedule, replicas and mesh have different numbers of stages or devices, the rows do not
+        divide, a function fails on what its neighbour returns, or an argument is not what is described above.
     """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     _check_settings(stages, loss, schedule, mesh)

@@ -33,10 +33,10 @@ class PipelineFns:
     """The functions that a pipeline runs, each on the shards of one device.
 
     All stages call `embed` and `loss` at once with equal arguments, and the results must be equal on all stages. The
-    functions may divide their work among the stages, for example by a split vocabulary. The type of `embed`'s result
-    may vary along the stages, as a gathered array's does; only stage 0 uses the value. Losses and penalties are shares
-    of one sum over microbatches and layers, whose gradients the pipeline computes. `x` is an array, or a tree of arrays
-    that stages send on together. It has the same type before and after each layer of a stack.
+    functions may divide their work among the stages, for example by a split vocabulary. The result of `embed` may be
+    device-varying along the stages, as a gathered array is; only stage 0 uses the value. Losses and penalties are
+    shares of one sum over microbatches and layers, whose gradients the pipeline computes. `x` is an array, or a tree of
+    arrays that stages send on together. It has the same type before and after each layer of a stack.
 
     Attributes:
       prepare: (one microbatch) -> inputs, the values that the other functions need from it. It runs once for each unit.
@@ -44,8 +44,8 @@ class PipelineFns:
       layer: (weights of one layer group, x, index of the group, inputs) -> (x, penalty, aux). `aux` has no gradient
         and is summed over microbatches.
       loss: (shared, x, inputs) -> loss, from the output of the last layer: a scalar, or a tree of totals, see
-        `sharding.totals`, which are merged over microbatches. The gradients are of the sum of all its elements, so let
-        no gradient pass through what is only measured. `forward` does not call it.
+        `sharding.totals`, which are merged over microbatches. Gradients are taken of the sum of all its elements, so
+        stop the gradients of elements that you only measure. `forward` does not call it.
       split: for each weight of a layer group, whether its gradient may be left to a weight unit. The layer uses such a
         weight only through `kernels.taps.product`. `None` means no weight.
       later: the stacks of layers after the first one, in order. If there are any, `stacked` is a tuple of trees.

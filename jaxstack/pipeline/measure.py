@@ -25,7 +25,7 @@ def profile_functions(
     latency: float = 0.0,
     repeats: int = 5,
 ) -> Costs:
-    """Returns the measured costs of functions on the default device, each one a layer that is not cut.
+    """Returns the measured costs of functions on the default device. Each function counts as one layer.
 
     The backward seconds include running the function again, as `value_and_grad_of_stages` does. State is weights,
     gradients and two moments. Residuals are the input of a function, the only thing that is stored.

@@ -136,7 +136,7 @@ class PackedStages:
 def pack_stages(
     params: Sequence[PyTree], mesh: Mesh, *, axis: str = "pipe", replicas: Sequence[int] | None = None
 ) -> PackedStages:
-    """Returns the parameters of stages in one array for each dtype, of which each device has only its own stage's part.
+    """Packs the parameters of stages into one array for each dtype. Each device stores only the part of its own stage.
 
     Rows are as long as the largest stage needs, divided by its devices.
 

@@ -24,11 +24,11 @@ class Turns(NamedTuple, Generic[Count]):
     """Trip counts of the loops in a tick, or in all ticks as arrays [T]. Loops without layers run 0 or 1 times.
 
     Attributes:
-      embed: of the embedding of a new microbatch.
-      forward: of the layer groups of the forward units.
-      loss: of the loss with its gradients.
-      backward: of the layer groups of the backward units.
-      embed_grad: of the embedding's gradient.
+      embed: trip count of the embedding of a new microbatch.
+      forward: trip count of the layer groups of the forward units.
+      loss: trip count of the loss with its gradients.
+      backward: trip count of the layer groups of the backward units.
+      embed_grad: trip count of the embedding's gradient.
       weight: of the layer groups of the weight units in their own lane; 0 if backward units compute the weights'
         gradients too.
       mixed: 1 if some stages run weight units in the lanes of forward and backward units, else 0. Then each stage has

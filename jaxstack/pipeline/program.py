@@ -261,7 +261,7 @@ class Program:
 
     @property
     def bubble(self) -> float:
-        """Time that a stage computes for nothing, divided by its even share of the work.
+        """Time of a stage without useful work, divided by its even share of the work.
 
         It counts ticks without a unit, and model chunks that are smaller than the largest. A layer is assumed to take
         twice as long backward as forward.

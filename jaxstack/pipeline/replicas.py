@@ -83,7 +83,8 @@ class Replicas:
         return np.repeat(self.counts, self.counts).astype(np.int32)
 
     def device(self, stage: int, replica: int) -> int:
-        """Returns the device of a replica, which is counted round: replica r of r is replica 0."""
+        """Returns the device of a replica of a stage. Replicas are counted modulo their number: replica r of r is
+        replica 0."""
         return sum(self.counts[:stage]) + replica % self.counts[stage]
 
     def path(self, part: int) -> list[tuple[int, int]]:
@@ -92,7 +93,8 @@ class Replicas:
         return list(pairwise(devices))
 
     def rotation(self, by: int) -> list[tuple[int, int]]:
-        """Returns the pairs (from, to) in which every replica sends to the one `by` further of the same stage.
+        """Returns the pairs of devices (from, to) in which every replica sends to the replica `by` places later in its
+        stage.
 
         Stages with at most `by` replicas do not send.
         """
@@ -119,7 +121,7 @@ class ReplicatedCut:
 
     @property
     def slowest(self) -> float:
-        """Seconds a microbatch of the slowest stage, which the pipeline takes when it is full."""
+        """Seconds per microbatch of the slowest stage. A full pipeline takes this time for each microbatch."""
         return max(self.stage_seconds)
 
     def chain(self, functions: Sequence[Layer]) -> list[Layer]:
@@ -165,9 +167,9 @@ def replicate(
     """Returns the cut whose slowest stage is fastest, by PipeDream's dynamic programme. Ties go to fewer stages.
 
     The seconds of a stage of r devices are the time of its units for one microbatch, with the transfers, divided by r.
-    Its devices also sum their gradients once a step: 2 (r - 1) / r times the bytes over the link, a share of which
-    counts for each microbatch. Without this, one stage on all devices (data parallelism) would always win.
-    It does not look at memory.
+    Its devices also sum their gradients once a step, which sends 2 (r - 1) / r times their bytes over the link. Each
+    microbatch counts its share of that time. Without this, one stage on all devices (data parallelism) would always
+    win. It does not look at memory.
 
     Args:
       costs: costs of the layers on one device, as a profile measures them.

@@ -55,11 +55,11 @@ def resolve(
 
     Args:
       pipeline: the schedule, and where stages are cut.
-      model: whose layers are cut.
+      model: the model whose layers are cut.
       stages: size of the mesh axis `pipe`, P.
       batch_size: sequences of a batch.
       grad_accum: microbatches of gradient accumulation. The pipeline divides each into its own microbatches.
-      replicas: parts of the mesh that share the sequences.
+      replicas: number of parts of the mesh over which the sequences are split.
       static: whether all loops have static trip counts. A model with several stacks ignores it.
       stacks: layers of each stack and its period. By default one stack, as a decoder has.
 

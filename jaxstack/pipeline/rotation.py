@@ -42,7 +42,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotation:
-    """The schedule: which group is at which stage.
+    """The schedule of a rotation: which group of rows each stage works on in each tick.
 
     Attributes:
       stages: number of stages P.
@@ -111,7 +111,7 @@ def rotate(
 
     Args:
       axis: mesh axis of the stages.
-      passes: how often, an int32 scalar []. `RotationFns.leave` may lower it.
+      passes: number of passes through all layers, an int32 scalar []. `RotationFns.leave` may lower it.
       state: a tree of arrays that are equal on all stages.
       stored: a tree of arrays that belong to this stage, such as its part of a cache.
     """

@@ -216,7 +216,7 @@ class Schedule:
 
     @cached_property
     def pair_slots(self) -> int:
-        """Number of slots for what weight units wait with; 0 without weight units."""
+        """Number of slots for the inputs of waiting weight units; 0 without weight units."""
         if self.weight_MG is None:
             return 0
         return int((self._backward_before(self.weight_MG + 1) - self._backward_before(self.backward_MG)).max())
@@ -241,7 +241,7 @@ class Schedule:
 
     @property
     def room(self) -> str:
-        """What a stage has room for, in words: the residuals of units, and what weight units wait with."""
+        """What a stage has room for, in words: the residuals of units, and the inputs of waiting weight units."""
         pairs = f", weight gradients of {self.pair_slots}" if self.pair_slots else ""
         return f"{plural(self.slots, 'unit')} a stage{pairs}"
 
@@ -434,8 +434,8 @@ def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int) -> Sche
 def zb1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Builds 1F1B (interleaved, with several chunks) with weight units that all stages run at the same ticks.
 
-    The weight unit of a microbatch runs on all stages at the tick of the first stage's backward unit. So the bubble,
-    (P - 1) (F + B) in time with one chunk, has no weight gradients. With one chunk, a stage stores as many units as in
+    The weight unit of a microbatch runs on all stages at the tick of the first stage's backward unit. So the bubble has
+    no weight gradients: with one chunk it takes (P - 1) (F + B). With one chunk, a stage stores as many units as in
     1F1B, and at most P of them wait for their weight units.
 
     Raises:

@@ -29,9 +29,10 @@ class Stages:
     Attributes:
       stages: number of stages, P.
       layers: number of layers in each model chunk, in the model's order [G].
-      period: layers in a group; the last one may have fewer. Of several stacks, it is 1 here, and each has its own.
+      period: layers in a group; the last one may have fewer. With several stacks it is 1 here, and each stack has its
+        own period.
       stacks: name, chunks on each stage and period of each stack, if there are several. No model chunk has layers of
-        two.
+        two stacks.
       sparse: whether model chunks may have no layer, for a stack with fewer layers than model chunks.
 
     Raises:
@@ -57,7 +58,7 @@ class Stages:
 
     @cached_property
     def parts(self) -> dict[str, "Stages"]:
-        """The layers of each stack by its name, in order; of the only stack by an empty name."""
+        """The layers of each stack by its name, in order. If there is only one stack, its name is empty."""
         if not self.stacks:
             return {"": self}
         ends = np.cumsum([chunks for _, chunks, _ in self.stacks]) * self.stages

@@ -53,9 +53,9 @@ def value_and_grad(
     `loss` must be a mean over the rows of its batch: the result is the mean of the losses of all microbatches. Wrap
     `layer` in `jax.checkpoint` to store only its input for the backward pass. Every stage runs `embed` and `loss`.
 
-    With `zb1` and `zb_h1`, weight units compute the gradients of all weights that `layer` gives to one `product` and
-    uses nowhere else, such as `product(jnp.matmul, x, weights["w"])`. A weight that it changes before, or uses in a
-    `lax.scan` or a `jax.vmap`, has its gradient in the backward units, as all others have.
+    With `zb1` and `zb_h1`, weight units compute the gradients of all weights that `layer` passes to one `product` and
+    uses nowhere else, such as `product(jnp.matmul, x, weights["w"])`. Backward units compute all other gradients, also
+    for a weight that `layer` changes first, or uses in a `lax.scan` or a `jax.vmap`.
 
     Args:
       layer: (weights of one layer, x [b, ...]) -> x of the same shape and dtype.
@@ -76,7 +76,7 @@ def value_and_grad(
     Raises:
       ConfigError: the mesh and the schedule differ in their number of stages, the model chunks do not add up to the
         layers, microbatches and `batch_axes` do not divide the rows, a function fails or returns another shape or
-        dtype, the schedule has weight units and `layer` nothing for them, or an argument is not what is described
+        dtype, the schedule has weight units and `layer` no product for them, or an argument is not what is described
         above.
     """
     functions: dict[str, Callable[..., Any]] = {"layer": layer, "embed": embed, "loss": loss}

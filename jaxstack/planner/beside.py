@@ -108,7 +108,7 @@ def time_beside(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     more pass computes the trainer's log-probabilities where the sampler's may differ.
 
     Args:
-      time: of the step.
+      time: time of the step.
     """
     aim = job.cfg.aim
     if aim is None:

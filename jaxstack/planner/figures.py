@@ -147,7 +147,7 @@ def saved_figures(job: Job, policies: Mapping[str, list[Figure]]) -> list[Figure
     Where a step needs the most memory, some of it may be free again. Here, all of it counts.
 
     Args:
-      policies: from `memory_by_policy`.
+      policies: policies from `memory_by_policy`.
     """
     found = []
     for policy, figures in policies.items():

@@ -158,7 +158,7 @@ def plan(job: Job, name: str) -> str:
 
     Args:
       job: the step, on a mesh of these chips.
-      name: of the chip in `CHIPS`.
+      name: name of the chip in `CHIPS`.
     """
     assert job.ctx.layout.mesh is not None
     chip = CHIPS[name]

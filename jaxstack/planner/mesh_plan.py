@@ -23,7 +23,7 @@ class Devices:
 
     Attributes:
       name: what they are, such as `h100:8x8`.
-      count: their number.
+      count: number of devices.
       platform: `cpu`, `gpu` or `tpu`.
       room: the memory of one, or of all if they share it.
       clock: predicts times.

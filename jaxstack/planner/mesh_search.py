@@ -89,7 +89,7 @@ class Found:
       ranked: the best candidate of each mesh that was visited, fastest first.
       meshes: number of meshes that are possible.
       examined: number of candidates whose memory was estimated.
-      too_large: how many of them do not fit.
+      too_large: number of examined candidates that do not fit.
       least: the candidate that needs the least memory, if none fits.
     """
 
@@ -116,7 +116,7 @@ class Space:
 
     Attributes:
       cfg: the resolved configuration.
-      devices: their number.
+      devices: number of devices.
       platform: `cpu`, `gpu` or `tpu`.
       given: keys of `SEARCHED_KEYS` whose values in `cfg` are kept.
     """
@@ -242,7 +242,7 @@ class Branch:
     """Candidates of one mesh that share some values, with a bound of their times.
 
     Attributes:
-      sizes: of the mesh.
+      sizes: sizes of the mesh.
       floor: seconds that no candidate of the branch beats, and what its layers take. They are infinite if no candidate
         fits.
       least: bytes that every candidate of the mesh needs on a device.

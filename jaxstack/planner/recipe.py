@@ -53,10 +53,10 @@ def optimizer(base: OptimConfig, batch: float, width: int, tokens: float, parame
     Args:
       base: what the rules leave as it is.
       batch: tokens of a batch.
-      width: of the model.
-      tokens: of the run.
-      parameters: of the model.
-      steps: of the run.
+      width: width of the model.
+      tokens: training tokens of the run.
+      parameters: number of parameters of the model.
+      steps: number of steps of the run.
     """
     sequences = batch / RECIPE_LENGTH
     longer = max(1.0, tokens / parameters / SHORT)

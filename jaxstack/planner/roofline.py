@@ -104,7 +104,7 @@ class Row:
       name: the part.
       flops: FLOPs of all its operations.
       bytes: bytes of all its operations.
-      seconds: their least time.
+      seconds: least time of the operations.
       bound: the limit of most of that time: `compute`, `memory` or `network`.
     """
 

@@ -31,7 +31,7 @@ class Machine:
       devices: number of devices.
       mfu: fraction of the peak that the run reaches, by the FLOPs of full attention. `None` means the predicted one.
       watts: power of one device, or None.
-      price: of one device for an hour, or None.
+      price: price of one device for an hour. `None` means that it is not known.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RunPlan:
 
     Attributes:
       cfg: the configuration.
-      parameters: of the model, those that a token uses.
+      parameters: number of parameters of the model, those that a token uses.
       machine: what it is trained on, or None.
       need: memory of a device, or None.
       predicted_step: seconds of a step by `step_time`, with calibrated efficiencies, or None.

@@ -57,7 +57,7 @@ class ScalingLaw(NamedTuple):
         `served` and of the loss are proportional: alpha A / N^alpha = (1 + served / 3 D) beta B / D^beta.
 
         Args:
-          flops: of training.
+          flops: FLOPs of training.
           served: tokens that the model reads and writes in use.
         """
         from scipy.optimize import brentq
@@ -180,7 +180,7 @@ def fit(
       tokens: D of each run [runs].
       losses: final loss of each run in nats per token [runs].
       samples: number of bootstrap samples.
-      seed: of the samples.
+      seed: seed of the samples.
 
     Raises:
       ValueError: there are fewer than `FEWEST_RUNS` runs, or the runs have only one size or one number of tokens.

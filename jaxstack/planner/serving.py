@@ -51,10 +51,10 @@ class Work:
     """What a device does in a prefill or a step, in seconds by the data sheet.
 
     Attributes:
-      products: computing, and moving, of products with the matrices that all tokens are multiplied with.
-      experts: the same of products with experts.
-      attention: the same of attention.
-      passes: moving of everything else.
+      products: seconds to compute, and to move, the products with the matrices that all tokens are multiplied with.
+      experts: seconds to compute, and to move, the products with experts.
+      attention: seconds to compute, and to move, attention.
+      passes: seconds to move everything else.
       layers: number of layers.
       exchanges: seconds of all collectives alone.
       starts: sum over the collectives of the logarithm of their devices, to base 2.
@@ -284,7 +284,7 @@ class Server:
         """Returns computing and moving of the products with a matrix, in all layers that have it.
 
         Args:
-          tokens: that a device multiplies with a dense matrix.
+          tokens: number of tokens that a device multiplies with a dense matrix.
           of_copy: tokens of all sequences of the copy.
         """
         moe = self.model.moe
@@ -432,7 +432,7 @@ def servers(
     """Returns every way to put copies on all devices that the model's sizes allow.
 
     Args:
-      devices: their number.
+      devices: number of devices.
       weights, stored: formats of the weights and of the cache.
       kept: sizes of `tensor` and `expert` that are given. Without experts, only `tensor` splits a copy.
     """

@@ -59,14 +59,14 @@ class Weights:
     """Elements of the parameters on one device.
 
     Attributes:
-      cast: in the compute dtype.
-      gathered_layer: of one layer of a stack, those that FSDP gathers.
-      head: of the output matrix as it is used.
-      table: of the token table as it is used; 0 if it is the output matrix.
-      experts_layer: of the experts of one layer of the stack, as they are used.
-      trained: of trained parameters as they are stored.
-      updated: of trained parameters whose changes the device computes; with `mesh.zero` a part of `trained`.
-      summed: of the gradients that the units of a pipeline sum, which they have of the parameters that they read.
+      cast: elements in the compute dtype.
+      gathered_layer: elements of one layer of a stack that FSDP gathers.
+      head: elements of the output matrix as it is used.
+      table: elements of the token table as it is used; 0 if the table is the output matrix.
+      experts_layer: elements of the experts of one layer of the stack, as they are used.
+      trained: elements of trained parameters as they are stored.
+      updated: elements of trained parameters whose changes the device computes; with `mesh.zero` a part of `trained`.
+      summed: elements of the gradients that the units of a pipeline sum: of the parameters that they read.
       rounded: matrices that `train.qat` rounds, as they are stored.
     """
 
@@ -86,7 +86,7 @@ class Activations:
     """Elements of the activations of one layer on one device.
 
     Attributes:
-      tokens: of one microbatch.
+      tokens: tokens of one microbatch.
       stream: residual stream, before sequence parallelism shards it.
       between: devices that shard the residual stream.
       heads: queries, keys, values and the output of attention.

@@ -34,12 +34,12 @@ class Operation(NamedTuple):
     """Operation of a program: a kernel on a GPU.
 
     Attributes:
-      name: of its instruction.
+      name: name of its instruction.
       part: key of `PARTS`.
       scope: JAX's name of the operation.
       times: runs in one step.
       read, written: bytes of one run.
-      flops: of the matrix products of one run; a multiply-add is two. NaN means that a kernel does not say it.
+      flops: FLOPs of the matrix products of one run; a multiply-add is two. NaN means that a kernel does not say it.
     """
 
     name: str

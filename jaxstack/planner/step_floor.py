@@ -25,10 +25,10 @@ class Floor:
     """Seconds that no candidate of a set beats.
 
     Attributes:
-      seconds: of a step.
-      forward: of the forward units of a mean stage.
-      backward: of its backward units, with recomputation and the gradients of weights.
-      weights: of the gradients of weights, which some schedules move into idle ticks.
+      seconds: seconds of a step.
+      forward: seconds of the forward units of a mean stage.
+      backward: seconds of its backward units, with recomputation and the gradients of weights.
+      weights: seconds of the gradients of weights, which some schedules move into idle ticks.
       waiting: seconds of layers and their waiting for `tensor`, divided by the seconds of layers.
     """
 
@@ -67,8 +67,8 @@ def longest_chain(groups: Sequence[int], stages: int, microbatches: int, chains:
 
     Args:
       groups: layer groups of each model chunk.
-      stages: their number. Model chunk g is on stage g % stages.
-      microbatches: their number.
+      stages: number of stages. Model chunk g is on stage g % stages.
+      microbatches: number of microbatches.
       chains: whether the chains before and behind a stage count. Weight units may run beside them.
     """
     longest = 0

@@ -398,7 +398,7 @@ def _host(
     """Returns the seconds in which a host starts operations one by one, and those that the device waits for it.
 
     Args:
-      factors: of the chip's platform.
+      factors: factors of the chip's platform.
       layers, tensor, bubble: seconds of the layers' operations, of waiting for `tensor`, and of idle ticks.
     """
     if not work.launches:

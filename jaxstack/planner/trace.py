@@ -55,8 +55,8 @@ class Array(NamedTuple):
     Attributes:
       label: what it is for; empty if nothing says so.
       name: name by `checkpoint_name`, or the primitive that makes it.
-      shape, dtype: of one device's part.
-      bytes: that it takes.
+      shape, dtype: shape and dtype of one device's part.
+      bytes: bytes that the array takes.
     """
 
     label: str
@@ -74,7 +74,7 @@ class Run(NamedTuple):
       where: named scopes, joined by `/`.
       inputs, outputs: arrays that it reads and writes.
       times: how often it runs.
-      params: of the primitive.
+      params: parameters of the primitive.
     """
 
     primitive: str

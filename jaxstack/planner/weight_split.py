@@ -38,9 +38,9 @@ class Readers:
     Attributes:
       weights: their paths in the layer.
       tokens: rows of the input, of one microbatch on a device.
-      width: of the input and of all outputs together.
-      bytes: of the input and of the outputs' cotangents, of all layers and microbatches that wait on a device.
-      flops: of their gradients, of one layer and microbatch on a device.
+      width: width of the input and of all outputs together.
+      bytes: bytes of the input and of the outputs' cotangents, for all layers and microbatches that wait on a device.
+      flops: FLOPs of their gradients, of one layer and microbatch on a device.
     """
 
     weights: tuple[str, ...]

@@ -49,7 +49,7 @@ def robust(
     If labels are swapped with this probability, the expected loss is DPO's loss of the true labels.
 
     Args:
-      label_smoothing: from 0 to below 0.5.
+      label_smoothing: label smoothing from 0 to below 0.5.
     """
     logits = beta * _margin(chosen, rejected, ref_chosen, ref_rejected)
     right = -(1 - label_smoothing) * jax.nn.log_sigmoid(logits)
@@ -127,7 +127,7 @@ def kto(
     Args:
       log_probs, ref_log_probs: sums over the tokens of each completion [rows].
       wanted: whether each completion is wanted, bool [rows].
-      divergence: from `kto_divergence`, a scalar without gradient.
+      divergence: divergence from `kto_divergence`, a scalar without gradient.
     """
     reward = log_probs - ref_log_probs - jax.lax.stop_gradient(divergence)
     value = jax.nn.sigmoid(beta * jnp.where(wanted, reward, -reward))
@@ -253,7 +253,7 @@ def truncated_importance(old_log_probs: jax.Array, sampler_log_probs: jax.Array,
     It is the ratio of both probabilities, and at most `limit` (Ionides 2008, "Truncated importance sampling").
 
     Args:
-      old_log_probs: of the trainer, with the parameters that have sampled.
+      old_log_probs: log-probabilities of the trainer, with the parameters that have sampled.
     """
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(old_log_probs - sampler_log_probs), limit))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, and errors must not wa
     from matplotlib.figure import Figure
 
 MAX_POINTS = 2000
-"""Points of one curve at most."""
+"""Maximum number of points of a curve."""
 
 
 class Chart(NamedTuple):
@@ -94,7 +94,7 @@ MARKS = {"spike": "^", "skipped": "x", "rolled back": "<", "resumed": ">"}
 def thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most `MAX_POINTS` points of a curve [N]: its ends, and the minimum and maximum of equal intervals.
 
-    No spike is lost.
+    So the curve keeps every spike.
     """
     if len(steps) <= MAX_POINTS:
         return steps, values
@@ -106,15 +106,16 @@ def thin_out(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def smoothing_width(lines: int) -> int:
-    """Returns the number of lines of which a smoothed point is the mean: a fiftieth of all, and odd."""
+    """Returns the number of lines whose mean is one smoothed point: a fiftieth of all lines, rounded to an odd
+    number."""
     return max(lines // 50, 2) // 2 * 2 + 1
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Returns the mean of each value [N] and its neighbors, equally many on both sides; see `smoothing_width`.
 
-    There are fewer towards the ends, so that a falling curve is not distorted there. No running sum is used: it would
-    be inexact after a loss of 1e30.
+    Towards the ends there are fewer neighbors, so that a falling curve is not distorted there. No running sum is used:
+    it would be inexact after a loss of 1e30.
     """
     if not values.size:
         return values
@@ -137,7 +138,7 @@ LONG = (832, 210)
 Its text has 12 pixels at this size.
 """
 INTERVALS = 4
-"""Intervals between labels of steps at most. They are equal in all charts, so that you can compare these."""
+"""Intervals between labels of steps at most. They are equal in all charts, so that you can compare the charts."""
 
 
 def loss_chart(chart: LossChart, size: tuple[int, int] = WIDE) -> str:
@@ -289,7 +290,7 @@ def _figure(
 
 
 def to_svg(figure: "Figure", title: str, key: str) -> str:
-    """Returns a figure as a part of the page; `key` is different for each of them."""
+    """Returns a figure as a part of the page; `key` is different for each figure."""
     import matplotlib
 
     out = StringIO()

@@ -10,9 +10,9 @@ class Result(NamedTuple):
     """A value of a model at a step.
 
     Attributes:
-      step: of the checkpoint.
-      value: of the metric.
-      stderr: its standard error. `None` if it is not known.
+      step: step of the checkpoint.
+      value: value of the metric.
+      stderr: standard error of the value. `None` means that it is not known.
     """
 
     step: int
@@ -27,7 +27,7 @@ class Result(NamedTuple):
 def by_name(records: Sequence[Record]) -> dict[str, list[Result]]:
     """Returns the results of a run by what was measured and how, in the order of their steps.
 
-    Of several for one step, the newest counts.
+    If a step has several results, the newest counts.
 
     Args:
       records: the evaluations of the run, the oldest first.

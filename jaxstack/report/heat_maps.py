@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, and errors must not wa
     from matplotlib.figure import Figure
 
 MAX_MAPS = 30
-"""Maps of a run at most."""
+"""Maximum number of maps of a run."""
 MAX_COLUMNS = 200
-"""Columns of a map at most. Each shows the largest value of its steps."""
+"""Maximum number of columns of a map. Each column shows the largest value of its steps."""
 SHOWN_ZEROS = 0.01
-"""Share of zeros from which a value has a map of them."""
+"""A value has a map of its zeros if at least this share of its elements is zero at some step."""
 WITH_LAYER = re.compile(r"([^/]+)/(\d+)/(.+)")
 WORDS = {"rms": "RMS", "value": "value", "zeros": "share of zeros"}
 """The statistics that have maps, in words."""
@@ -28,11 +28,11 @@ class HeatMap(NamedTuple):
     """One statistic of one value in all layers.
 
     Attributes:
-      name: of the value, with `*` for the layer.
+      name: name of the value, with `*` for the layer.
       statistic: one of `WORDS`.
       layers: indices of the rows; empty for a value outside of layers, which has one row.
-      steps: of the columns.
-      values: [layers, steps], with NaN where there is none.
+      steps: number of steps of the columns.
+      values: values [layers, steps], with NaN where there is no value.
     """
 
     name: str

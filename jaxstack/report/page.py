@@ -22,9 +22,9 @@ from jaxstack.report.runs import (
 )
 
 MAX_GRIDS = 4
-"""Grids of pictures of a run at most."""
+"""Maximum number of grids of pictures of a run."""
 MAX_EVENTS = 200
-"""Rows of the table of events at most."""
+"""Maximum number of rows of the table of events."""
 
 
 def render(runs: Sequence[LoggedRun]) -> str:

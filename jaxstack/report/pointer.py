@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NARROWEST = 6
-"""Pixels of a strip at least. A pointer does not hit less."""
+"""Least pixels of a strip. A pointer does not hit a narrower one."""
 LINE = 16
 """Pixels of a line of text."""
 LETTER = 7.7
 """Pixels of a letter at most, in DejaVu Sans at 12 pixels, which is wider than other fonts."""
 LONGEST = 30
-"""Letters of a line at most."""
+"""Maximum number of letters of a line."""
 
 
 class Reading(NamedTuple):
@@ -53,7 +53,7 @@ class Strip(NamedTuple):
 def strips(readings: Sequence[Reading], last: float, most: int) -> list[Strip]:
     """Returns at most `most` strips of the steps from 0 to `last`.
 
-    Of the steps that fall together, a strip shows the one for which most curves have a value, and the newest of these.
+    If several steps share a strip, it shows the step at which most curves have a value, and the newest of such steps.
     """
     every = np.concatenate([np.unique(reading.steps) for reading in readings]) if readings else np.array([])
     steps, counts = np.unique(every, return_counts=True)

@@ -60,7 +60,7 @@ class LoggedRun:
       records: lines of metrics.jsonl, including at least one training line.
       config: every value of config.yaml by its dotted key; empty if there is no such file.
       gaps: sentences about data that the files lack.
-      tokenizer: its tokenizer. `None` if it is not known.
+      tokenizer: tokenizer of the run. `None` means that it is not known.
       evaluations: what `jaxstack eval` has found, see `report.evaluations.by_name`.
       pictures: the grids of pictures that evaluations drew, with their steps; empty for models of text.
     """
@@ -153,7 +153,7 @@ class SavedTokenizer(NamedTuple):
     """The tokenizer of a run.
 
     Attributes:
-      name: what users call it.
+      name: name of the tokenizer for users.
       identity: a hash of its content, or the name if that is enough.
     """
 

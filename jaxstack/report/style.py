@@ -14,7 +14,7 @@ _RUNS = (  # light, dark
     ("#db2777", "#f472b6"),
 )
 MAX_RUNS = len(_RUNS)
-"""Runs on one page at most, which is the number of colors."""
+"""Maximum number of runs on a page: there are as many colors."""
 
 _CATEGORIES = {
     "step": "#15803d",

@@ -150,10 +150,13 @@ def _read_estimates() -> dict[str, list[float]]:
 
 
 def estimate(config: str) -> float | None:
-    """Returns how many seconds the compilation of a first step will take, as far as earlier runs on this machine show.
+    """Returns how many seconds the first step will probably compile, from earlier runs on this machine.
+
+    `None` means that there are no earlier runs.
 
     Args:
-      config: text that identifies the compiled program. A new one counts as the last one that was new.
+      config: text that identifies the compiled program. For a new text, the estimate is the time of the last text that
+        was new.
     """
     known = _read_estimates()
     if (key := _key(config)) in known:

@@ -136,9 +136,9 @@ def announce_end(index: int, code: int, reason: str) -> None:
     """Tells the other processes that this one ends with an error. The first announcement counts.
 
     Args:
-      index: of this process.
-      code: its exit code.
-      reason: why it ends, of which the first line is sent.
+      index: index of this process.
+      code: exit code of this process.
+      reason: why it ends; only the first line is sent.
     """
     first = next(iter(reason.strip().splitlines()), "")
     with contextlib.suppress(RuntimeError):  # it has been announced, or the coordinator is lost
@@ -162,7 +162,7 @@ def cause(index: int) -> tuple[int, int, str] | None:
     A process whose collective failed, or that waited for another one, is not the cause.
 
     Args:
-      index: of this process.
+      index: index of this process.
     """
     if not has_others():
         return None
@@ -236,10 +236,10 @@ def is_listening(address: str) -> bool:
 def assert_equal_across_processes(values: Mapping[str, object]) -> None:
     """Makes sure that every process has the same values.
 
-    Otherwise processes would wait for each other forever, or train on something that no single process would.
+    Otherwise processes would wait for each other forever, or train on a mixture of different settings.
 
     Args:
-      values: by name, for the message. They are compared by their `repr`.
+      values: values by name, which the message shows. They are compared by their `repr`.
 
     Raises:
       ConfigError: on every process, with the names of values that differ.
@@ -294,7 +294,7 @@ def fetch(arrays: "PyTree") -> "PyTree":
 def gather_numbers(numbers: np.ndarray) -> np.ndarray:
     """Returns the numbers of all processes, float64 [processes, *shape], given those of this process.
 
-    Their bits are kept, which JAX would round to float32.
+    The numbers keep all their bits; JAX would round them to float32.
     """
     from jax.experimental import multihost_utils
 
@@ -310,7 +310,7 @@ def gather_to_process_0(key: str, text: str, timeout_s: float) -> list[str]:
 
     Args:
       key: equal on all processes, and different for each call.
-      text: of this process.
+      text: text of this process.
       timeout_s: seconds to wait for each other process.
     """
     import jax
@@ -332,7 +332,7 @@ def send_from_process_0(key: str, text: str, timeout_s: float) -> str:
 
     Args:
       key: equal on all processes, and different for each call.
-      text: of process 0; ignored on the others.
+      text: text of process 0; ignored on the other processes.
       timeout_s: seconds to wait for process 0.
     """
     import jax
@@ -368,7 +368,7 @@ def should_stop(step: int, requested: bool) -> bool:
     Every process calls this at every step. If there are several, JAX catches SIGTERM and agrees on the step.
 
     Args:
-      step: that was started last.
+      step: the step that was started last.
       requested: whether this process was asked to stop; ignored if there are several.
     """
     import jax
@@ -385,13 +385,13 @@ def barrier() -> None:
 
 
 def local_rows(sharding: "jax.sharding.Sharding", rows: int) -> np.ndarray:
-    """Returns the rows of a batch that the devices of this process hold, int [local rows] in ascending order.
+    """Returns the indices of the rows that the devices of this process store, int [local rows] in ascending order.
 
     A process reads only these rows.
 
     Args:
-      sharding: of the global batch.
-      rows: of the global batch.
+      sharding: sharding of the global batch.
+      rows: number of rows of the global batch.
     """
     slices = sharding.addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[index] for index in slices if index is not None]))
@@ -404,9 +404,9 @@ def to_global_batch(
 
     Args:
       batch: arrays [len(local), ...] of this process.
-      sharding: of the global arrays [rows, ...].
+      sharding: sharding of the global arrays [rows, ...].
       local: the rows of `local_rows`, which need not be contiguous.
-      rows: of the global batch.
+      rows: number of rows of the global batch.
     """
     import jax
 

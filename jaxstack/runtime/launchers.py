@@ -22,7 +22,7 @@ class Processes:
       source: what named the processes, for messages.
       coordinator: `host:port` where process 0 listens. `None` means that JAX finds all values below itself.
       count: number of processes.
-      index: of this process, from 0.
+      index: index of this process, from 0.
       local_devices: GPUs of the machine that this process uses. `None` means all.
     """
 

@@ -98,7 +98,7 @@ def configure(mesh: MeshConfig, batch: int, processes: int = 1) -> None:
 def check_xla_flags() -> None:
     """Asks XLA whether it accepts the user's `XLA_FLAGS`, in a process of its own: a wrong flag ends the process.
 
-    Without `XLA_FLAGS` nothing is asked. A process that fails for another reason says nothing about the flags.
+    Without `XLA_FLAGS` there is no check. If the process fails for another reason, no error is raised.
 
     Raises:
       ConfigError: XLA does not know a flag or its value, or cannot read the file that the variable names.

@@ -20,7 +20,7 @@ from jaxstack.common.errors import Exit
 from jaxstack.runtime.launchers import PORT
 
 RESTARTS = 10
-"""How often a cluster starts a run again that failed."""
+"""How often a cluster restarts a run that failed."""
 
 FINAL = (Exit.USER_ERROR, Exit.DIVERGED)
 """Exit codes after which another start would end in the same way."""
@@ -34,9 +34,9 @@ class Job:
     """A training command, and the machines that it runs on. Fields that a target does not use are None.
 
     Attributes:
-      name: of the job: lower-case letters, digits and hyphens.
+      name: name of the job, with lower-case letters, digits and hyphens.
       command: words after `jaxstack`, the first of which is `train`.
-      nodes: number of machines, each with one process; of TPU slices on `gke-xpk`.
+      nodes: number of machines, each with one process. On `gke-xpk`, number of TPU slices.
       gpus: GPUs of each machine.
       machine: kind of machine, in the words of the target.
       image: container image in which `jaxstack` is installed.
@@ -72,7 +72,7 @@ class Target(NamedTuple):
     """A kind of cluster.
 
     Attributes:
-      suffix: of the file, after the name of the job and a dot.
+      suffix: suffix of the file, after the name of the job and a dot.
       tool: program that submits the file.
       submit: command that submits it; `{file}` is its path.
       needs: fields of `Job` without which there is no file.

@@ -76,9 +76,9 @@ def ending_of(index: int, count: int, code: int, reason: str) -> tuple[Exit, str
     """Returns exit code and message for a process after another one has ended with an error.
 
     Args:
-      index: of the other process.
+      index: index of the other process.
       count: number of processes.
-      code: exit code of the other process. One that is not of `Exit` means that another try may help.
+      code: exit code of the other process. A code that is not in `Exit` means that another try may help.
       reason: the line that the other process has printed.
     """
     shared = Exit(code) if code in {*Exit} else Exit.PEER_LOST
@@ -103,7 +103,7 @@ def catch_abort(index: int, count: int, coordinator: str) -> None:
     Only a C handler is called at that point.
 
     Args:
-      index: of this process.
+      index: index of this process.
       count: number of processes.
       coordinator: address of process 0.
     """

@@ -69,7 +69,7 @@ class XlaOptions(NamedTuple):
 
     Attributes:
       used: values by name.
-      left_out: why an option of ours is not used, by its name.
+      left_out: for each option that is not used, the reason, by the option's name.
     """
 
     used: dict[str, Value]

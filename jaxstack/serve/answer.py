@@ -47,7 +47,7 @@ class Texts:
 
         Args:
           model: what it is for.
-          seed: of sampling, if the request has none.
+          seed: seed of sampling, if the request has none.
           end: tokens that end a text.
         """
         self._asked = asked

@@ -34,7 +34,7 @@ class Loaded:
     """A model in memory, and its compiled programs.
 
     Attributes:
-      name: of the model in requests.
+      name: name of the model in requests.
       run: the loaded run.
     """
 

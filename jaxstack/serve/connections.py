@@ -36,7 +36,7 @@ class Connection(H11Protocol):
         """Prepares a connection.
 
         Args:
-          config: of uvicorn.
+          config: configuration of uvicorn.
           state: of uvicorn's server.
           seconds: time for a request to arrive, and for the client to read what is sent.
           closed: is called when the connection is closed.

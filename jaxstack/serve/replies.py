@@ -17,7 +17,7 @@ class Piece(NamedTuple):
       place: number of the text in its request.
       text: the new text. It may be empty, since what is not certain comes later.
       tokens: ids of the new tokens.
-      logprobs: of the new tokens, if they are wanted.
+      logprobs: log-probabilities of the new tokens, if they are wanted.
       finish_reason: why the text ends with this piece: `stop`, `length`, or empty if it does not end.
       of_prompt: whether the tokens belong to the prompt. Its first token has no log-probability.
     """

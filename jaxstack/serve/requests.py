@@ -26,11 +26,11 @@ class Model:
     """What requests are read for.
 
     Attributes:
-      name: of the model.
-      tokenizer: of the run.
+      name: name of the model.
+      tokenizer: tokenizer of the run.
       template: chat template of the run, if it has one.
       sample: how tokens are chosen where a request does not say, and how many there are then; 0 means as many as fit.
-      seed: of requests that have none; `None` means another one for each request.
+      seed: seed of requests that have none; `None` means another one for each request.
       context: maximum number of tokens of a prompt with its text.
       max_tokens: maximum number of tokens of a text.
       max_texts: maximum number of texts of a request.
@@ -61,7 +61,7 @@ class TextRequest:
       sample: how tokens are chosen. Each prompt has its limit in `limits`.
       limits: maximum number of tokens to add to each prompt.
       count: number of texts for each prompt.
-      seed: of sampling; `None` means any.
+      seed: seed of sampling; `None` means any.
       stop: strings that end a text.
       logprobs: number of tokens whose log-probabilities are shown beside the chosen one's. `None` means none at all.
       stream: whether tokens are sent as they come.

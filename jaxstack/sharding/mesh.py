@@ -16,7 +16,7 @@ from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError, MeshConfig
 
 AXES = tuple(MeshConfig().sizes)
-"""Mesh axes, outermost (slowest links) first. Every mesh has all of them, if only with size 1, so that rules need not
+"""Mesh axes, outermost (slowest links) first. Every mesh has all of them, some with size 1, so that rules need not
 check which axes exist."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -75,7 +75,8 @@ def disable_cache() -> None:
 
 
 def abstract_mesh(cfg: MeshConfig, batch: int, devices: int) -> AbstractMesh:
-    """Returns the mesh of `make_mesh` over as many devices, which need not exist, with the same errors."""
+    """Returns the mesh that `make_mesh` would make over a number of devices. They need not exist. Errors are the
+    same."""
     sizes = _checked_sizes(cfg, batch, devices)
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

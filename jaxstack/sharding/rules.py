@@ -40,11 +40,12 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """Maps logical axes, or paths, to mesh axes. None replicates; a tuple splits over several, the slowest first.
+    """Maps logical axes, or paths, to mesh axes. `None` replicates. A tuple splits over several axes, the slowest
+    first.
 
     Attributes:
       parameters: mesh axes by the logical name of a parameter's dimension, such as `{"embed": "fsdp", "heads":
-        "tensor"}`. If empty, annotated names must be mesh axes. The two cannot be mixed: with one rule, every name
+        "tensor"}`. If empty, annotated names must be mesh axes. You cannot mix both: if there is one rule, every name
         needs a rule.
       paths: pairs of a regular expression and one entry for each dimension. The expression must match the whole path
         of an array, such as `r"layers/.*/kernel"`. The first match applies, before any rule of `parameters`. The entry
@@ -242,8 +243,8 @@ def transformer(cfg: MeshConfig) -> Rules:
     `embed` is the width of dense parameters, which the mesh axes `fsdp` and `expert` split. `expert_embed` is the width
     of the experts' weights, which `fsdp` splits; the mesh axis `expert` splits their dimension `experts`.
 
-    `latent` is the width of the vectors that latent attention makes queries, keys and values from, where these are its
-    outputs; `rank` is the same width where it is an output.
+    Latent attention makes queries, keys and values from narrow vectors. The width of these vectors is `latent` in the
+    matrices that read them, and `rank` in the matrices that compute them.
 
     `residual` is the sequence between the tensor-parallel matmuls, `sequence` the sequence within them. The stages of a
     pipeline split the head by its vocabulary. They split an untied embedding by its width (`input_embed`) and gather

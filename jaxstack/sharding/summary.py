@@ -89,15 +89,15 @@ def assert_sharded(
 ) -> None:
     """Raises an error if the state is replicated although the mesh has axes that could split it.
 
-    It checks two things: the fraction of bytes that none of the axes splits, and the bytes on a device. These may be
-    at most twice the even share, which they exceed if each array is split over only some of the axes.
+    It checks two things: the fraction of bytes that none of the axes splits, and the bytes on a device. A device may
+    store at most twice the even share; it stores more if each array is split over only some of the axes.
 
     Args:
       leaves: the arrays, by path.
       specs: the sharding of each array. `shardings_of` reads it from the arrays themselves; `Rules.resolve` plans it.
       mesh: the devices. If no axis of `axes` has two or more devices, every state passes.
       axes: mesh axes; at least one of them should split an array.
-      limit: fraction of all bytes that may be split over none of them, such as norms and biases.
+      limit: fraction of all bytes that may be split over none of these axes, such as norms and biases.
       slack: bytes that a device may store beyond its even share, even if the share is small.
 
     Raises:

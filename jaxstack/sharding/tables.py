@@ -57,7 +57,7 @@ class TableBytes(NamedTuple):
 
     Attributes:
       table: of the rows that it stores.
-      optimizer: of their sums.
+      optimizer: optimizer of their sums.
       fetch: that it sends in `fetch`: ids, and rows for other devices.
       update: that it sends in `update`: gradients.
     """
@@ -78,7 +78,7 @@ class EmbeddingTable:
       mesh: devices. The table is split over all of them, and so are the ids of a batch along their first dimension.
       slots: C: rows that a device can ask each device for. The unique ids of a device must fit, and those that one
         device stores: without skew about `N / M`, in the worst case N. With C = N nothing ever overflows.
-      dtype: of the rows.
+      dtype: dtype of the rows.
     """
 
     num_rows: int
@@ -187,7 +187,7 @@ class EmbeddingTable:
         gradient, divided by the root of the sum plus epsilon. After an overflow or an unknown id nothing changes.
 
         Args:
-          lookup: from `fetch`.
+          lookup: the result of `fetch`.
           grads: the gradient of the loss by the rows of `fetch`.
         """
         split = PartitionSpec(self.axes)

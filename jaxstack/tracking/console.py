@@ -53,7 +53,7 @@ class Console:
         """Prepares the console; `start_spinner` and `start` show something live.
 
         Args:
-          steps: of the whole run.
+          steps: number of steps of the whole run.
           shown: whether anything is printed. Only process 0 prints.
           live: whether lines that change may be shown, which a debugger would disturb.
         """

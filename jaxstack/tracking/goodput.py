@@ -84,7 +84,7 @@ def resumed_record(step: int, kept: list[Record], dropped: list[Record]) -> Reco
     losses that dropped records contain are added.
 
     Args:
-      step: from which the run resumes.
+      step: step from which the run resumes.
       kept: records up to that step.
       dropped: records of later steps, which will be run again.
     """

@@ -50,7 +50,7 @@ class JsonLines:
         """Reads the file, if there is one. `rewind` writes it without its damaged lines.
 
         Args:
-          path: of the file. `None` keeps records in memory only, as all processes but process 0 do.
+          path: path of the file. `None` keeps records in memory only, as all processes but process 0 do.
           sinks: other services that get the same records.
         """
         self.records: list[Record] = []

@@ -19,7 +19,7 @@ class NoiseScale:
 
         Args:
           batch_size: sequences of a step.
-          records: of metrics.jsonl so far.
+          records: records of metrics.jsonl so far.
         """
         self._batch_size = batch_size
         last = next((r for r in reversed(records) if all(r.get(key) is not None for key in _KEYS)), {"step": 0})

@@ -12,9 +12,9 @@ def plot_loss(
     """Draws training and held-out loss against steps.
 
     Args:
-      records: of metrics.jsonl.
+      records: records of metrics.jsonl.
       baseline: name and value of a loss to draw as a horizontal line.
-      unit: of the losses.
+      unit: unit of the losses.
     """
     train = [(r["step"], r["loss"]) for r in records if is_step(r) and r["loss"] is not None]
     held_out = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]

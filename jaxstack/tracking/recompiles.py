@@ -28,16 +28,16 @@ _CALL = "cache_miss"
 """The function of `jax._src.pjit` that runs where a call with these arguments was not compiled."""
 
 MOST_REASONS = 4
-"""Arguments that are named."""
+"""Maximum number of changed arguments that are named."""
 
 
 class Recompile(NamedTuple):
     """A function that was compiled again.
 
     Attributes:
-      function: its name.
+      function: name of the function.
       reasons: arguments that changed, such as `batch/tokens: int32[8,128] -> int32[8,256]`.
-      seconds: how long it took, without tracing.
+      seconds: time that compiling took, without tracing.
     """
 
     function: str
@@ -45,7 +45,7 @@ class Recompile(NamedTuple):
     seconds: float
 
     def lines(self) -> list[str]:
-        """Returns what a user reads."""
+        """Returns the lines for the user."""
         first, *more = self.reasons[:MOST_REASONS]
         lines = [f"compiled {self.function} again, in {self.seconds:.1f} s: {first}", *more]
         if (left := len(self.reasons) - MOST_REASONS) > 0:
@@ -74,7 +74,7 @@ class Recompiles:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Ignores what is compiled within."""
+        """Ignores programs that are compiled inside the context."""
         before = self._expected
         self._expected = True
         try:
@@ -83,7 +83,7 @@ class Recompiles:
             self._expected = before
 
     def take(self) -> list[Recompile]:
-        """Returns what was found since the last call."""
+        """Returns the functions that were compiled again since the last call."""
         found = self._found
         self._found = []
         return found
@@ -131,7 +131,8 @@ def signature_of(function: Callable[..., Any], arguments: tuple[Any, ...], named
 
 
 def type_of(value: Any) -> str:
-    """Returns dtype and shape of an array, and where it is, as text; other values are Python's."""
+    """Returns dtype and shape of an array, and where it is stored, as text. Other values are shown as Python shows
+    them."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         return f"{type(value).__name__} {textwrap.shorten(repr(value), 60)}"
     kind = f"{value.dtype}[{','.join(map(str, value.shape))}]"

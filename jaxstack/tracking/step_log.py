@@ -80,7 +80,8 @@ class StepLogger:
     Metrics are read one step late: while the host waits for step n, the device already runs step n + 1.
 
     Attributes:
-      not_finite: the first step since the start that was skipped because it was not finite. `None`: there was none.
+      not_finite: the first step since the start that was skipped because it was not finite. `None` means that there was
+        none.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class StepLogger:
 
         Args:
           loop: position after the step.
-          metrics: of the step, still on the devices.
+          metrics: metrics of the step, still on the devices.
           waited: seconds that the loop waited for the batch of the step.
         """
         spike = self.flush()
@@ -217,9 +218,9 @@ class StepLogger:
         """Logs an evaluation, and returns the held-out loss in nats per token.
 
         Args:
-          step: after which the model was evaluated.
-          sums: for each batch of each source, by the sources' names. They are waited for one at a time: if independent
-            programs run at the same time, their collectives can block each other.
+          step: step after which the model was evaluated.
+          sums: the sums of each batch of each source, by the sources' names. The host waits for them one at a time: if
+            independent programs run at the same time, their collectives can block each other.
         """
         objective = self._cfg.objective
         progress = self._watchdog.report_progress
@@ -267,7 +268,7 @@ class Means(NamedTuple):
 
 
 def mean_losses(terms: Sequence[Term], sums: Iterable[Sums], after_batch: Callable[[], None]) -> Means:
-    """Returns the means over all batches, given the sums of each, which are waited for one at a time."""
+    """Returns the means over all batches, given the sums of each batch. The host waits for the sums one at a time."""
     loss = np.zeros(len(terms))
     weight = np.zeros(len(terms))
     right = 0.0

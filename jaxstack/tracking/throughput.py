@@ -55,8 +55,8 @@ class ThroughputMeter:
         """Counts a finished step, whose batch the loop waited for.
 
         Args:
-          waited: seconds.
-          length: of its rows. `None` means the longest.
+          waited: seconds that the loop waited.
+          length: length of the batch's rows. `None` means the longest.
         """
         self._steps += 1
         self._lengths[length or self._longest] += 1

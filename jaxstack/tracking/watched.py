@@ -18,8 +18,8 @@ def statistics(patterns: Sequence[str], measured: Mapping[str, Measured]) -> dic
     share of elements near each power of two, by its exponent, without empty bins). Any other has one `value`.
 
     Args:
-      patterns: of `debug.watch`.
-      measured: by names without the index, arrays on the host; for layers they are [L, ...].
+      patterns: the patterns of `debug.watch`.
+      measured: arrays on the host, by names without the index; for layers they are [L, ...].
     """
     found = {}
     for path, one in measured.items():

@@ -33,7 +33,8 @@ from jaxstack.training.step import Probe, TrainStep
 def objective_of(model: ModelConfig, aim: PreferenceConfig | RLConfig | None = None) -> Objective:
     """Returns what a model is trained for, unless you give `make_gradients` an objective of your own.
 
-    `aim` says how it learns from pairs of completions or from rewards, if it does; see `Groups.aim`.
+    `aim` says how the model learns from pairs of completions or from rewards. `None` means that it does not; see
+    `Groups.aim`.
     """
     if isinstance(aim, PreferenceConfig):
         return preference_objective(model, aim)
@@ -146,7 +147,7 @@ def jit_train_step(
 def make_eval_step(
     model: ModelConfig, ctx: Context, microbatches: int = 1, objective: Objective | None = None
 ) -> step.EvalStep:
-    """Builds `eval_step(params, batch) -> sums`, without dropout. By default the objective is the one of the model."""
+    """Builds `eval_step(params, batch) -> sums`, without dropout. By default the objective is the model's own."""
     ctx = within_step(ctx)
     goal = objective or objective_of(model)
     evaluate = losses.evaluate if comparison.comparing(model) is None else comparison.evaluate

@@ -24,7 +24,7 @@ from jaxstack.sharding import totals as sharded
 from jaxstack.training.losses import BatchTotals, Metrics, Objective, Sums
 
 Key: TypeAlias = jax.Array | None
-"""The key of a step's dropout. `None` disables dropout."""
+"""PRNG key of a step's dropout. `None` disables dropout."""
 
 Gradients: TypeAlias = Callable[..., tuple[jax.Array, Params, Metrics]]
 """A function `gradients(params, batch, key=None) -> (loss, grads, sums)` of global arrays."""
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """What one device adds to a step, from all of its rows or from one microbatch.
 
     Attributes:
-      terms: share of each term of the objective.
+      terms: this device's share of each term of the objective.
       aux: the model's auxiliary values, which are sums.
       grads: gradients of the full objective with respect to the trained parameters.
       figures: sums of features, which reduce them over devices themselves.

@@ -31,7 +31,7 @@ Loss: TypeAlias = Callable[[ModelConfig, Params, PyTree, Batch, Context], Sums]
 """A function `loss(model, params, hidden, batch, ctx)` of hidden states [B, S, D], such as `Family.loss`.
 
 It returns for each term of the objective the sum of weight * loss over this device's tokens. A preference loss or a
-policy gradient is another such function: what it needs besides `hidden` is in the batch.
+policy gradient is another such function; the batch has the other arrays that it needs.
 """
 
 
@@ -67,9 +67,9 @@ class Objective:
         return BatchTotals(weights, self.extras.count(batch, ctx))
 
     def share(self, term: Term, value: jax.Array, totals: BatchTotals) -> jax.Array:
-        """Returns what a sum of one term adds to the objective, or what a gradient of the sum does; see `shares`.
+        """Returns what a sum of one term, or a gradient of the sum, adds to the objective; see `shares`.
 
-        `value` is a scalar, or a gradient [...]. Of a term that is only logged, the result is the mean.
+        `value` is a scalar, or a gradient [...]. For a term that is only logged, the result is the mean.
         """
         total = totals.weights[term.name]
         if len(self.terms) > 1:
@@ -113,7 +113,7 @@ def loss_sums(
 ) -> tuple[Sums, Aux]:
     """Returns the sums of weight * loss over a batch, and the model's auxiliary values, which are sums, too.
 
-    They are sums, because only the caller has the totals of all microbatches, which means are divided by.
+    They are sums, because a mean needs the totals of all microbatches, which only the caller has.
 
     Args:
       params: float32.
@@ -129,7 +129,7 @@ def sequence_log_probs(cfg: ModelConfig, params: Params, batch: Batch, ctx: Cont
     """Returns the log-probability in nats of each target [B, S], with the same bits with and without gradients.
 
     For policy gradients, where `exp(new - old)` is to be exactly 1 until the parameters change. The forward pass is the
-    one of `generate.score`, and nothing of it is saved: the backward pass computes it again. A forward pass that saves
+    same as in `generate.score`, and saves no residuals: the backward pass computes it again. A forward pass that saves
     residuals is another program, whose last bits differ.
 
     Args:
@@ -150,7 +150,7 @@ class EvalSums(NamedTuple):
     """Sums over an evaluated batch, float32 scalars.
 
     Attributes:
-      losses: of each term, see `loss_sums`.
+      losses: sum of the losses of each term, see `loss_sums`.
       weights: the sum of each term's weights.
       right: the sum of the first term's weights over right predictions; `None` where accuracy is not an aim
         (`Objective.accuracy`).

@@ -79,7 +79,7 @@ def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 def schedule_warning(cfg: OptimConfig, steps: int) -> str | None:
     """Returns a line for the user if the warm-up leaves fewer steps than the schedule needs, else `None`.
 
-    Nothing is refused, because short trials of a long run may want this.
+    This is not an error, because short trials of a long run may want it.
     """
     warmup = cfg.warmup_steps
     if warmup >= steps:
@@ -115,7 +115,7 @@ def updates_are_bounded(cfg: OptimConfig, steps: int) -> bool:
       without underflow only if gradients are clipped to 1000 or less.
     - `lion`: 1, which is a sign.
 
-    What all steps add to a parameter is then far below float32's largest number, 3.4e38. Weight decay brings a
+    The sum of all updates of a parameter is then far below float32's largest number, 3.4e38. Weight decay brings a
     parameter nearer to zero. For other settings a step checks its update, see `assemble.make_train_step`.
 
     Args:
@@ -220,8 +220,8 @@ class AdafactorState(NamedTuple):
     Attributes:
       updates: number of updates so far.
       rows: means over a matrix's outputs, [layers, experts, in].
-      columns: means over its inputs, [layers, experts, out].
-      elements: of parameters that are not factored, with their shape.
+      columns: means over a matrix's inputs, [layers, experts, out].
+      elements: means for parameters that are not factored, with the shape of the parameter.
     """
 
     updates: jax.Array
@@ -371,7 +371,7 @@ def in_shards(inner: optax.GradientTransformation, shards: PyTree, whole: PyTree
 
     Args:
       inner: the optimizer, whose state and gradients are sharded.
-      shards: how they are sharded, a tree of NamedSharding like the parameters.
+      shards: how the optimizer's state and gradients are sharded, a tree of NamedSharding like the parameters.
       whole: how the parameters are sharded.
     """
 
@@ -390,7 +390,7 @@ def optimizer(cfg: OptimConfig, steps: int, spec: Spec, shardings: PyTree = None
     Args:
       cfg: name and settings.
       steps: number of updates of the run, for the schedule.
-      spec: the model's declarations, which tell matrices from norms and biases.
+      spec: the model's declarations, which say what is a matrix and what is a norm or a bias.
       shardings: how the parameters are sharded, a tree of NamedSharding like `spec`. `None` means one device. Muon,
         which needs complete matrices, then divides them among the devices.
     """

@@ -1,4 +1,4 @@
-"""A run as the door has resolved it: what its services, its steps and the planner read parts of."""
+"""A run after `start.resolve`: its services, its steps and the planner read parts of this record."""
 
 from dataclasses import dataclass
 

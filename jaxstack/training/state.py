@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
       model: declares the parameters.
       optim: says what the optimizer stores, and how it updates them.
       train: has the number of steps, the window of `recent`, and what a step does.
-      seed: of initial values and dropout, `run.seed`.
+      seed: seed of initial values and dropout, `run.seed`.
     """
 
     model: ModelConfig
@@ -49,8 +49,8 @@ class LossScale(NamedTuple):
     """The factor of the loss in float16.
 
     Attributes:
-      scale: of the next step, a power of two, float32.
-      good_steps: number of steps since it changed.
+      scale: factor of the next step, a power of two, float32.
+      good_steps: number of steps since the scale changed.
     """
 
     scale: jax.Array
@@ -131,7 +131,7 @@ class StateShapes(NamedTuple):
 
     Attributes:
       spec: declarations of the parameters.
-      params: the same by path.
+      params: declarations of the parameters by path.
       state: shapes and dtypes.
       paths: path of each leaf.
       origins: for each leaf the path of its parameter and the parameter's dimensions that it has, or `None` for arrays
@@ -212,7 +212,7 @@ def only_averaged_params(model: ModelConfig, abstract: TrainState) -> TrainState
 
 
 def start_from(model: ModelConfig, state: TrainState, params: Params) -> TrainState:
-    """Returns an initial state with other parameters, where their averages begin, too."""
+    """Returns an initial state with other parameters. The averages begin at these parameters, too."""
     opt_state = state.opt_state
     if isinstance(opt_state, AverageState):
         trained, _ = parameters.partition(families.spec(model), params)

@@ -58,7 +58,7 @@ def is_spike(cfg: SpikeConfig, recent: jax.Array, updates: jax.Array, loss: jax.
       cfg: window and threshold.
       recent: losses of the last good steps [window].
       updates: number of good steps so far; below `window` the result is False.
-      loss: of this step.
+      loss: loss of this step.
     """
     middle = jnp.median(recent)
     deviation = 1.4826 * jnp.median(jnp.abs(recent - middle))
@@ -92,7 +92,7 @@ def dropout_key(model: ModelConfig, seed: int, step: jax.Array | int) -> jax.Arr
 
     Args:
       model: has the probability.
-      seed: of the run.
+      seed: seed of the run.
       step: number of steps before it, a scalar: `TrainState.step`.
     """
     return parameters.random_key(jax.random.key(seed), "dropout", step) if model.dropout else None

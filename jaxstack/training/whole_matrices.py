@@ -5,8 +5,8 @@ matrices exchange them (all-to-all), so that each device has a few whole ones. T
 that have the same shards divide the turns among themselves and gather the results.
 
 A turn writes into the stack that it reads, and no turn has more rows than the stack has left. So the memory does not
-grow with the number of devices. Where devices outnumber matrices, groups of replicas repeat each other's work: to
-divide a single iteration would need a sum of small squares over devices in each of its steps.
+grow with the number of devices. Where devices outnumber matrices, groups of replicas repeat each other's work: dividing
+a single iteration would need a sum of small square matrices over devices in each step of the iteration.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class Sharing(NamedTuple):
     Attributes:
       split: for an array [N, in, out], each dimension that is sharded and the mesh axes that it is sharded over.
       splits: number of devices that have shards of the same matrices.
-      turns: what follows one another.
+      turns: the turns, one after another.
     """
 
     split: tuple[tuple[int, tuple[str, ...]], ...]
@@ -71,8 +71,8 @@ def sharing(p: Param, shape: Sequence[int], split: PartitionSpec | None, sizes: 
 
     Args:
       p: the parameter's declaration.
-      shape: of the array, which may have padding for the stages of a pipeline.
-      split: how it is sharded. `None` means not at all.
+      shape: shape of the array, which may have padding for the stages of a pipeline.
+      split: how the array is sharded. `None` means not at all.
       sizes: axes of the mesh, the slowest first.
     """
     entries = [*map(names_of, split or ()), *[()] * len(shape)][: len(shape)]

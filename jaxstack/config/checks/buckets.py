@@ -73,7 +73,7 @@ def require_lengths(cfg: Groups, mesh: MeshConfig, microbatches: int) -> None:
 
     Args:
       mesh: the sizes of its axes; an open one counts as 1.
-      microbatches: of a pipeline.
+      microbatches: number of microbatches of a pipeline.
 
     Raises:
       ConfigError: it does not divide the rows or the length of one. The message has lengths that work.

@@ -155,8 +155,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T + bias) v: [B, S, H, K] in q's dtype, with the softmax in float32.
 
-    Values may have another width than keys, which the result then has. Most kernels get narrower values with zeros
-    behind.
+    Values may have another width than keys; the result then has the width of the values. For most kernels, narrower
+    values are padded with zeros.
 
     Implementations:
       - "xla" has all S x S scores in memory.
@@ -165,7 +165,7 @@ def attention(
         hides from a chunk (FlashAttention, Dao et al. 2022, section 3.1; chunks as in Rabe and Staats 2021).
       - "pallas_gpu", "pallas_tpu" and "cudnn" do the same in one kernel, with the scores on the chip
         (FlashAttention-2, Dao 2023, arXiv:2307.08691). They skip blocks outside the mask.
-      - "tokamax" does, too, by Mosaic GPU. Its backward pass skips blocks outside the causal mask only.
+      - "tokamax" does the same in Mosaic GPU. Its backward pass skips blocks outside the causal mask only.
 
     Args:
       q: queries [B, S, H, K], with H a multiple of G. Query head h uses kv head h // (H // G).
@@ -175,15 +175,16 @@ def attention(
       mask: which keys of its segment a query attends to.
       softcap: replaces each score by softcap * tanh(score / softcap) before masking (Gemma 2). `None` means no cap.
       segment_ids: integers [B, S]; a query attends only to keys of its own segment. `None` means one segment.
-      kv_segment_ids: the same of the keys [B, T], with kind="cross". Segment 0 is padding: no query attends to it. The
-        output of a query whose segment has no key is 0.
-      prefix_ids: integers [B, S], with kind="prefix". Tokens of a segment with the same id see each other; 0 is not a
-        prefix.
+      kv_segment_ids: the segments of the keys [B, T], with kind="cross". Segment 0 is padding: no query attends to it.
+        The output of a query whose segment has no key is 0.
+      prefix_ids: integers [B, S], with kind="prefix". Tokens of a segment with the same id attend to each other. 0
+        means that a token is not in a prefix.
       bias: is added to the scores before the cap; its table has a column for each query head. `None` means no bias.
-      sinks: a score of each query head [H], float32, for nothing: it takes part in the softmax and has no value, so
-        that the weights of the keys sum to less than 1 (gpt-oss). `None` means none.
-      max_documents: most segments of a row; `None` means that it is not known. Only "cudnn" needs it, and segments of
-        contiguous tokens. With other rows its first output of each row is NaN.
+      sinks: one more score for each query head [H], float32. It takes part in the softmax but has no value, so that the
+        weights of the keys sum to less than 1 (gpt-oss). `None` means none.
+      max_documents: maximum number of segments in a row. `None` means that it is not known. Only "cudnn" needs this
+        number, and needs every segment to be contiguous. If the rows do not fit, "cudnn" makes the first output of each
+        row NaN.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
@@ -219,12 +220,12 @@ def cached_attention(
     concatenated to the cache or copied.
 
     Args:
-      q: queries of the tokens [B, S, H, K].
+      q: queries of the newest tokens [B, S, H, K].
       k: keys of the tokens [B, S, G, K].
       v: values of the tokens [B, S, G, K].
       keys: cached keys in T slots [B, G, K, T]: a matmul over K reads them in this order without a transpose.
       values: cached values [B, G, T, K].
-      distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
+      distance: tokens from the token in each slot to the first of the newest tokens [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
       bias: see `attention`; its positions are ignored, because `distance` gives the positions of the cached tokens.
       sinks: see `attention`.

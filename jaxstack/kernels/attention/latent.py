@@ -37,7 +37,7 @@ def cached_latent_attention(
       key: rotated keys of the tokens [B, S, R].
       keys: cached rotated keys [B, R, T].
       latents: cached latents [B, T, L].
-      distance: number of tokens from the token of each slot to the first of these [B, T]. 0 or less masks the slot.
+      distance: tokens from the token in each slot to the first of the newest tokens [B, T]. 0 or less masks the slot.
       scale, window, softcap: see `attention`.
     """
     new = jnp.arange(q.shape[1])

@@ -33,7 +33,7 @@ def find(path: str, name: str) -> Generator:
 
     Args:
       path: as the configuration has it, for errors.
-      name: of the task.
+      name: name of the task.
 
     Raises:
       ConfigError: the package is not installed, or has no such task.

@@ -37,7 +37,7 @@ def scaled(make: Callable[[Objective], Share], objective: Objective, ctx: Contex
 
     Args:
       make: builds the share of an objective.
-      objective: of the run. All of its terms are multiplied, and the losses of the model itself.
+      objective: objective of the run. All of its terms are multiplied, and the losses of the model itself.
       ctx: execution context. A batch of the share has `loss_scale`, see `with_scale`.
     """
     extras = objective.extras
@@ -81,7 +81,7 @@ def with_loss_scale(step: TrainStep, cfg: LossScaleConfig, objective: Objective)
     Args:
       step: without a scale of its own.
       cfg: how long the scale stays.
-      objective: of the step.
+      objective: objective of the step.
     """
 
     def scaled_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -117,7 +117,7 @@ def estimate(sums: Mapping[str, jax.Array], grad_norm: jax.Array) -> dict[str, j
     Average both over steps before you divide them. With fewer than two small batches they are not finite.
 
     Args:
-      sums: of the step, from `assemble.make_gradients`.
+      sums: sums of the step, from `assemble.make_gradients`.
       grad_norm: norm of the gradient of the whole batch.
     """
     count = sums["small_batches"]

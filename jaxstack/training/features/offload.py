@@ -50,7 +50,7 @@ def groups(spec: Spec) -> list[Spec]:
     A group has parameters that follow each other, with at most as many elements as the largest parameter has.
 
     Args:
-      spec: of the trained parameters.
+      spec: declarations of the trained parameters.
     """
     sizes = {path: prod(p.shape) for path, p in flat_spec(spec).items()}
     largest = max(sizes.values())

@@ -33,7 +33,7 @@ def pipeline_fns(
     Args:
       ctx: execution context of the parameters as they are stored.
       split: see `PipelineConfig.split`.
-      totals: of the global batch.
+      totals: totals of the global batch.
     """
     model = families.of(cfg)
     stacks = model.layers(cfg)

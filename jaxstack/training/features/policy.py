@@ -61,7 +61,7 @@ def sums_of(rl: RLConfig, log_probs: jax.Array, batch: Batch) -> Sums:
     """Returns the sum of each term of the objective.
 
     Args:
-      log_probs: of the targets under the model that learns [B, S].
+      log_probs: log-probabilities of the targets under the model that learns [B, S].
       batch: `_NAMES`, and `reference_log_probs` with a reference.
     """
     mask = batch["loss_weights"]

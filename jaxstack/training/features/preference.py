@@ -110,7 +110,7 @@ def measure_scores(preference: PreferenceConfig, scores: Sides, margin: jax.Arra
     """Returns what `measure` returns, for a reward model.
 
     Args:
-      scores: of the completions.
+      scores: scores of the completions.
       margin: how much higher the score of the chosen completion should be [B, S/n].
     """
     return _logged(scores) | {"preference": losses.reward_pair(*scores, margin, center=preference.center)}
@@ -122,7 +122,7 @@ def measure(
     """Returns the loss of each pair, and what is logged of it, by the names of the objective's terms.
 
     Args:
-      log_probs: of the completions.
+      log_probs: log-probabilities of the completions.
       tokens: number of tokens of the completions.
       reference: log-probabilities under the reference. `None` means that the loss has none.
     """

@@ -40,7 +40,7 @@ class Watched:
 
     Attributes:
       model: the model.
-      names: of the values, without the index of the layer.
+      names: names of the values, without the index of the layer.
     """
 
     model: ModelConfig
@@ -123,7 +123,7 @@ def all_names(cfg: ModelConfig, arrays: BatchSpec, dtype: str) -> dict[str, str]
     One abstract forward pass on one device gives the names of activations. Nothing is computed.
 
     Args:
-      dtype: of activations.
+      dtype: dtype of activations.
     """
     ctx = Context(dtype=jnp.dtype(dtype), observer=Watcher(frozenset(TAPS)))
     model = families.of(cfg)
@@ -151,9 +151,9 @@ def watched_of(model: ModelConfig, patterns: Sequence[str], keys: DataConfig, dt
 
     Args:
       model: has the values that patterns name.
-      patterns: of `debug.watch`.
+      patterns: patterns of `debug.watch`.
       keys: the shape of a batch.
-      dtype: of activations.
+      dtype: dtype of activations.
 
     Raises:
       ConfigError: a pattern matches no name.

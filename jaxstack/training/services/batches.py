@@ -38,7 +38,7 @@ class Batches:
         Args:
           rows: what the loader has read for this step.
           params: the parameters before the step.
-          index: of the batch.
+          index: index of the batch.
           timer: for work that is not a step.
         """
         return self.loader.to_devices(rows), {}

@@ -47,7 +47,7 @@ class Machine:
       host: name of the machine.
       devices: number of JAX's devices of this process.
       kind: JAX's name of these devices.
-      versions: of Python, of the libraries, and of the platform with its driver.
+      versions: versions of Python, of the libraries, and of the platform with its driver.
       clock: seconds of its clock, which all processes read at the same time.
       free: bytes that are free on the disk of `run.dir`.
       bandwidth: bytes/s that each device sends in an all-reduce among the devices of this process; 0 for one device.
@@ -160,7 +160,7 @@ def faults(machines: Sequence[Machine], devices: int | None, needed: int) -> lis
     """Returns two sentences for each machine with which the run would fail: what is wrong, and what to do.
 
     Args:
-      machines: of all processes, in their order.
+      machines: machines of all processes, in their order.
       devices: number of devices that the mesh needs; None if it takes what is there.
       needed: bytes of a checkpoint.
     """
@@ -202,7 +202,7 @@ def slow(machines: Sequence[Machine], bandwidth: float, expected: float) -> list
     """Returns two sentences for each wrong clock, and for links that are much slower than the data sheet says.
 
     Args:
-      machines: of all processes, in their order.
+      machines: machines of all processes, in their order.
       bandwidth: bytes/s of an all-reduce among all devices; 0 for one device.
       expected: bytes/s of the data sheet for it; 0 if there is none.
     """

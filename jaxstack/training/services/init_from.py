@@ -298,7 +298,7 @@ def open_reference(cfg: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, c
 
     Args:
       cfg: the resolved configuration of the run that learns.
-      tokenizer: of its data.
+      tokenizer: tokenizer of its data.
       mesh: its mesh.
       ctx: its execution context.
 
@@ -380,8 +380,8 @@ def read_frozen(
       cfg: the resolved configuration of the run.
       key: the key that names the model, for errors.
       folder: run or Hugging Face folder.
-      tokenizer: of the run's data.
-      mesh: of the run.
+      tokenizer: tokenizer of the run's data.
+      mesh: mesh of the run.
 
     Raises:
       ConfigError: the model cannot be read, or it does not suit the run.

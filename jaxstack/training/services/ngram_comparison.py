@@ -25,11 +25,11 @@ def compare_with_ngrams(
     is nothing to compare with, and a line says why.
 
     Args:
-      steps: of the run.
+      steps: number of steps of the run.
       keeps_documents: see `DataConfig.keeps_documents`.
       dataset: what the run was trained on.
-      loader: of its batches.
-      records: of its log.
+      loader: loader of its batches.
+      records: records of its log.
       write: adds a record to the log.
     """
     tokenizer = dataset.tokenizer

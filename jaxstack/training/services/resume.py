@@ -20,7 +20,7 @@ class Resume:
 
     Attributes:
       saved: folder of its checkpoints.
-      layout: of the state in a checkpoint.
+      layout: layout of the state in a checkpoint.
     """
 
     def __init__(self, setup: Setup) -> None:
