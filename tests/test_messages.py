@@ -85,6 +85,30 @@ def test_docstrings_say_the_shapes_of_arrays():
     assert not without, "say the shape, such as [B, S]:\n" + "\n".join(without)
 
 
+ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
+SECTION = re.compile(r"(?:Returns|Yields|Args|Attributes|Raises):")
+
+
+def texts_above_lists(docstring: str) -> Iterator[str]:
+    """Yields lines of text that a list follows at once: the site would show it as a part of the sentence."""
+    for paragraph in docstring.split("\n\n"):
+        lines = [line for line in paragraph.split("\n") if not SECTION.fullmatch(line.strip())]
+        begin = next((i for i, line in enumerate(lines) if ITEM.match(line)), 0)
+        if begin:
+            yield lines[begin - 1].strip()
+
+
+def test_lists_in_docstrings_begin_after_an_empty_line():
+    assert [*texts_above_lists("Returns a:\n- b.\n- c.")] == ["Returns a:"]
+    assert [*texts_above_lists("Returns a:\n\n- b.\n  c.\n\nReturns:\n  - d.\n  - e.")] == []
+    wrong = []
+    for path, _ in public_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                wrong += [f"{path.name}: {line}" for line in texts_above_lists(ast.get_docstring(node) or "")]
+    assert not wrong, "\n".join(wrong)
+
+
 class Message(NamedTuple):
     """The text of an error as the code writes it, with `{...}` for what is filled in."""
 

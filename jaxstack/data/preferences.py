@@ -417,6 +417,7 @@ class PreferenceWindows:
 
         Returns:
           Arrays [B, S]:
+
           - `tokens` and `targets`, int32: the targets are the tokens that follow.
           - `segment_ids`, int32: odd for chosen conversations, and one more for the rejected ones; 0 for padding.
           - `positions`, int32: they count from 0 in each conversation.

@@ -550,6 +550,7 @@ def batches(
 
     Returns:
       Batches of [B, S] arrays:
+
       - `tokens`, int32.
       - `targets`, int32: the tokens one position later.
       - `loss_weights`, float32: 0 for a target in another document than its token (with packing), outside the answers

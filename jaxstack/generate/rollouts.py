@@ -548,6 +548,7 @@ def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) 
 
     Returns:
       Arrays [B, S]:
+
       - `tokens` and `targets`, int32: the targets are the tokens that follow.
       - `loss_weights`, float32: 1 where the target is of the completion, and not of a tool's result.
       - `row_weights`, float32: 1 at the first position.

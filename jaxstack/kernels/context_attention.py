@@ -78,6 +78,7 @@ def context_attention(
     """Returns the attention of this shard's queries to the full sequence: [B, S, H, K] in q's dtype.
 
     Values of `method`:
+
       - "ring" sends keys and values round the devices. Each device merges the partial results by the log-sum-exp (Liu
         et al. 2023, arXiv:2310.01889). It saves q, k, v, output and log-sum-exp of this shard. The backward pass sends
         keys and values round again, together with their gradients. It skips pairs that the causal mask hides, except

@@ -45,6 +45,7 @@ def cross_entropy(
     The likelihood is softmax(x @ head).
 
     Implementations:
+
       - "xla" has all B x S x V logits in memory.
       - "chunked" has the logits of one chunk of tokens in memory. It computes the gradients of x and head from them in
         the forward pass, so it computes every logit once (Liger Kernel, Hsu et al. 2024, section 3.2).

@@ -65,6 +65,7 @@ def grouped_matmul(
     """Multiplies the first sizes[0] rows of x with w[0], the next sizes[1] with w[1], and so on.
 
     Implementations:
+
       - "ragged" is `lax.ragged_dot`. On TPU it is a kernel. XLA:CPU and XLA:GPU compute it as a matmul of all rows with
         every expert (docs/kernels.md).
       - "grouped" loops over tiles of rows. Its work is proportional to the rows, plus at most a small tile per expert.

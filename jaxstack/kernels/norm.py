@@ -35,6 +35,7 @@ def rms_norm(
     """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019), in x's dtype.
 
     Implementations:
+
       - "xla" is the definition.
       - "custom_vjp" has a hand-written gradient. It saves x and one number per row. With autodiff, XLA:CPU would
         materialize the broadcast scale and the normalized x.

@@ -88,6 +88,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
 
     Args:
       batch: `tokens` [B, S], and optional arrays, each [B, S] unless another shape is given:
+
         - `positions`: position of each token within its document. By default its position within the row.
         - `segment_ids`: document of each token. By default a row is one document.
         - `distance`: with a cache, for each block of a step, see `layers.attention`.

@@ -132,8 +132,8 @@ def trip_count(loop: Instruction, computations: Computations, known: Mapping[str
 
     The sources are, in this order: XLA's note, the known count of the loop's scope, and a condition `i < constant`,
     which may be in a fusion, with the start and the step of its counter. XLA drops its note from a loop that it
-    pipelines, and may start it later. It notes none for the loop of a collective matmul, which on TPUs is unrolled by
-    2. Within a derivative, JAX writes a scope as `jvp(scope)`.
+    pipelines, and may start it later. It notes none for the loop of a collective matmul, which on TPUs is unrolled
+    twice. Within a derivative, JAX writes a scope as `jvp(scope)`.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))

@@ -22,6 +22,7 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
     """Shards every array of a model, an optimizer state or a whole train state by the rules. Values do not change.
 
     It accepts these trees, and returns the same type:
+
       - A plain tree of arrays (dicts, lists, dataclasses, optax states, `flax.training.train_state.TrainState`).
       - Linen variables. The names of `nn.Partitioned` and `nn.LogicallyPartitioned` boxes are read; boxes are kept.
       - An nnx module, `nnx.Optimizer`, `nnx.State`, or a tree of them. The names in `out_sharding` of a variable are
@@ -31,6 +32,7 @@ def shard(tree: PyTree, rules: Rules, mesh: Mesh, *, like: PyTree = None) -> PyT
       - Tracers inside `jax.jit`. The sharding becomes a constraint on them.
 
     The first of these that applies to an array decides its sharding:
+
       1. The array belongs to an optimizer and *follows a parameter*: its path ends with the parameter's path, and both
         have the same shape. The parameters are the ones of `like`. In a train state, which is a tree with `params` (or
         `model`) beside `opt_state`, they are found without `like`. If the array has an annotation that differs from

@@ -159,6 +159,7 @@ def attention(
     values are padded with zeros.
 
     Implementations:
+
       - "xla" has all S x S scores in memory.
       - "chunked" has the scores of one chunk in memory, which is linear in S. It saves only the output and the
         log-sum-exp, and recomputes the scores in the backward pass. It skips keys that the causal mask or the window

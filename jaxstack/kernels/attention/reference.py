@@ -26,6 +26,7 @@ class AttentionMask:
     """Which keys of its segment a query attends to, as far as that is known before tracing.
 
     Values of `kind`:
+
       - "causal": its own token and earlier ones.
       - "full": all.
       - "prefix": its own token, earlier ones, and those with its own `prefix_ids`, unless they are 0. The tokens of a
