@@ -117,7 +117,8 @@ def in_lines(message: str, advice: str = "") -> list[str]:
     """
     end = _END.search(message)
     if not advice and end is not None:
-        message, advice = message[: end.start() + 1], message[end.end() :]
+        advice = message[end.end() :]
+        message = message[: end.start() + 1]
     return [one_line(part) for part in (message, advice) if part]
 
 

@@ -87,8 +87,11 @@ def to_svg(axes: "Axes", readings: Sequence[Reading]) -> str:
 def _group(axes: "Axes", readings: Sequence[Reading], strip: Strip) -> str:
     figure = axes.get_figure(root=True)
     assert figure is not None
-    width, height = figure.bbox.width, figure.bbox.height
-    left, right, top, bottom = axes.bbox.x0, axes.bbox.x1, height - axes.bbox.y1, height - axes.bbox.y0
+    width = figure.bbox.width
+    height = figure.bbox.height
+    middle = (axes.bbox.x0 + axes.bbox.x1) / 2
+    top = height - axes.bbox.y1
+    bottom = height - axes.bbox.y0
 
     def pixel(step: float, value: float = 0.0) -> tuple[float, float]:
         x, y = axes.transData.transform((step, value))
@@ -107,7 +110,7 @@ def _group(axes: "Axes", readings: Sequence[Reading], strip: Strip) -> str:
     (first, _), (at, _), (end, _) = map(pixel, strip[:3])
     text = [f"step {strip.step:,.0f}", *(line for _, line in lines)]
     wide = LETTER * max(map(len, text)) + 26
-    x = at + 10 if at < (left + right) / 2 else at - 10 - wide  # on the side that has more room
+    x = at + 10 if at < middle else at - 10 - wide  # on the side that has more room
     x = min(max(x, 0.0), width - wide)
     rows = "".join(
         f'<text style="font-size: 12px; text-anchor: start;" x="{x + 18:.0f}" y="{top + LINE * (i + 1):.0f}">'

@@ -164,7 +164,7 @@ def test_a_format_that_is_not_the_files(tmp_path):
         (f"{own}.bin", "nanogpt", r"has the format jaxstack"),
         (own, "megatron", r"has the format jaxstack"),
         (llmc, "megatron", r"has the format llmc"),
-        (tmp_path / "raw.bin", "jaxstack", r"If another program wrote the ids, name their format with data\.format"),
+        (tmp_path / "raw.bin", "jaxstack", r"To train on ids of another program, set data\.format"),
         (tmp_path / "raw.bin", "llmc", r"begins with 65536 and 196610, but a file of data\.format=llmc begins with"),
         (tmp_path / "raw.bin", "megatron", r"raw\.idx does not exist"),
         (tmp_path / "a.npy", "jaxstack", r"a\.npy has the format nanogpt"),

@@ -156,7 +156,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line, message):
 
 
 def test_files_that_hold_nothing(tmp_path):
-    with pytest.raises(ConfigError, match=r"is not a file\. Give a file with one conversation"):
+    with pytest.raises(ConfigError, match=r"is not a file\. Give a file with .*one conversation"):
         list(read_conversations(str(tmp_path)))
     with pytest.raises(ConfigError, match="has no conversations"):
         list(read_conversations(write(tmp_path / "a.jsonl", "", "")))
