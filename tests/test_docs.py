@@ -52,7 +52,7 @@ class Command(NamedTuple):
     @property
     def mistake(self) -> str:
         """Returns the error that the page shows, or an empty string."""
-        return self.output[0].partition(": error: ")[2] if self.output else ""
+        return " ".join(self.output).partition(": error: ")[2]
 
     @property
     def words(self) -> list[str]:

@@ -183,9 +183,8 @@ def attention(
       bias: is added to the scores before the cap; its table has a column for each query head. `None` means no bias.
       sinks: one more score for each query head [H], float32. It takes part in the softmax but has no value, so that the
         weights of the keys sum to less than 1 (gpt-oss). `None` means none.
-      max_documents: maximum number of segments in a row. `None` means that it is not known. Only "cudnn" needs this
-        number, and needs every segment to be contiguous. If the rows do not fit, "cudnn" makes the first output of each
-        row NaN.
+      max_documents: maximum number of segments in a row, which only "cudnn" needs; `None` means unknown. Each segment
+        must then be contiguous. If the rows do not fit, "cudnn" makes the first output of each row NaN.
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Raises:
