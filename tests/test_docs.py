@@ -501,6 +501,20 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
         )
 
 
+def test_code_on_the_site_breaks_between_its_words():
+    pytest.importorskip("mkdocs", reason="needs the extra [docs]")
+    show = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))["on_page_content"]
+    assert show("<code>a/b_c --mesh.data=8,9</code>") == (
+        '<code>a/<wbr>b_<wbr>c <span class="flag">--mesh.data=</span>8,<wbr>9</code>'
+    )
+    for same in (
+        "<code>a/__init__.py</code>",
+        "<pre><code>a/b --mesh.data=8</code></pre>",
+        "<tr>\n<td><code>a/b</code>",
+    ):
+        assert show(same) == same
+
+
 def test_the_code_of_the_readme_runs():
     """Its first block has assertions."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)

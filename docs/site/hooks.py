@@ -22,19 +22,23 @@ MADE = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 STYLE = """\
 .md-typeset table:not([class]) { font-size: 0.7rem; }
 .md-typeset td:first-child code, .md-typeset code .flag { white-space: nowrap; }
+.md-typeset th code, .md-typeset td code { word-break: normal; }
 .md-typeset img { background: #fff; }
 .md-typeset h1, .md-typeset .doc-heading { overflow-wrap: anywhere; }
 @media screen and (max-width: 44.9375em) {
   .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { padding: 0.5em 0.6em; min-width: 3.5rem; }
   .md-typeset table:not([class]) td:last-child { min-width: 8rem; }
-  .md-typeset td code { word-break: normal; }
 }
 """
 """Pictures have a white background; names of the library may be long. On a phone, you scroll a table that is wide, and
-its last column keeps room for a sentence. A flag is never broken behind its hyphens."""
+its last column keeps room for a sentence. A flag is never broken behind its hyphens, and code of a table only between
+its words."""
 
-FLAG = re.compile(r"(?<![\w-])--?\w[\w.]{0,22}=?")
+FLAG = re.compile(r"(?<![\w-])(--?\w[\w.]{0,22}=?)")
 """A flag in code, up to its value: a wide table may break the value."""
+
+WORD = re.compile(r"(?<!_)([/_.,=])(?=[A-Za-z0-9])")
+"""The end of a word of code, after which a line may break."""
 
 GROUPS = {
     "Models": ["models", "moe", "kernels", "generate", "hf"],
@@ -152,9 +156,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps each flag in one line, in code that is not a block."""
+    """Keeps each flag in one line, in code that is not a block, and lets other code break between its words."""
 
     def marked(match: re.Match[str]) -> str:
-        return "<code>" + FLAG.sub(r'<span class="flag">\g<0></span>', match[1]) + "</code>"
+        if match[1] is None:  # a block, or the first column of a table
+            return match[0]
+        parts = FLAG.split(match[1])  # flags are every second part
+        parts[::2] = [WORD.sub(r"\1<wbr>", part) for part in parts[::2]]
+        parts[1::2] = [f'<span class="flag">{flag}</span>' for flag in parts[1::2]]
+        return f"<code>{''.join(parts)}</code>"
 
-    return re.sub(r"<code>([^<]*)</code>", marked, html)
+    return re.sub(r"<pre.*?</pre>|<tr>\s*<td>\s*<code>[^<]*</code>|<code>([^<]*)</code>", marked, html, flags=re.S)
