@@ -41,7 +41,10 @@ def test_32_clients_and_the_end_by_a_signal(run):
     server, port = serve.start(str(run), "--rows=4", "--sample.temperature=0")
     try:
         load = serve.Load(port, requests)
-        load.run(32, 5)
+        for _ in range(20):  # on a busy machine, five seconds are few answers
+            load.run(32, 5)
+            if load.answers > 32 and load.left:
+                break
         assert (load.wrong, load.lost) == ([], [])
         assert load.answers > 32
         assert load.left
