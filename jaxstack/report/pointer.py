@@ -85,10 +85,8 @@ def to_svg(axes: "Axes", readings: Sequence[Reading]) -> str:
 
 
 def _group(axes: "Axes", readings: Sequence[Reading], strip: Strip) -> str:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    width = figure.bbox.width
-    height = figure.bbox.height
+    width = axes.figure.bbox.width
+    height = axes.figure.bbox.height
     middle = (axes.bbox.x0 + axes.bbox.x1) / 2
     top = height - axes.bbox.y1
     bottom = height - axes.bbox.y0
