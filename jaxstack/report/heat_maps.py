@@ -31,7 +31,7 @@ class HeatMap(NamedTuple):
       name: name of the value, with `*` for the layer.
       statistic: one of `WORDS`.
       layers: indices of the rows; empty for a value outside of layers, which has one row.
-      steps: number of steps of the columns.
+      steps: step of each column.
       values: values [layers, steps], with NaN where there is no value.
     """
 
