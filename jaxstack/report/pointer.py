@@ -17,7 +17,9 @@ LINE = 16
 LETTER = 7.7
 """Pixels of a letter at most, in DejaVu Sans at 12 pixels, which is wider than other fonts."""
 LONGEST = 30
-"""Maximum number of letters of a line."""
+"""Maximum number of letters of a line: of a name, a space, and a value."""
+NAME = 18
+"""Maximum number of letters of a name. Values have at most 11 letters."""
 
 
 class Reading(NamedTuple):
@@ -66,13 +68,16 @@ def strips(readings: Sequence[Reading], last: float, most: int) -> list[Strip]:
     return [Strip(first, step, end) for (first, end), step in zip(pairwise(edges), shown, strict=True)]
 
 
-def value_at(reading: Reading, strip: Strip) -> float | None:
-    """Returns the value at the step of a strip, or else at the nearest step within the strip; `None` if it has none."""
+def point_at(reading: Reading, strip: Strip) -> tuple[float, float] | None:
+    """Returns the step and the value of the point that is nearest to the step of a strip.
+
+    `None` means that the curve has no point within the strip.
+    """
     within = np.flatnonzero((strip.first <= reading.steps) & (reading.steps <= strip.last))
     if not within.size:
         return None
     nearest = within[np.abs(reading.steps[within] - strip.step).argmin()]
-    return float(reading.values[nearest])
+    return float(reading.steps[nearest]), float(reading.values[nearest])
 
 
 def to_svg(axes: "Axes", readings: Sequence[Reading]) -> str:
@@ -98,11 +103,11 @@ def _group(axes: "Axes", readings: Sequence[Reading], strip: Strip) -> str:
     points = ""
     lines: list[tuple[str, str]] = []
     for reading in readings:
-        value = value_at(reading, strip)
-        if value is None:
+        point = point_at(reading, strip)
+        if point is None:
             continue
-        lines.append((reading.color, f"{shorten(reading.name, LONGEST - 12)} {format_reading(value)}"))
-        x, y = pixel(strip.step, value)
+        lines.append((reading.color, f"{shorten(reading.name, NAME)} {format_reading(point[1])}"))
+        x, y = pixel(*point)
         if top <= y <= bottom:
             points += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{reading.color}"/>'
     (first, _), (at, _), (end, _) = map(pixel, strip[:3])
@@ -110,19 +115,21 @@ def _group(axes: "Axes", readings: Sequence[Reading], strip: Strip) -> str:
     wide = LETTER * max(map(len, text)) + 26
     x = at + 10 if at < middle else at - 10 - wide  # on the side that has more room
     x = min(max(x, 0.0), width - wide)
+    high = LINE * len(text) + 7
+    y = max(min(top, height - high), 0.0)
     rows = "".join(
-        f'<text style="font-size: 12px; text-anchor: start;" x="{x + 18:.0f}" y="{top + LINE * (i + 1):.0f}">'
+        f'<text style="font-size: 12px; text-anchor: start;" x="{x + 18:.0f}" y="{y + LINE * (i + 1):.0f}">'
         f"{html.escape(line)}</text>"
         for i, line in enumerate(text)
     )
     colors = "".join(
-        f'<rect x="{x + 6:.0f}" y="{top + LINE * (i + 2) - 8:.0f}" width="7" height="7" fill="{color}"/>'
+        f'<rect x="{x + 6:.0f}" y="{y + LINE * (i + 2) - 8:.0f}" width="7" height="7" fill="{color}"/>'
         for i, (color, _) in enumerate(lines)
     )
     return (
         f'<g class="at"><rect class="hit" x="{first:.1f}" y="{top:.0f}" width="{end - first:.1f}" '
         f'height="{bottom - top:.0f}"/><path d="M{at:.1f} {top:.0f}V{bottom:.0f}"/>{points}'
-        f'<rect class="box" x="{x:.0f}" y="{top:.0f}" width="{wide:.0f}" height="{LINE * len(text) + 7}" rx="4"/>'
+        f'<rect class="box" x="{x:.0f}" y="{y:.0f}" width="{wide:.0f}" height="{high}" rx="4"/>'
         f"{colors}{rows}</g>"
     )
 

@@ -379,7 +379,7 @@ def summarize(run: LoggedRun) -> dict[str, str]:
         {
             "parameters": format_number(_last(run, "parameters"), ",.0f"),
             "tokenizer": MISSING if run.tokenizer is None else str(run.tokenizer),
-            "tokens seen": format_number(_tokens_seen(run, steps), ",.0f"),
+            "tokens seen": format_number(_tokens_seen(run), ",.0f"),
             "last step": f"{steps:,} of {planned:,}" if isinstance(planned, int) else f"{steps:,}",
             "ended": ends[-1]["event"] if ends and ends[-1] is run.records[-1] else "no end in the log",
             "last loss (nats per token)": format_number(losses[-1] if losses.size else None, ".4f"),
@@ -421,10 +421,29 @@ def _describe_objective(run: LoggedRun) -> dict[str, str]:
     return figures
 
 
-def _tokens_seen(run: LoggedRun, steps: int) -> float | None:
-    """Returns the tokens of all optimizer steps so far."""
-    size = [run.config.get(key) for key in ("data.batch_size", "data.seq_len")]
-    return float(steps * size[0] * size[1]) if isinstance(size[0], int) and isinstance(size[1], int) else None
+def _tokens_seen(run: LoggedRun) -> float | None:
+    """Returns the tokens of all optimizer steps so far, with padding. Steps that were rolled back do not count.
+
+    A line says the size of its batches, which a resumed run may change. Lines that do not say it have the size of the
+    configuration.
+    """
+    configured = _product(run.config.get("data.batch_size"), run.config.get("data.seq_len"))
+    steps = [0]
+    seen = [0.0]
+    for record in run.training:
+        while steps[-1] >= record["step"]:  # work that was lost, and is repeated from here
+            steps.pop()
+            seen.pop()
+        size = _product(record.get("tokens_per_s"), record.get("step_time_s")) or configured
+        if size is None:
+            return None
+        seen.append(seen[-1] + (record["step"] - steps[-1]) * round(size))
+        steps.append(record["step"])
+    return seen[-1]
+
+
+def _product(a: object, b: object) -> float | None:
+    return a * b if _finite(a) and _finite(b) else None
 
 
 def _last(run: LoggedRun, key: str) -> float | None:

@@ -44,7 +44,26 @@ mistakes(
     ("names.count(path.name) == 1", "names.count(path.name) >= 1"),
     ("if len(set(row)) > 1}", "if len(row) > 1}"),
     ("total // size:,} {unit} {total % size // part}", "total // size:,} {unit} {total // part}"),
+    ('while steps[-1] >= record["step"]', 'while steps[-1] > record["step"]'),
+    ('(record["step"] - steps[-1]) * round', 'record["step"] * round'),
 )
+
+mistakes(
+    "report", "report/pointer.py", "report/test_pointer.py",
+    ("sorted(zip(place, counts, steps, strict=True))", "sorted(zip(place, 0 * counts, steps, strict=True))"),
+    ("np.minimum(steps * most // (last or 1), most - 1)", "steps * most // (last or 1)"),
+    ("edges = [0.0, *", "edges = [shown[0], *"),
+    ("np.abs(reading.steps[within] - strip.step).argmin()", "-1"),
+    ("x, y = pixel(*point)", "x, y = pixel(strip.step, point[1])"),
+    ("if top <= y <= bottom:", "if top <= y:"),
+    ("if top <= y <= bottom:", "if y <= bottom:"),
+    ("x = min(max(x, 0.0), width - wide)", "x = min(x, width - wide)"),
+    ("x = min(max(x, 0.0), width - wide)", "x = max(x, 0.0)"),
+    ("y = max(min(top, height - high), 0.0)", "y = top"),
+    ("{html.escape(line)}</text>", "{line}</text>"),
+    ("front = (letters - 1) // 2", "front = letters // 2 + 1"),
+    ("1e3 <= abs(value) < 1e9", "1e3 <= value < 1e9"),
+)  # fmt: skip
 
 mistakes(
     "report", "tracking/jsonl.py", "tracking/test_metrics.py",

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 from test_report import LINES, checked, training, write
 
 from jaxstack.report import charts, comparison, page, pointer, runs
@@ -33,14 +35,57 @@ def test_a_long_log_has_no_more_strips_than_pixels_and_keeps_the_rare_values():
     assert found[0].first == 0
     assert found[-1].last == 5000
     assert all(a.last == b.first for a, b in pairwise(found))
-    assert [pointer.value_at(every[1], strip) for strip in found if strip.step in rare] == [3.0, 2.0, 1.0]
+    shown = [pointer.point_at(every[1], strip) for strip in found if strip.step in rare]
+    assert shown == list(zip(rare, [3.0, 2.0, 1.0], strict=True))
 
 
-def test_a_strip_shows_the_value_at_its_step_or_the_nearest_one_within():
+def test_a_strip_shows_the_point_at_its_step_or_the_nearest_one_within():
     curve = reading("a", [10, 20, 30], [1, 2, 3])
-    assert pointer.value_at(curve, pointer.Strip(15, 20, 31)) == 2
-    assert pointer.value_at(curve, pointer.Strip(21, 26, 31)) == 3
-    assert pointer.value_at(curve, pointer.Strip(31, 40, 50)) is None
+    assert pointer.point_at(curve, pointer.Strip(15, 20, 31)) == (20, 2)
+    assert pointer.point_at(curve, pointer.Strip(21, 26, 31)) == (30, 3)
+    assert pointer.point_at(curve, pointer.Strip(31, 40, 50)) is None
+
+
+def drawn_points(readings: list[pointer.Reading], steps: int, *, low: float, high: float) -> tuple[list, list]:
+    """Returns the circles of a chart with these curves, and the pixels of all points of the curves."""
+    figure = Figure(figsize=(4, 3))
+    axes = figure.add_subplot()
+    axes.set_xlim(0, steps)
+    axes.set_ylim(low, high)
+    FigureCanvasSVG(figure).draw()
+    height = figure.bbox.height
+    circles = re.findall(r'<circle cx="(.*?)" cy="(.*?)"', pointer.to_svg(axes, readings))
+    points = [axes.transData.transform(at) for each in readings for at in zip(each.steps, each.values, strict=True)]
+    return [(float(x), float(y)) for x, y in circles], [(x, height - y) for x, y in points]
+
+
+def test_points_of_runs_with_other_steps_are_at_their_own_steps():
+    """A strip has one step. A run that has no line for this step has a point beside it."""
+    every = [reading("a", list(range(7, 500, 7)), [1.0] * 71), reading("b", list(range(10, 500, 10)), [2.0] * 49)]
+    circles, points = drawn_points(every, 500, low=0, high=3)
+    assert len(circles) > 60
+    for circle in circles:
+        assert np.abs(np.subtract(points, circle)).max(1).min() <= 0.051, "circles are rounded to a tenth of a pixel"
+
+
+def test_a_value_beyond_the_limits_has_no_point():
+    circles, points = drawn_points([reading("a", [10, 20, 30, 40], [1, 9, 2, -9])], 40, low=0, high=3)
+    assert np.abs(np.subtract(circles, [points[0], points[2]])).max() <= 0.051
+
+
+def test_boxes_of_long_names_and_many_runs_are_within_the_picture(tmp_path):
+    """A box of long names is wider than half of a narrow chart, and a box of eight runs is as high as the chart."""
+    lines = [training(i) for i in range(1, 41)]
+    lines += [{"step": step, "eval_loss": 1.0} for step in (10, 20, 30, 40)]
+    found = runs.read_runs([write(tmp_path / f"{i} {'long ' * 8}", lines) for i in range(8)])
+    (losses,) = comparison.compare(found).charts
+    width, height = charts.NARROW
+    boxes = re.findall(r'class="box" x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"',
+                       charts.loss_chart(losses, charts.NARROW))  # fmt: skip
+    assert len(boxes) == 40
+    for x, y, wide, high in np.array(boxes, float):
+        assert 0 <= x <= x + wide <= width
+        assert 0 <= y <= y + high <= height
 
 
 def test_the_page_lists_the_values_of_each_step(tmp_path):
@@ -91,6 +136,10 @@ def test_several_runs_have_their_names_which_are_text(tmp_path):
         "a &lt;b&gt; 3",
     ]
     assert max(len(line) for line in re.findall(r"<text[^>]*>(x[^<]*)</text>", text)) <= pointer.LONGEST
+
+
+def test_a_long_name_is_shortened_in_its_middle():
+    assert [pointer.shorten("abcdefghij", letters) for letters in (10, 9, 4)] == ["abcdefghij", "abcd…ghij", "a…ij"]
 
 
 @pytest.mark.parametrize(

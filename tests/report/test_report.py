@@ -190,6 +190,19 @@ def test_the_figures_of_a_run_by_hand(tmp_path):
     assert runs.summarize(again)["last step"] == "50 of 40"
 
 
+def test_tokens_seen_count_each_step_with_the_batch_of_its_time(tmp_path):
+    """10 steps of 1,000 tokens, 10 of 2,000; the 10 that were lost are not counted."""
+    lines = [training(5, step_time_s=0.2), training(10, step_time_s=0.1), training(20, step_time_s=5.0)]
+    lines += [{"step": 10, "event": "resumed", "lost_s": 2.5, "down_s": 1.0}, training(20, step_time_s=0.1)]
+    (run,) = runs.read_runs([write(tmp_path / "run", lines)])
+    assert runs.summarize(run)["tokens seen"] == "30,000"
+    lines.append(training(30))  # without a size: the size of the configuration, which this one lacks
+    (run,) = runs.read_runs([write(tmp_path / "short", lines)])
+    assert runs.summarize(run)["tokens seen"] == "-"
+    (run,) = runs.read_runs([write(tmp_path / "whole", lines, CONFIG + "data: {batch_size: 3, seq_len: 100}\n")])
+    assert runs.summarize(run)["tokens seen"] == "33,000"
+
+
 def run_of(folder: Path, tokenizer: dict, *, nats: float, bits: float | None, **data: object) -> Path:
     """Writes a run of two steps with a tokenizer, one evaluation and the n-grams of its text."""
     lines = [
