@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxstack.report import page, runs
 
-SIZE = (1240, 1240)
+SIZE = (1240, 1208)
 POINTER = ".at:nth-last-of-type(23)"
 """The strip under the pointer: step 440 of 660, where a line has both losses."""
 

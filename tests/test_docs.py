@@ -501,6 +501,32 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
         )
 
 
+def nested_blocks(text: str) -> list[str]:
+    """Returns the lines of lists, tables and paragraphs within a list that have fewer than four spaces before them."""
+    parts = re.split(r"(^ *```.*?^ *```)", text, flags=re.M | re.S)
+    found = [line for part in parts[::2] for line in re.findall(r"(?<=\n\n) {1,3}\S.*|^ {1,3}(?:[-*]|\d+\.) .*", part, re.M)]
+    return found + [block.splitlines()[0] for block in parts[1::2] if re.match(r" {1,3}`", block)]
+
+
+def test_blocks_within_a_list_have_four_spaces():
+    """With fewer, the site's Markdown ends the list and shows what follows a table as rows of the table. GitHub does not
+    mind."""
+    assert nested_blocks("- a\n\n  | b |\n\n  ```\n  c\n  ```\n- d\n  more\n  - e\n\n    f") == [
+        "  | b |", "  - e", "  ```",
+    ]  # fmt: skip
+    found = {page.name: nested_blocks(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_cells_of_the_site_have_room_for_their_words():
+    pytest.importorskip("mkdocs", reason="needs the extra [docs]")
+    show = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))["on_page_content"]
+    cells = ["12", "one of eight devices", "what a step of the run sends, by mesh axis and collective"]
+    row = "".join(f'<td style="text-align: right;">{cell}</td>' for cell in cells)
+    assert re.findall(r'<td(?: class="(\w+)")?', show(f"<tr>{row}</tr>")) == ["", "words", "sentence"]
+    assert show("<td><code>a&lt;b</code></td>") == "<td><code>a&lt;b</code></td>"
+
+
 def test_code_on_the_site_breaks_between_its_words():
     pytest.importorskip("mkdocs", reason="needs the extra [docs]")
     show = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))["on_page_content"]

@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import sys
+from html import unescape
 from pathlib import Path
 from posixpath import join, normpath
 from typing import Any
@@ -27,12 +28,18 @@ STYLE = """\
 .md-typeset h1, .md-typeset .doc-heading { overflow-wrap: anywhere; }
 @media screen and (max-width: 44.9375em) {
   .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { padding: 0.5em 0.6em; min-width: 3.5rem; }
-  .md-typeset table:not([class]) td:last-child { min-width: 8rem; }
+  .md-typeset table:not([class]) td:last-child, .md-typeset table:not([class]) td.words { min-width: 8rem; }
+  .md-typeset table:not([class]) td.sentence { min-width: 12rem; }
+  .md-typeset p:has(> img:only-child) { overflow-x: auto; }
+  .md-typeset p > img:only-child { min-width: 32rem; }
 }
 """
-"""Pictures have a white background; names of the library may be long. On a phone, you scroll a table that is wide, and
-its last column keeps room for a sentence. A flag is never broken behind its hyphens, and code of a table only between
-its words."""
+"""Pictures have a white background; names of the library may be long. A flag is never broken behind its hyphens, and
+code of a table only between its words. On a phone, you scroll a wide table and a picture: cells keep room for their
+words, and the picture's letters can be read."""
+
+WORDS, SENTENCE = 18, 45
+"""Least letters of a cell that is `words` or a `sentence` to the style sheet."""
 
 FLAG = re.compile(r"(?<![\w-])(--?\w[\w.]{0,22}=?)")
 """A flag in code, up to its value: a wide table may break the value."""
@@ -131,8 +138,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Resolves links relative to the file in the repository, to pages of the site or to the repository."""
     here = page.file.src_uri
     source = MADE.get(here, join("docs", here))
-    # A badge that is a link keeps the text of its picture.
-    markdown = re.sub(r"\[!\[([^]]*)\]\(https?://[^)]*\)\]", r"[\1]", markdown)
+    # A badge that is a link keeps the text of its picture, in parentheses: it follows the name of a notebook.
+    markdown = re.sub(r"\[!\[([^]]*)\]\(https?://[^)]*\)\](\([^)]*\))", r"([\1]\2)", markdown)
 
     def target(match: re.Match[str]) -> str:
         text, link = match.groups()
@@ -156,7 +163,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps each flag in one line, in code that is not a block, and lets other code break between its words."""
+    """Keeps each flag in one line, in code that is not a block, and lets other code break between its words.
+
+    Cells of tables get a class that says how much room they need.
+    """
 
     def marked(match: re.Match[str]) -> str:
         if match[1] is None:  # a block, or the first column of a table
@@ -166,4 +176,11 @@ def on_page_content(html: str, **_: Any) -> str:
         parts[1::2] = [f'<span class="flag">{flag}</span>' for flag in parts[1::2]]
         return f"<code>{''.join(parts)}</code>"
 
-    return re.sub(r"<pre.*?</pre>|<tr>\s*<td>\s*<code>[^<]*</code>|<code>([^<]*)</code>", marked, html, flags=re.S)
+    def sized(match: re.Match[str]) -> str:
+        letters = len(unescape(re.sub(r"<[^>]*>", "", match[2])).strip())
+        if letters < WORDS:
+            return match[0]
+        return f'<td class="{"words" if letters < SENTENCE else "sentence"}"{match[1]}>{match[2]}</td>'
+
+    html = re.sub(r"<pre.*?</pre>|<tr>\s*<td>\s*<code>[^<]*</code>|<code>([^<]*)</code>", marked, html, flags=re.S)
+    return re.sub(r"<td((?: style=[^>]*)?)>(.*?)</td>", sized, html, flags=re.S)
