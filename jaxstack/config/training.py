@@ -315,7 +315,7 @@ class RLConfig:
     group: Annotated[int, Interval(2)] = 8
     """Completions of each prompt. It divides `data.batch_size`, which counts completions."""
     tokens: PositiveInt = 128
-    """Maximum number of tokens of a completion."""
+    """Maximum number of tokens of a completion, or of each turn if `rl.turns` is above 1."""
     turns: PositiveInt = 1
     """Maximum number of turns of a completion, of up to `rl.tokens` tokens each. Above 1, a turn may call `rl.tool`,
     whose result is the next message. The loss leaves the result out."""

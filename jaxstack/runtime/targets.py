@@ -196,7 +196,7 @@ def _yaml(values: dict[str, Any], *comment: str) -> str:
 def _xpk(job: Job) -> str:
     words = ["xpk", "workload", "create", f"--cluster={job.cluster}", f"--workload={job.name}"]
     words += [f"--tpu-type={job.machine}", f"--num-slices={job.nodes}", f"--docker-image={job.image}"]
-    codes = (Exit.NOT_JOINED, Exit.NOT_SAVED, Exit.PEER_LOST, Exit.STALLED, Exit.STOPPED)
+    codes = (1, *(code for code in Exit if code not in FINAL))  # 1 is an exception of Python
     words += [f"--termination-grace-period-seconds={SAVE_S}", f"--max-restarts={RESTARTS}"]
     words += [f"--restart-on-exit-codes={','.join(str(int(code)) for code in codes)}"]
     words += ["--spot"] if job.spot else []

@@ -57,7 +57,7 @@ class TableBytes(NamedTuple):
 
     Attributes:
       table: of the rows that it stores.
-      optimizer: optimizer of their sums.
+      optimizer: of the optimizer's sums of these rows.
       fetch: that it sends in `fetch`: ids, and rows for other devices.
       update: that it sends in `update`: gradients.
     """
