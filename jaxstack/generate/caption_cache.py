@@ -31,7 +31,7 @@ class CachedCaptions:
       vocabulary: number of ids that exist.
       first: slot of each row's start token [B].
       patches: patches of the pictures [B, S, P].
-      num_slots: T.
+      num_slots: number of slots T.
     """
 
     cfg: ModelConfig

@@ -238,7 +238,9 @@ def sample_texts(
     dataset: Dataset,
     ctx: Context,
 ) -> list[tuple[str, str]]:
-    """Returns the prompts of `sample`, or some of the held-out text, and their texts to the end of the document.
+    """Returns each prompt with its text: the prompt and its continuation, to the end of the document.
+
+    The prompts are `sample.prompts`, or `None` means beginnings of held-out text. Diffusion models have none.
 
     The model never reads more than it was trained on. If a prompt and its continuation exceed `seq_len` tokens, it
     reads the last `seq_len`.

@@ -1,6 +1,6 @@
 """Reads whole texts with an encoder: their embeddings, and the logits of all their tokens.
 
-Texts of a call share a length, one of few, so that few programs are compiled. Padding is a segment of its own.
+Texts of a call share one of few lengths, so that few programs are compiled. Padding is a segment of its own.
 Suffixes: N texts, B rows of a call, S slots, D width, V vocabulary or labels.
 """
 

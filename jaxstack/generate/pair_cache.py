@@ -35,7 +35,7 @@ class CachedPairs:
       vocabulary: number of ids that exist.
       first: slot of each input's first token [B].
       start: id that the decoder reads first.
-      num_slots: T.
+      num_slots: number of slots T.
     """
 
     cfg: ModelConfig

@@ -36,9 +36,9 @@ class Found(NamedTuple):
     Attributes:
       added: the tokens so far [R, N + G + 1].
       count: how many belong to the text [R].
-      going: whether there is more to come.
+      going: whether the text has not ended.
       rounds: number of forward passes of the model.
-      accepted: number of drafted tokens that it accepted.
+      accepted: number of drafted tokens that the model accepted.
     """
 
     added: PyTree
