@@ -62,7 +62,7 @@ def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, fl
     Args:
       text: the result of `jax.stages.Compiled.as_text()`.
       mesh: axes and sizes, the slowest axis first; devices are numbered in this order, as in `jax.sharding.Mesh`.
-      trip_counts: mean trip counts of loops whose counts XLA does not know, by the name scope of the loop; see
+      trip_counts: mean trip counts of loops for which the program states none, by the loop's name scope; see
         `Layout.trip_counts`.
 
     Raises:

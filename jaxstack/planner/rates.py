@@ -152,7 +152,7 @@ def _filled(size: float, tile: int) -> float:
 
 
 def family(c: Collective, of_weights: bool, inside: bool) -> str:
-    """Returns the kind of a collective: its axis for activations, and whether it leaves the host for weights.
+    """Returns the kind of a collective: for activations its axis; for weights, whether it leaves the host or slice.
 
     Args:
       of_weights: whether it sends weights or their gradients.

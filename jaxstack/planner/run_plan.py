@@ -42,7 +42,11 @@ class Machine:
     price: float | None
 
     def seconds(self, model: ModelConfig, keys: DataConfig, dtype: str, tokens: float) -> float:
-        """Returns the seconds that a model takes for this many tokens."""
+        """Returns the seconds that a model takes for this many tokens.
+
+        Args:
+          keys: the group `data` of the configuration.
+          dtype: `train.dtype`."""
         per_token = flops.flops_per_token(model, keys.seq_len, keys.target_length).full
         return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * (self.mfu or FIRST_MFU))
 
