@@ -47,7 +47,10 @@ class CachedCaptions:
         cls, cfg: ModelConfig, params: PyTree, ctx: Context, *, vocabulary: int, first: jax.Array, patches: jax.Array,
         num_slots: int,
     ) -> "CachedCaptions":  # fmt: skip
-        """Returns the model with its parameters cast, for rows with `first` [B] and `patches` [B, S, P]."""
+        """Returns the model with its parameters cast, for rows with `first` [B] and `patches` [B, S, P].
+
+        For the other arguments see the class.
+        """
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, vocabulary, first, patches, num_slots)
 

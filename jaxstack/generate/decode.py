@@ -111,7 +111,10 @@ def generate(
     seed: int = 0,
     **options: Unpack[GenerateOptions],
 ) -> Rows:
-    """Returns the prompts with their continuations. For several calls use `make_generate`, which compiles once."""
+    """Returns the prompts with their continuations. For several calls use `make_generate`, which compiles once.
+
+    `make_generate` describes the arguments.
+    """
     return make_generate(cfg, sample, **options)(params, prompts, seed)
 
 

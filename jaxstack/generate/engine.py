@@ -342,7 +342,10 @@ def is_stop(tokens: jax.Array, stop: Sequence[int]) -> jax.Array:
 
 
 def used_at_first(tokens: jax.Array, first: jax.Array, logits: jax.Array, repetition_penalty: float) -> jax.Array:
-    """Returns which tokens occur in each prompt, bool [B, V], or [B, 0] without a repetition penalty."""
+    """Returns which tokens occur in each prompt, bool [B, V], or [B, 0] without a repetition penalty.
+
+    `first` is the slot of each prompt's first token [B]; of `logits` [B, V] only the shape is read.
+    """
     rows, slots = tokens.shape
     if repetition_penalty == 1:
         return jnp.zeros_like(logits[:, :0], bool)

@@ -426,7 +426,8 @@ def places_of(layers: Sequence[Sequence[str]]) -> list[dict[str, int]]:
     """Returns, for each layer of a step, the index of each of its arrays among the step's arrays of the same name.
 
     Args:
-      layers: names of the arrays that each layer keeps."""
+      layers: names of the arrays that each layer keeps.
+    """
     counts: Counter[str] = Counter()
     found = []
     for names in layers:

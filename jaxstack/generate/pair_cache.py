@@ -52,7 +52,7 @@ class CachedPairs:
         cls, cfg: ModelConfig, params: PyTree, ctx: Context, *, gate: int | None, vocabulary: int, first: jax.Array,
         start: int, num_slots: int,
     ) -> "CachedPairs":  # fmt: skip
-        """Returns the model with its parameters cast, for rows with `first` [B]."""
+        """Returns the model with its parameters cast, for rows with `first` [B]. For the others see the class."""
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, gate, vocabulary, first, start, num_slots)
 

@@ -307,7 +307,8 @@ class Rollouts(Batches):
     def judge(self, params: Params, numbers: Sequence[int], group: int, key: tuple[int, ...]) -> list[list[Judged]]:
         """Returns `group` completions of each prompt with their rewards, given the numbers of prompts.
 
-        Random numbers depend on `key`."""
+        Random numbers depend on `key`.
+        """
         rl = self.cfg.rl
         rows = [self.prompts.rows[number] for number in numbers for _ in range(group)]
         ids = [one for one in self.prompts.ids_of(numbers) for _ in range(group)]

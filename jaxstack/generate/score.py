@@ -155,7 +155,8 @@ class Scorer:
     def slots(self, tokens: int) -> int:
         """Returns the length of the program that reads this number of tokens: `length`, or else 64, 128, 256 and so on.
 
-        A table of learned positions limits it."""
+        A table of learned positions limits it.
+        """
         if self.length is not None:
             return self.length
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None

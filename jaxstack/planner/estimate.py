@@ -107,7 +107,8 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
 def stores_reference(job: Job) -> bool:
     """Returns whether a run keeps the parameters of a second model as its reference.
 
-    A run that trains new adapters uses its own model without them, unless it names a reference."""
+    A run that trains new adapters uses its own model without them, unless it names a reference.
+    """
     aim = job.cfg.aim
     if aim is None or not aim.has_reference:
         return False
@@ -115,7 +116,10 @@ def stores_reference(job: Job) -> bool:
 
 
 def frozen_bytes(job: Job, counter: Counter = COUNTER) -> float:
-    """Returns the bytes of a device's part of a reference like the model: matrices have the compute dtype."""
+    """Returns the bytes of a device's part of a reference like the model: matrices have the compute dtype.
+
+    For `counter` see `memory`.
+    """
     spec = shards.flat_params(job.model.base, job.ctx)
     sizes = {path: counter.shaped(path, shards.stored_shape(p, job.ctx), p.axes) for path, p in spec.items()}
     cast = counter.named("matrices of the reference", sum(size for path, size in sizes.items() if spec[path].is_cast))

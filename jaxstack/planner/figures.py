@@ -251,7 +251,10 @@ def time_figures(job: Job, limits: ChipLimits, time: StepTime, work: Work | None
 
 
 def work_figure(name: str, ops: Iterable[Op], limits: ChipLimits, kernel: str) -> Figure:
-    """Returns the seconds of operations: seconds by the data sheet for each kind of work, times the fitted factors."""
+    """Returns the seconds of operations: seconds by the data sheet for each kind of work, times the fitted factors.
+
+    For `kernel` see `rates.work`.
+    """
     fitted = rates.rates()
     done: dict[str, float] = defaultdict(float)
     for op in ops:

@@ -110,7 +110,8 @@ def runs_of(computations: Computations, entry: str, known: Mapping[str, float]) 
     Args:
       computations: all computations of the program.
       entry: name of the computation where the program begins.
-      known: trip counts by scope, see `trip_count`."""
+      known: trip counts by scope, see `trip_count`.
+    """
     calls: dict[str, list[tuple[str, float]]] = {name: [] for name in computations}
     for name, instructions in computations.items():
         for i in instructions:

@@ -171,7 +171,12 @@ class Space:
         return tuple(remat for remat in LESS if remat != "none" or not self.cfg.train.offloads_residuals)
 
     def pipelines(self, sizes: Flags, accum: int) -> list[Flags]:
-        """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first."""
+        """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first.
+
+        Args:
+          sizes: sizes of the mesh.
+          accum: value of `train.grad_accum`.
+        """
         cfg = self.cfg
         stages = sizes["mesh.pipe"]
         if stages == 1:

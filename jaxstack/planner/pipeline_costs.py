@@ -208,7 +208,8 @@ def _part_seconds(job: Job, values: PyTree, batch: Batch) -> dict[str, float]:
 def stage_layout(keys: MeshConfig, gather: str, mesh: Mapping[str, int]) -> Layout:
     """Returns the layout of parameters on a mesh whose axes have these sizes; its devices need not exist.
 
-    `gather` is `pipeline.gather`."""
+    `gather` is `pipeline.gather`.
+    """
     devices = AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES)
     return Layout(devices, transformer(keys), gather=gather)  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ class Rates:
         return math.fsum(each * factors[kind] * (own if kind in MATMULS else 1.0) for kind, each in done.items())
 
     def of_op(self, op: Op, limits: ChipLimits, kernel: str = "") -> float:
-        """Returns the seconds of one run of an operation."""
+        """Returns the seconds of one run of an operation; for `kernel` see `work`."""
         return self.seconds(work(op, limits, kernel), limits)
 
 

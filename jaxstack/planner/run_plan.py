@@ -46,7 +46,8 @@ class Machine:
 
         Args:
           keys: the group `data` of the configuration.
-          dtype: `train.dtype`."""
+          dtype: `train.dtype`.
+        """
         per_token = flops.flops_per_token(model, keys.seq_len, keys.target_length).full
         return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * (self.mfu or FIRST_MFU))
 
