@@ -93,7 +93,7 @@ def params_of(cfg: ModelConfig, params: Params, branch: Branch) -> Params:
 
 
 def extract(cfg: ModelConfig, params: Params, branch: Branch) -> tuple[ModelConfig, Params]:
-    """Returns the model of a branch with the trunk, and its parameters. Its outputs are the same."""
+    """Returns the model of a branch with the trunk, and its parameters. The branch's outputs do not change."""
     layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), params["trunk"], params["branches"][branch])
     return model_of(cfg, branch), {**params_of(cfg, params, branch), "layers": layers}
 

@@ -54,7 +54,7 @@ def make_layout(
     """Builds the layout of a run on a mesh.
 
     Args:
-      keys: the group `mesh` of the configuration, of which the sharding rules and the partitioner are read.
+      keys: the group `mesh` of the configuration: rules, partitioner, context method and ZeRO are read.
       pipeline: the program of the stages. `None` means one stage.
       gather: when stages gather weights, `pipeline.gather`.
       reduce_dtype: dtype in which gradients are summed over devices.

@@ -220,7 +220,7 @@ def embed(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the residual stream before the first layer, and the side inputs of the first stack.
 
-    Without texts these are the patches [B, S/n, D] and `condition`; with texts the tokens [B, T/n, D] and none.
+    Without texts: the patches [B, S/n, D] and `condition`. With texts: the tokens [B, T/n, D] and no side inputs.
     """
     text = inputs.encoder
     if text is None:

@@ -215,7 +215,7 @@ class Kept:
 
 
 def keep(cfg: ModelConfig, small: ModelConfig, values: Params, kept: Kept) -> Params:
-    """Returns the parameters of the smaller model that some parts of a model make up.
+    """Returns the parameters of a smaller model, which consists of parts of a model.
 
     Where a factor on embeddings or on what the head reads depends on the width, parameters make up for its change.
 

@@ -5,7 +5,8 @@ module k - 1 (module 1: of the model), and the embedding of the k-th token after
 them, and one layer follows. The module has a last norm of its own, and shares embedding and head with the model. It
 predicts the token after the token that it embeds. Its loss is a second loss of a step; evaluations and texts omit it.
 
-The paper does not say whether a module reads the state before it with its last norm. `MtpModel` of transformers does.
+The paper does not say whether a module reads the state of the module before it, or the state's last norm. `MtpModel` of
+transformers reads the norm.
 
 Suffixes: B batch, S sequence, D width, K modules.
 """

@@ -243,7 +243,7 @@ def sample_texts(
 ) -> list[tuple[str, str]]:
     """Returns each prompt with its text: the prompt and its continuation, to the end of the document.
 
-    The prompts are `sample.prompts`, or `None` means beginnings of held-out text. Diffusion models have none.
+    Without `sample.prompts`, a decoder continues beginnings of held-out text. Other families then have no texts.
 
     The model never reads more than it was trained on. If a prompt and its continuation exceed `seq_len` tokens, it
     reads the last `seq_len`.

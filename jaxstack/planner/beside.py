@@ -108,7 +108,7 @@ def time_beside(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     - two with `rl.exact`: the first chooses tokens, the second scores them,
     - one for the trainer's log-probabilities, where the sampler's may differ.
 
-    With `rl.exact` the step also computes its forward pass again. A pipeline does not: `train.remat=full` does it.
+    With `rl.exact` the step also computes its forward pass again. In a pipeline, only `train.remat=full` does so.
 
     Args:
       time: time of the step.

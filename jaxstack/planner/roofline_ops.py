@@ -240,7 +240,7 @@ class OpBuilder:
         return again if condition else []
 
     def elementwise(self, name: str, elements: float, arrays: float, flops: float = 1) -> Op:
-        """Returns one pass that reads or writes a number of arrays in the compute dtype; `flops` counts an element."""
+        """Returns one pass over a number of arrays in the compute dtype, with `flops` FLOPs for each element."""
         size = self.itemsize * arrays * elements
         return Op(name, "pointwise", "pointwise", flops * elements, size, dtype=self.dtype)
 

@@ -72,7 +72,7 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
 
 
 def one_layer(ops: Iterable[Op]) -> list[Op]:
-    """Returns the operations of one layer on one microbatch, forward and backward, or of a mean layer."""
+    """Returns a layer's operations on one microbatch, forward and backward; with several kinds, a mean layer's."""
     layer = [op for op in ops if op.of_layer]
     runs: dict[str, float] = {}  # of the layers of each kind
     for op in layer:
