@@ -71,7 +71,7 @@ def make_generate(
       ctx: the execution context. `None` means one device.
 
     Raises (when run):
-      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
+      ConfigError: not a decoder; no prompt, an empty prompt, an id that does not exist, or more tokens than positions.
     """
     cfg = without_prediction(dropless(cfg))
     ctx = (ctx or Context()).whole_sequences()

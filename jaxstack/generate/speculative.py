@@ -105,8 +105,8 @@ class Speculation:
           at_once: whether all tokens come at once.
 
         Raises:
-          ConfigError: see `prompts.check_prompts`; a model has states; the text would exceed the draft's learned
-            positions; or the model cannot draft with its own module, see `prompts.require_modules`.
+          ConfigError: see `check` and `prompts.check_prompts`; a model has states; the text and a draft after it would
+            exceed the learned positions of either model; or see `prompts.require_modules`.
         """
         check(sample)
         if self.draft is None:

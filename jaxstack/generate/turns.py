@@ -94,6 +94,9 @@ class Turns:
           prompts: ids of the prompts.
           seed: seed of sampling.
           longest: number of positions of a row, which ends a completion without room for another turn.
+
+        Raises:
+          ConfigError: the tool raises an error or returns something other than a text; or see `between`.
         """
         texts = [[*prompt] for prompt in prompts]
         pieces: list[list[Completion]] = [[] for _ in prompts]

@@ -88,11 +88,7 @@ NO_IDS = SpecialIds()
 
 
 def from_json(where: str, values: object) -> Description:
-    """Returns the model that a `config.json` describes.
-
-    Args:
-      where: names the file in messages.
-      values: content of the file, from JSON.
+    """Returns the model that `values` of a `config.json` describe; `where` names the file in messages.
 
     Raises:
       ConfigError: an unknown family, or a key or value that jaxstack's model does not support.

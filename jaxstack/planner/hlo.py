@@ -95,6 +95,9 @@ def collectives_of(
       instructions: all of its computation.
       mesh: see `collectives`.
       computation: name of its computation.
+
+    Raises:
+      ValueError: its groups do not follow axes of the mesh.
     """
     kind = i.op.removesuffix("-start")
     if kind not in KINDS or i.op not in (kind, f"{kind}-start") or _continues(i, instructions):

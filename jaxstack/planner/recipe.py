@@ -13,9 +13,10 @@ from jaxstack.models import params
 from jaxstack.planner.scaling_law import BESIROGLU
 
 REFERENCE_BATCH = 2**19
+"""Tokens of a batch of nanochat's model of depth 12."""
 REFERENCE_TOKENS = 1.156e9
-"""Batch and length in tokens of nanochat's model of depth 12. The length is 10.5 tokens for each of the 110.1e6
-weights of its matrices and its head (12 x 12 x 768^2 + 32768 x 768)."""
+"""Training tokens of nanochat's model of depth 12: 10.5 for each of the 110.1e6 weights of its matrices and its head
+(12 x 12 x 768^2 + 32768 x 768)."""
 RECIPE_LENGTH = 4096
 """Tokens of a sequence in the square-root rule, which counts batches in sequences."""
 SHORT = 20

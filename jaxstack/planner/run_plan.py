@@ -178,7 +178,7 @@ def plan_budget(base: Config, given: Collection[str], budget: float, sizes: Size
 
 
 def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes, machine: Machine) -> RunPlan:
-    """Plans a run that takes at most this many seconds; arguments as in `plan_budget`.
+    """Plans a run that takes at most this many seconds. For the other arguments and errors see `plan_budget`.
 
     Without an MFU, a first plan says which one its mesh reaches.
     """

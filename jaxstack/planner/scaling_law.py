@@ -123,7 +123,7 @@ class Fit(NamedTuple):
 
     Attributes:
       law: the law with the least objective.
-      objective: the sum over runs of Huber's loss of the error of log L.
+      objective: the sum over runs of Huber's loss of the error of log L; NaN from `published`.
       samples: laws fitted to runs drawn with replacement, [samples, 5] in the order of `ScalingLaw`'s constants.
     """
 
