@@ -268,6 +268,10 @@ def share(wanted: Mapping[str, tuple[int, str]], process: int, count: int) -> Di
     """Returns the files that one of `count` processes hashes before a load.
 
     Every file is in exactly one share, and all shares have about the same number of bytes.
+
+    Args:
+      wanted: size and digest of each file.
+      process: index of the process.
     """
     bytes_of = [0] * count
     mine = {}

@@ -117,6 +117,11 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg")
 def writable(flag: str, name: str, suffixes: tuple[str, ...]) -> Path:
     """Returns the path of a file to write. Mistakes that would otherwise fail after the work raise an error here.
 
+    Args:
+      flag: the flag that names the file, for messages.
+      name: the path.
+      suffixes: suffixes that the file may have.
+
     Raises:
       ConfigError: another suffix, a folder of that name, or a folder around it that does not exist.
     """

@@ -41,6 +41,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
     Args:
       path: path of the file. It is opened without waiting, so a pipe without a writer cannot stop the process.
+      most: largest number of bytes.
 
     Raises:
       OSError, ValueError: the file cannot be opened, is not a regular file, or is too large.

@@ -58,7 +58,7 @@ class Scheme:
 
     @classmethod
     def of(cls, name: Name, group: int | None, inputs: Literal["none", "int8"] = "none") -> "Scheme":
-        """Returns the format with the name that the command line gives to it."""
+        """Returns the format with a name of the command line; for `group` and `inputs` see the class."""
         bits, kind = FORMATS[name]
         return cls(bits, group, kind, inputs)
 

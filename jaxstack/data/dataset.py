@@ -128,6 +128,7 @@ def load(
     Text is encoded in memory; a token file stays on disk. A token file determines its own tokenizer.
 
     Args:
+      labels: the labels that the model predicts, see `labelled.labels_of`. `None` means that it predicts tokens.
       captions: whether pictures have texts, see `ModelConfig.reads_captions`.
       reads: what the source `preferences` has, see `PreferenceConfig.reads`.
 
@@ -177,7 +178,10 @@ def source_names(cfg: DataConfig) -> list[str]:
 
 
 def load_for(model: ModelConfig, keys: DataConfig, aim: PreferenceConfig | RLConfig | None = None) -> Dataset:
-    """Returns the data of a run, as its model and what it learns read them; see `load` and `Groups.aim`."""
+    """Returns the data of a run, as its model and what it learns read them; see `load` and `Groups.aim`.
+
+    `keys` is the group `data`.
+    """
     reads = aim.reads if isinstance(aim, PreferenceConfig) else "pairs"
     return load(keys, labels_of(model), model.reads_captions, reads)
 

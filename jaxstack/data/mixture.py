@@ -226,7 +226,8 @@ def describe_batch(
 ) -> str:
     """Returns one line for error messages that lists the sources of at most `rows` rows of a batch.
 
-    Offsets count from the beginning of the document, or of the token file if documents have no names.
+    Offsets count from the beginning of the document, or of the token file if documents have no names. `step` read the
+    batch, and the other arguments are keys of the run.
     """
     reader = SequenceReader(tokens, seq_len=seq_len, seed=seed, packing=packing)
     first = step * batch_size

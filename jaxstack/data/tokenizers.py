@@ -618,6 +618,7 @@ def make_tokenizer(
     Args:
       name: `bytes`, `chars`, or the path of a tokenizer.json.
       texts: the training text. Only `chars` reads it, for its alphabet.
+      chat: the chat template of a tokenizer.json, see `HFTokenizer`.
       special_tokens: see `data.special_tokens`.
 
     Raises:

@@ -48,7 +48,7 @@ FAMILIES.update(
 
 
 def register_family(name: str, family: Family, objective: Objective | None = None) -> None:
-    """Registers a family under a name for `model.family`. Without an objective it has the decoder's objective.
+    """Registers a family under a name for `model.family`. Without an objective, the decoder's objective is used.
 
     Raises:
       ValueError: the name is taken.
@@ -126,7 +126,7 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
 
 
 def runs_several(cfg: ModelConfig) -> bool:
-    """Returns whether a turn of a loop over layers runs several layers, in any stack of a model."""
+    """Returns whether one step of a loop over layers runs several layers, in any stack of a model."""
     return any(stack.runs_several for stack in of(cfg).stacks(cfg).values())
 
 
@@ -134,7 +134,7 @@ def only_stack(cfg: ModelConfig) -> tuple[str, Stack]:
     """Returns the name and the stack of a model with one stack of layers.
 
     Raises:
-      ConfigError: a model with several.
+      ConfigError: the model has several stacks.
     """
     stacks = of(cfg).layers(cfg)
     if len(stacks) > 1:

@@ -2,8 +2,8 @@
 
 In some windows of text, each token sees all tokens, and the branch `understanding` learns those that are hidden. In
 others, each token sees those before it, and the branch `generation` learns the next one (Sun et al. 2021,
-arXiv:2107.02137). The trunk has the same weights for both, with the attention of each. Every layer is a layer of
-`decoder`, what is around the layers of a branch is as in `encoder` or `decoder`, and so are the losses.
+arXiv:2107.02137). The trunk has the same weights for both, with the branch's attention mask. Every layer is a layer of
+`decoder`. A branch takes its embedding, head and losses from `encoder` or `decoder`.
 
 Two stacks run one after the other. Their stream is a tree of two residual streams by the name of the branch. One step
 of the stack "branches" runs a layer of each branch.
@@ -47,7 +47,7 @@ _NAMES: dict[Branch, dict[str, str]] = {
     },
     "generation": {},
 }
-"""Names of the arrays of a batch where a decoder's batch has other names."""
+"""For each branch, its arrays in a batch by their names in a decoder's batch. Equal names are left out."""
 
 
 def model_of(cfg: ModelConfig, branch: Branch) -> ModelConfig:
@@ -66,7 +66,7 @@ def depths(cfg: ModelConfig) -> tuple[int, int]:
 def spec(cfg: ModelConfig) -> Spec:
     """Declares every parameter of the model as a nested dict of `Param`.
 
-    Both branches have the table of tokens in common, as their head, too.
+    Both branches share the token table, which is also their head.
     """
     tree = {branch: around(model_of(cfg, branch)) for branch in BRANCHES}
     embedding = tree["understanding"].pop("embedding")
@@ -93,7 +93,7 @@ def params_of(cfg: ModelConfig, params: Params, branch: Branch) -> Params:
 
 
 def extract(cfg: ModelConfig, params: Params, branch: Branch) -> tuple[ModelConfig, Params]:
-    """Returns the model of a branch with the trunk, and its parameters: what it computes for a text is the same."""
+    """Returns the model of a branch with the trunk, and its parameters. The branch's outputs do not change."""
     layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), params["trunk"], params["branches"][branch])
     return model_of(cfg, branch), {**params_of(cfg, params, branch), "layers": layers}
 
@@ -110,7 +110,7 @@ def batch_spec(model: ModelConfig, data: DataConfig) -> BatchSpec:
 def of_branch(batch: Batch, branch: Branch) -> Batch:
     """Returns the arrays of a branch, whose rows are windows: [B * R, S].
 
-    `rows` and `key`, for dropout, are those of the windows and of the branch.
+    For dropout, `rows` then numbers the windows, and `key` belongs to the branch.
     """
     back = {there: here for here, there in _NAMES[branch].items()}
     others = set() if back else {*_NAMES["understanding"].values()}
@@ -134,7 +134,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
 
     Args:
       batch: `masked_tokens` and `tokens` [B, S, R], and the optional arrays of `decoder.make_layer_inputs` with the
-        same names and shapes; `rows` [B] and `key` are those of both branches.
+        same names and shapes; `rows` [B] and `key` serve both branches.
     """
     if "key" in batch and "rows" not in batch:
         batch = {**batch, "rows": ctx.layout.row_indices(batch["tokens"].shape[0])}
@@ -151,7 +151,7 @@ def _inputs_of(inputs: LayerInputs, branch: Branch) -> LayerInputs:
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[PyTree, None]:
-    """Returns the residual streams before the first layer [B * R, S/n, D], and that there are no side inputs."""
+    """Returns the residual streams before the first layer [B * R, S/n, D], and `None` for side inputs."""
     return {
         branch: (encoder if branch == "understanding" else decoder).embed(
             model_of(cfg, branch), params_of(cfg, params, branch), _inputs_of(inputs, branch), ctx

@@ -27,11 +27,11 @@ MAX_UNROLLED_LAYERS = 48
 def make_context(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> Context:
     """Builds the context of a run on a mesh.
 
-    Kernels are as the configuration says, or fit the platform. Without one, every op has its default.
+    The configuration names the kernels, or they fit the platform. Without a platform, every op has its default.
 
     Args:
       cfg: the run, resolved.
-      platform: `cpu`, `gpu` or `tpu`. `None` means the platform of the mesh's devices.
+      platform: `cpu`, `gpu` or `tpu`. `None` means the platform of the mesh's devices, if they exist.
 
     Raises:
       ConfigError: a pipeline or buckets that do not fit model, batch or mesh, or a kernel that cannot run.
@@ -54,8 +54,8 @@ def make_layout(
     """Builds the layout of a run on a mesh.
 
     Args:
-      keys: the group `mesh` of the configuration: its rules and who inserts collectives.
-      pipeline: the program of the stages, if there are several.
+      keys: the group `mesh` of the configuration: rules, partitioner, context method and ZeRO are read.
+      pipeline: the program of the stages. `None` means one stage.
       gather: when stages gather weights, `pipeline.gather`.
       reduce_dtype: dtype in which gradients are summed over devices.
     """
@@ -84,11 +84,11 @@ def make_ops(
     """Selects the kernels of a run.
 
     Args:
-      model: whose ops run.
-      kernels: which of them the user has named.
-      train: has the dtype of activations, and says what is rounded.
+      model: the model.
+      kernels: implementations that the user has named, or `auto`.
+      train: `dtype`, `quant`, `grad_accum`, `remat` and `offload` are read.
       segments: whether batches have segment ids.
-      max_documents: most segments of a row, if it is known.
+      max_documents: largest number of segments in a row. `None` means that it is not known.
       layout: layout of the arrays.
       platform: `cpu`, `gpu` or `tpu`. `None` means that it is not known: every op has its default.
       device: one of the devices, whose generation some kernels depend on. `None` means that it is not known.

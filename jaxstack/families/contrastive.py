@@ -1,16 +1,16 @@
 """The contrastive family: a tower for pictures and one for texts, whose outputs are compared. CLIP, SigLIP, CoCa.
 
-Three stacks run one after the other. `image` reads the patches of a picture, each of which sees all. `text` reads the
-name of a class, of which each token sees those before it. `caption` continues from the tokens of the text, which now
-also attend to the patches, and predicts the next token (CoCa, Yu et al. 2022, arXiv:2205.01917). Without it the first
-two give CLIP (Radford et al. 2021, arXiv:2103.00020) or SigLIP (Zhai et al. 2023, arXiv:2303.15343).
+Three stacks run one after the other. `image` reads the patches of a picture, each of which sees all. `text` reads a
+text, such as the name of a class; each token sees the tokens before it. `caption` continues from the text's tokens,
+which now also attend to the patches, and predicts the next token (CoCa, Yu et al. 2022, arXiv:2205.01917). Without
+`caption` you have CLIP (Radford et al. 2021, arXiv:2103.00020) or SigLIP (Zhai et al. 2023, arXiv:2303.15343).
 
 With `model.contrastive.translations` each row has its text in two languages. Both run through the text's tower as rows
 of their own, which are neighbours. The second text is compared with the first one as the picture is, in one loss
 (UniX2).
 
-A picture's features are a projection of the mean over its patches. A text's are one of its last token. Both have length
-1, in float32 for every dtype of the layers: similarities are multiplied by up to 100.
+A picture's features are a projection of the mean over its patches. A text's features are a projection of its last
+token. Both have length 1, in float32 for every dtype of the layers: similarities are multiplied by up to 100.
 
 Shapes: B rows of this device, S patches of a picture, T tokens of a text, S/n and T/n of them in the residual stream, P
 values of a patch, D width, E width of the features, R texts of a row: one, or two.
@@ -93,7 +93,7 @@ def stacks(cfg: ModelConfig) -> dict[str, Stack]:
 
 
 def texts_of(array: jax.Array) -> jax.Array:
-    """Returns texts [B, T], or [B, T, R] of which those of a row are neighbours then, as rows [B * R, T]."""
+    """Returns texts [B, T] or [B, T, R] as rows [B * R, T], in which the texts of a row are neighbours."""
     return array if array.ndim == 2 else array.swapaxes(1, 2).reshape(-1, array.shape[1])
 
 
@@ -119,7 +119,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
-    """Returns the residual stream before the first layer of the picture's tower [B, S/n, D]; it has no side inputs."""
+    """Returns the residual stream before the picture tower's first layer [B, S/n, D], and `None` for side inputs."""
     image = inputs.encoder
     assert image is not None
     assert image.positions is not None
@@ -147,7 +147,7 @@ def enter_text(
 def enter_caption(
     cfg: ModelConfig, params: Params, x: PyTree, side: PyTree, inputs: LayerInputs, ctx: Context
 ) -> tuple[PyTree, PyTree]:
-    """Returns also `caption`, which the layers above the text's tower change."""
+    """Returns the streams with `caption`, a copy of `text` that the layers for captions change, and the side inputs."""
     return x | {"caption": x["text"]}, side
 
 
@@ -173,7 +173,7 @@ def features(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx
     """Returns the features of pictures and of texts, each float32 [B, E] and of length 1.
 
     Args:
-      batch: `pair_weights` [B, T], or [B, T, R], which is not zero at the last token of a text.
+      batch: `pair_weights` [B, T], or [B, T, R], which are zero except at the last token of a text.
     """
     ends = texts_of(batch["pair_weights"])
     last = ctx.layout.slice_for_sequence_parallel((ends != 0).astype(jnp.float32))
@@ -222,9 +222,9 @@ def compare(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx:
 
     Args:
       rows: from `features`, of all rows of this device.
-      batch: `pair_ids` [B, T] and `pair_weights` [B, T], or [B, T, R]: a row shows the id that all its tokens have, and
-        its weight is at the last token of each text. Rows of equal ids match each other. The weight of a second text is
-        that of its pair with the first one.
+      batch: `pair_ids` [B, T] and `pair_weights` [B, T], or [B, T, R]. All tokens of a row have the row's id, and
+        rows of equal ids match each other. Weights are at the last token of each text. The weight of a second text is
+        for its pair with the first text.
     """
 
     def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:
@@ -237,7 +237,7 @@ def compare(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx:
 def count_right(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, ctx: Context) -> jax.Array:
     """Returns the sum of the weights of pictures whose most similar text of the batch matches; see `compare`.
 
-    The result is a scalar, and the features are [B, E]. Second texts count as pictures do.
+    The result is a scalar, and the features are [B, E]. A second text counts like a picture.
     """
 
     def measure(pairs: Pairs, scalars: Params, axes: collectives.Axes) -> jax.Array:
@@ -247,7 +247,7 @@ def count_right(cfg: ModelConfig, params: Params, rows: Features, batch: Batch, 
 
 
 def loss(cfg: ModelConfig, params: Params, hidden: PyTree, batch: Batch, ctx: Context) -> dict[str, jax.Array]:
-    """Returns with layers for captions the sum `caption` over tokens, in nats; `compare` has the other term.
+    """Returns the sum `caption` over tokens, in nats, or nothing without layers for captions. See also `compare`.
 
     Args:
       batch: for captions `targets` and `loss_weights` [B, T], or [B, T, R].

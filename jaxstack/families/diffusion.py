@@ -145,9 +145,9 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers and the embedding read, once for all of them.
 
     Args:
-      batch: `gate_ids` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. Of the condition `classes`
-        [B, S], or `encoder_tokens` and `encoder_segment_ids` [B, T], which are 1 for a text and 0 behind it. With
-        `key_weight`, `encoder_key_tokens` [B, T] are 1 for the tokens of key words.
+      batch: `gate_ids` [B, S], and either `patches` and `noise`, or `noisy`, each [B, S, P]. The condition is `classes`
+        [B, S], or `encoder_tokens` [B, T] with `encoder_segment_ids` [B, T], which are 1 for a text and 0 for padding.
+        With `key_weight`, `encoder_key_tokens` [B, T] are 1 for the tokens of key words.
     """
     assert "key" not in batch, "no layer of this family has dropout"
     gate_ids = batch["gate_ids"]
@@ -181,7 +181,7 @@ def condition(
 ) -> dict[str, jax.Array]:
     """Returns the side input `condition` [B, 1, D]: an activation of the sum of embedded timestep and class.
 
-    With a text it is one of the timestep alone.
+    With a text it is an activation of the embedded timestep alone.
 
     Args:
       gate_ids: timesteps [B, any], equal within a row; the first column is read.
@@ -220,7 +220,7 @@ def embed(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the residual stream before the first layer, and the side inputs of the first stack.
 
-    Without texts these are the patches [B, S/n, D] and `condition`; with texts the tokens [B, T/n, D] and nothing.
+    Without texts: the patches [B, S/n, D] and `condition`. With texts: the tokens [B, T/n, D] and no side inputs.
     """
     text = inputs.encoder
     if text is None:
@@ -264,10 +264,10 @@ def modulations(params: Params, side: dict[str, jax.Array], ctx: Context) -> lis
 
 
 def modulated(cfg: ModelConfig, x: jax.Array, shift: jax.Array, scale: jax.Array, ctx: Context) -> jax.Array:
-    """Returns the norm of x, which has no parameters, multiplied with 1 + scale, and shifted.
+    """Returns norm(x) * (1 + scale) + shift; the norm has no parameters.
 
-    The gradients of shift and scale [B, 1, D] are sums over all patches, which lose digits in bfloat16. So does
-    1 + scale where the scale is small.
+    It is computed in float32: the gradients of shift and scale [B, 1, D] are sums over all patches, which lose digits
+    in bfloat16. So does 1 + scale where the scale is small.
     """
     ones = jnp.ones(x.shape[-1], jnp.float32)
     normal = layers.norm(cfg, {"scale": ones}, x, ctx)
@@ -356,11 +356,10 @@ def squared_error(
 
 
 def flops_correction(cfg: ModelConfig, seq_len: int, text_len: int) -> float:
-    """Returns what the FLOPs of training on a patch differ by from six for each weight that is not an expert's.
+    """Returns the correction to six FLOPs for each weight of `matmul_params`, for training on a patch.
 
     The condition and its modulations are computed once for each picture, and the condition a second time for the last
-    layer. Neither patches nor features of the time have gradients. A text has its own tokens, and its attention is not
-    that of patches.
+    layer. Neither patches nor features of the time have gradients. A text has its own tokens and its own attention.
 
     Args:
       seq_len: number of patches of a picture.

@@ -1,4 +1,4 @@
-"""The encoder family: each token sees those after it, too. Switches give BERT, and ModernBERT's blocks.
+"""The encoder family: each token also sees the tokens after it. Switches give BERT, and ModernBERT's blocks.
 
 An encoder has the layers of `decoder`, and more around them: a norm after the embedding, and before the head a linear
 layer with an activation and a norm. BERT (Devlin et al. 2018, arXiv:1810.04805) also adds token types to the embedding
@@ -7,8 +7,8 @@ and normalises after each sum (`norm_after`). Shapes: see `decoder`.
 The head predicts tokens of the vocabulary, or labels (`ModelConfig.labels`). A sequence is classified by its first
 token, or by the mean of all its tokens, which takes the place of each (`ModelConfig.label_pooling`). So a classifier of
 sequences, too, computes labels for all tokens, and the batch weighs the first one. Whatever splits rows or sequences
-then needs no rule of its own. Tasks on sentences (`ModelConfig.sentences`) have heads beside that of the vocabulary,
-which read what BERT's pooler makes of the first token; their batches weigh it, too.
+then needs no rule of its own. Tasks on sentences (`ModelConfig.sentences`) have heads beside the vocabulary's head.
+These heads read what BERT's pooler makes of the first token, and their batches weigh this token.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +85,9 @@ def with_other_head(there: ModelConfig, values: Params, here: ModelConfig, fresh
 
     Args:
       there: the other model, equal to `here` but for its labels and its tasks on sentences.
-      fresh: its parameters; the head, and a transform that `there` does not have, stay as they are.
+      values: parameters of `there`.
+      here: the model with the new head.
+      fresh: initial parameters of `here`; the head, and a transform that `there` does not have, stay as they are.
     """
     shapes, before = abstract(spec(here)), abstract(spec(there))
     other = {"output"} if there.labels != here.labels else set()
@@ -166,7 +168,7 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
 
 
 def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -> tuple[jax.Array, None]:
-    """Returns the residual stream before the first layer [B, S/n, D], and that there are no side inputs.
+    """Returns the residual stream before the first layer [B, S/n, D], and `None` for side inputs.
 
     `inputs` is from `make_layer_inputs`.
     """
@@ -182,7 +184,7 @@ def embed(cfg: ModelConfig, params: Params, inputs: LayerInputs, ctx: Context) -
 def last_layer(cfg: ModelConfig, params: Params, x: jax.Array, inputs: LayerInputs, ctx: Context) -> jax.Array:
     """Returns the output of the last layer [B, S, D], from the residual stream [B, S/n, D], as `final_norm` takes it.
 
-    An embedding of a text is made of it. What a head reads has also gone through the head's transform.
+    Embeddings of texts are made of this output. A head reads it after the head's transform.
     """
     del inputs
     if not cfg.norm_after:
@@ -352,7 +354,7 @@ def _nll(
 
 
 def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, ctx: Context | None = None) -> jax.Array:
-    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; padding has the lowest.
+    """Returns logits [B, S, V/n] in float32 of the results of `hidden_states`; padding of V has the lowest logit.
 
     V is the size of the vocabulary, or the number of labels.
     """

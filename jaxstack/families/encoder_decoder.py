@@ -68,9 +68,9 @@ def make_layer_inputs(cfg: ModelConfig, batch: Batch, ctx: Context) -> LayerInpu
     """Builds what the layers read in addition to the residual stream, once for all of them.
 
     Args:
-      batch: of the decoder see `decoder.make_layer_inputs`, where `segment_ids` [B, T] say which pair of the row a
-        token belongs to, from 1 on. Of the encoder `encoder_tokens`, `encoder_positions`, `encoder_segment_ids`
-        [B, S]. Tokens of segment 0 are padding, which no query sees.
+      batch: for the decoder's arrays see `decoder.make_layer_inputs`; `segment_ids` [B, T] say which pair of the row a
+        token belongs to, from 1 on. The encoder's arrays are `encoder_tokens`, `encoder_positions` and
+        `encoder_segment_ids` [B, S]. Tokens of segment 0 are padding, which no query sees.
     """
     shared = ("key", "rows")
     theirs = {n.removeprefix("encoder_"): a for n, a in batch.items() if n.startswith("encoder_") or n in shared}

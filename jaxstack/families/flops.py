@@ -28,7 +28,7 @@ class Flops(NamedTuple):
 def matmul_params(cfg: ModelConfig, frozen: bool | None = None) -> int:
     """Returns the number of weights that a token is multiplied with: matrices and the head, tied or not.
 
-    Embedding look-ups are no multiplications. `frozen` restricts the count to frozen or to trained weights; `None`
+    Embedding look-ups are not multiplications. `frozen` restricts the count to frozen or to trained weights; `None`
     means both.
     """
     leaves = jax.tree.leaves(families.spec(cfg), is_leaf=lambda x: isinstance(x, Param))
@@ -50,11 +50,11 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, target_len: int = 0, rows: i
 
     Per layer, the two attention matmuls of the forward pass cost 2 * H * (K + value width) FLOPs for each (query, key)
     pair. The gated delta rule reads, corrects and reads a state of K * V numbers of each head, which costs 6 * K * V
-    for each token, and a state space writes and reads, 4 * K * V. Computing it in chunks takes about twice as many.
+    for each token, and a state space writes and reads, 4 * K * V. Computing in chunks takes about twice these FLOPs.
 
     Args:
-      seq_len: number of tokens of a sequence, S; of an encoder-decoder those that the encoder reads, of a contrastive
-        model the patches of a picture.
+      seq_len: number of tokens of a sequence, S. In an encoder-decoder, the tokens that the encoder reads; with
+        pictures, the patches of one. The FLOPs of a row with two inputs are divided by this number.
       target_len: number of tokens that the decoder of an encoder-decoder writes, or of a text beside a picture, T.
       rows: number of rows that a contrastive model compares, which are the rows of a batch.
     """

@@ -28,7 +28,7 @@ class Path(NamedTuple):
 
     @classmethod
     def at(cls, kind: str, time: jax.Array) -> "Path":
-        """Returns the path `model.diffusion.path` at times from 0 to 1, [B, S, 1] or any shape that broadcasts."""
+        """Returns the path `kind` (`model.diffusion.path`) at times from 0 to 1, such as [B, S, 1]."""
         if kind == "flow":
             return cls(1 - time, time, -jnp.ones_like(time), jnp.ones_like(time))
         a, b = jnp.cos(jnp.pi / 2 * time), jnp.sin(jnp.pi / 2 * time)
@@ -50,5 +50,5 @@ class Path(NamedTuple):
 
 
 def time_of(cfg: ModelConfig, timesteps: jax.Array) -> jax.Array:
-    """Returns the time of timesteps [...], float32 above 0 and below 1: the middle of each of equal parts of time."""
+    """Returns the times of timesteps [...], float32: the middles of equal parts of 0 to 1."""
     return (timesteps.astype(jnp.float32) + 0.5) / cfg.moe.max_timestep

@@ -28,11 +28,12 @@ def upcycle(cfg: ModelConfig, values: Params, moe: MoEConfig, key: jax.Array) ->
 
     Args:
       cfg: the dense model.
-      moe: the experts; `d_ff` is null, since an expert has the width of the dense MLP.
+      values: parameters of the dense model.
+      moe: the experts; `d_ff` is null or the width of the dense MLP.
       key: PRNG key [] for the router's initial values.
 
     Raises:
-      ConfigError: a model that already has experts, or experts of another width.
+      ConfigError: a model that already has experts or has units of layers, or experts with another MLP or width.
     """
     if cfg.moe.num_experts or not moe.num_experts:
         raise ConfigError(
@@ -75,8 +76,13 @@ def _with_experts(layers: Params, initial: Params, moe: MoEConfig) -> Params:
 def extract_expert(cfg: ModelConfig, values: Params, expert: int) -> tuple[ModelConfig, Params]:
     """Returns the dense model that a hard gate applies to the tokens of one domain, or of one range of timesteps.
 
+    Args:
+      values: parameters of the model with experts.
+      expert: number of the expert, from 0.
+
     Raises:
-      ConfigError: a model that does not send every token to exactly one expert, or an expert that it does not have.
+      ConfigError: a model that does not send every token to exactly one expert, that has units of layers or MLPs of two
+        widths; or an expert that it does not have.
     """
     if cfg.moe.router not in ("domain", "timestep") or cfg.moe.shared_experts or not cfg.moe.num_experts:
         raise ConfigError(
@@ -125,7 +131,7 @@ COUNTS: dict[str, dict[str, str]] = {
     "diffusion": {"text": "text_layers", "layers": "layers"},
     "contrastive": {"image": "encoder_layers", "text": "layers", "caption": "caption_layers"},
 }
-"""For each family of which parts are removed: the name of the number of layers of each stack, as flags have it."""
+"""For each family that can lose parts: the flag that has the number of layers of each stack."""
 
 _WIDTHS = {
     "contrastive": {"image": r"picture/|image/|image_norm/|projection/image|caption/cross/w_[kv]", "text": ""},
@@ -155,13 +161,13 @@ class KeptLayers:
     """The parts of a stack that stay, as increasing indices in the old model. Layers may keep different ones.
 
     Attributes:
-      layers: [L].
+      layers: indices of the layers [L].
       heads: query heads of each layer that stays [L, H], by their group of parameters: `attention`, and `cross`, which
-        attends to another stack. Each key head that stays has equally many of its own.
+        attends to another stack. Each key head that stays has the same number of query heads.
       kv_heads: key and value heads of the same groups [L, G].
       neurons: hidden units of MLPs by their group of parameters: `mlp` [L, F], `moe` [L, E, F] of each expert that
         stays, `moe/shared` [L, F].
-      experts: [L, E]; with E = 0 in a stack without experts.
+      experts: indices of the experts [L, E]; E = 0 in a stack without experts.
     """
 
     layers: np.ndarray
@@ -209,13 +215,15 @@ class Kept:
 
 
 def keep(cfg: ModelConfig, small: ModelConfig, values: Params, kept: Kept) -> Params:
-    """Returns the parameters of a model of which a part stays.
+    """Returns the parameters of a smaller model, which consists of parts of a model.
 
     Where a factor on embeddings or on what the head reads depends on the width, parameters make up for its change.
 
     Args:
       cfg: the model.
       small: the smaller model.
+      values: parameters of the model.
+      kept: the parts that stay.
     """
 
     def one(keys: tuple[Any, ...], p: Param, a: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): the family that also predicts later tokens.
 
-Behind the layers of the model there are `mtp.depth` modules. Module k reads what the head reads of module k - 1 (the
-first one: of the model), and the embedding of the k-th token after it. Each is normalised, a matrix joins them, and one
-layer follows. The module has a last norm of its own, and shares embedding and head with the model. It predicts the
-token after the one that it reads. Its loss is a second loss of a step; evaluations and texts leave it out.
+Behind the layers of the model there are `mtp.depth` modules. Module k reads the hidden state that the head reads of
+module k - 1 (module 1: of the model), and the embedding of the k-th token after it. Both are normalised, a matrix joins
+them, and one layer follows. The module has a last norm of its own, and shares embedding and head with the model. It
+predicts the token after the token that it embeds. Its loss is a second loss of a step; evaluations and texts omit it.
 
-The paper does not say whether a module reads the last norm of the one before. `MtpModel` of transformers reads it.
+The paper does not say whether a module reads the state of the module before it, or the state's last norm. `MtpModel` of
+transformers reads the norm.
 
 Suffixes: B batch, S sequence, D width, K modules.
 """
@@ -33,7 +34,7 @@ STACK = "mtp"
 """Name of the stack of modules, and of their residual stream."""
 
 TRUNK = "layers"
-"""Name of the residual stream of the model's own layers, behind them."""
+"""Name of the residual stream after the model's own layers."""
 
 OWN = ("join", "module_norm")
 """Groups of a module's parameters that a layer of the model does not have."""
@@ -73,7 +74,7 @@ def with_token_prediction(family: Family) -> Family:
 
 
 def without_prediction(cfg: ModelConfig) -> ModelConfig:
-    """Returns the model without its modules, for what reads next tokens only. See `trunk_params`."""
+    """Returns the model without its modules, for uses that predict next tokens only. See `trunk_params`."""
     return replace(cfg, mtp=PredictionConfig())
 
 
@@ -116,7 +117,7 @@ def later_tokens(cfg: ModelConfig, batch: Batch, ctx: Context) -> dict[str, jax.
 
 
 def later(array: jax.Array, tokens: int, ctx: Context) -> jax.Array:
-    """Returns for each token of this device [B, S] the value some tokens later in its row, or the row's last one.
+    """Returns for each token of this device [B, S] the value `tokens` tokens later in its row, or the row's last value.
 
     Where devices share rows, they gather them: a later token may be on another device.
     """
@@ -158,7 +159,7 @@ def predict(
     inputs: LayerInputs,
     cache: PyTree = None,
 ) -> tuple[PyTree, Aux]:
-    """Runs a module, see `blocks.StackStep`. It keeps `mtp_loss` [1]: the sum of weight * loss of its predictions."""
+    """Runs a module as a `blocks.StackStep`. It keeps `mtp_loss` [1]: the sum of weight * loss of its predictions."""
     if "next_tokens" not in inputs.arrays:
         return x, {}
     (module,) = params
@@ -205,7 +206,7 @@ def _without_own(tree: PyTree) -> PyTree:
 
 
 def with_prediction_loss(family: Family) -> Family:
-    """Returns the family with the loss of its modules: the mean over modules of their mean losses, times a weight."""
+    """Returns the family with the loss of its modules: `mtp.weight` times the mean of their mean losses."""
 
     def extras(cfg: ModelConfig) -> Extras:
         inner = family.extras(cfg)

@@ -33,9 +33,9 @@ class AnswerText:
         """Begins an answer.
 
         Args:
-          prompt: the ids before it, or none if it is decoded alone, as in a chat.
-          end: tokens that end it.
-          stop: strings that end it.
+          prompt: ids of the prompt. Empty means that the answer is decoded alone, as in a chat.
+          end: tokens that end the answer.
+          stop: strings that end the answer.
           skip_special_tokens: whether to leave out special tokens of the tokenizer.
         """
         self.tokens = 0
@@ -58,7 +58,7 @@ class AnswerText:
 
         Args:
           tokens: the new ids.
-          last: whether no others will come.
+          last: whether these are the last tokens.
         """
         steps = [[token] for token in tokens] if self._stop else [list(tokens)]
         for i, step in enumerate(steps):

@@ -44,12 +44,12 @@ class BeamState:
     best_value: jax.Array
 
     def offer(self, own: jax.Array, values: jax.Array, texts: jax.Array, length: jax.Array | int) -> "BeamState":
-        """Returns the state with the best of its own text and these texts [B, n, N] of these values [B, n].
+        """Returns the state with each row's best text: its best text so far, or one of these texts.
 
         Args:
           own: index of each row [B, 1].
-          values: the value of each text.
-          texts: the tokens of each text.
+          values: the value of each text [B, n].
+          texts: the tokens of each text [B, n, N].
           length: number of tokens of each text.
         """
         top = values.argmax(-1)[:, None]
@@ -107,10 +107,10 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the best continuation found for each row [B, N], and its length [B].
 
-    The value of a text is its log-likelihood / length ** length_penalty (Wu et al. 2016, arXiv:1609.08144, section 7,
-    without their constants). The length counts the added tokens, including a stop token. The search of a row ends when
-    no continuation of its beams can exceed the value of the best ended text. With as many beams as there are prefixes
-    of texts, the search is exhaustive.
+    The value of a text is its log-likelihood / length ** `sample.length_penalty` (Wu et al. 2016, arXiv:1609.08144,
+    section 7, without their constants). The length counts the added tokens, including a stop token. The search of a row
+    ends when no continuation of its beams can exceed the value of the best ended text. With as many beams as there are
+    prefixes of texts, the search is exhaustive.
 
     Args:
       model: decodes the prompts and the added tokens.

@@ -31,7 +31,7 @@ class CachedCaptions:
       vocabulary: number of ids that exist.
       first: slot of each row's start token [B].
       patches: patches of the pictures [B, S, P].
-      num_slots: T.
+      num_slots: number of slots T.
     """
 
     cfg: ModelConfig
@@ -47,7 +47,10 @@ class CachedCaptions:
         cls, cfg: ModelConfig, params: PyTree, ctx: Context, *, vocabulary: int, first: jax.Array, patches: jax.Array,
         num_slots: int,
     ) -> "CachedCaptions":  # fmt: skip
-        """Returns the model with its parameters cast, for rows with `first` [B] and `patches` [B, S, P]."""
+        """Returns the model with its parameters cast, for rows with `first` [B] and `patches` [B, S, P].
+
+        For the other arguments see the class.
+        """
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, vocabulary, first, patches, num_slots)
 

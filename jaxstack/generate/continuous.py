@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
       mark: part of the seed of the text's samples, see `prompts.row_seeds`.
       seed: seed of the text's samples.
       logprobs: whether log-probabilities are wanted.
-      begun: number of the last tokens of the prompt that were added before, and count as added.
+      begun: number of tokens at the end of the prompt that were added earlier. They count toward `sample.tokens`.
     """
 
     name: int
@@ -96,7 +96,7 @@ class ContinuousBatch:
           slots: largest number of tokens of a text with its prompt; rounded up to whole buckets.
           stop: tokens that end a text.
           repetition_penalty: repetition penalty of all texts.
-          alternatives: number of tokens with log-probabilities beside the chosen one, see `Sampling`.
+          alternatives: number of tokens with log-probabilities beside the chosen token. `None`: see `Sampling`.
           cache: where prompts are kept, so that others with the same beginning read less. It needs a single replica.
         """
         replicas = engine.ctx.layout.replicas

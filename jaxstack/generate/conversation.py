@@ -25,6 +25,7 @@ class Conversation:
         """Prepares a conversation; nothing is compiled yet.
 
         Args:
+          engine: the model.
           sample: how tokens are chosen, and the maximum number of tokens of a reply.
           context: maximum number of tokens of the text.
           stop: tokens that end a reply.
@@ -37,7 +38,7 @@ class Conversation:
         self._programs = Programs(engine, context, Sampling.of_all(sample, stop))
 
     def room(self, tokens: Sequence[int]) -> int:
-        """Returns the number of tokens that can be added to a text."""
+        """Returns the number of tokens that can be added to a text of these tokens."""
         return self.context - len(tokens)
 
     def reply(self, tokens: Sequence[int]) -> Iterator[list[int]]:

@@ -71,7 +71,7 @@ def make_generate(
       ctx: the execution context. `None` means one device.
 
     Raises (when run):
-      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than learned positions.
+      ConfigError: not a decoder; no prompt, an empty prompt, an id that does not exist, or more tokens than positions.
     """
     cfg = without_prediction(dropless(cfg))
     ctx = (ctx or Context()).whole_sequences()
@@ -111,7 +111,10 @@ def generate(
     seed: int = 0,
     **options: Unpack[GenerateOptions],
 ) -> Rows:
-    """Returns the prompts with their continuations. For several calls use `make_generate`, which compiles once."""
+    """Returns the prompts with their continuations. For several calls use `make_generate`, which compiles once.
+
+    `make_generate` describes the arguments.
+    """
     return make_generate(cfg, sample, **options)(params, prompts, seed)
 
 
@@ -238,7 +241,9 @@ def sample_texts(
     dataset: Dataset,
     ctx: Context,
 ) -> list[tuple[str, str]]:
-    """Returns the prompts of `sample`, or some of the held-out text, and their texts to the end of the document.
+    """Returns each prompt with its text: the prompt and its continuation, to the end of the document.
+
+    Without `sample.prompts`, a decoder continues beginnings of held-out text. Other families then have no texts.
 
     The model never reads more than it was trained on. If a prompt and its continuation exceed `seq_len` tokens, it
     reads the last `seq_len`.

@@ -54,9 +54,9 @@ class Drafter(Protocol):
 
         Args:
           hidden: what the head of the model reads of the newest token and of the draft [B, G + 1, D].
-          tokens: the token after each of them [B, G + 1]; those behind the accepted ones are dropped.
+          tokens: the token after each of these tokens [B, G + 1]; tokens behind the accepted ones are dropped.
           accepted: number of accepted tokens of the draft.
-          slot: slot of the first of them.
+          slot: slot of the newest token, from before the draft.
         """
 
 
@@ -119,7 +119,7 @@ class OwnModule:
 
     @classmethod
     def create(cls, model: CachedDecoder, mtp: PredictionConfig, params: Params, tokens: int) -> "OwnModule":
-        """Returns the drafter of a model whose modules have these parameters, as they are stored."""
+        """Returns the drafter of a model whose modules `mtp` have these parameters, as they are stored."""
         cfg = replace(model.cfg, mtp=mtp)
         cast = cast_matrices(families.spec(cfg)[STACK], params, model.ctx.dtype)
         return cls(model, cfg, jax.tree.map(lambda a: a[0], cast), tokens)

@@ -1,6 +1,6 @@
 """Reads whole texts with an encoder: their embeddings, and the logits of all their tokens.
 
-Texts of a call share a length, one of few, so that few programs are compiled. Padding is a segment of its own.
+Texts of a call share one of few lengths, so that few programs are compiled. Padding is a segment of its own.
 Suffixes: N texts, B rows of a call, S slots, D width, V vocabulary or labels.
 """
 
@@ -60,14 +60,22 @@ class TextEncoder:
         return cls(dropless(cfg), params, ctx.whole_sequences())
 
     def embeddings(self, texts: Rows) -> np.ndarray:
-        """Returns the mean of the last layer's outputs over the tokens of each text, scaled to length 1 [N, D]."""
+        """Returns the mean of the last layer's outputs over the tokens of each text, scaled to length 1 [N, D].
+
+        Raises:
+          ConfigError: no text, an empty text, an id that does not exist, or more tokens than learned positions.
+        """
         found = np.zeros((len(texts), self.cfg.d_model), np.float32)
         for index, arrays in self._calls(texts):
             found[index] = np.asarray(self._embed(self.params, *arrays, np.int32(0)))[: len(index)]
         return found
 
     def logits(self, texts: Rows) -> list[np.ndarray]:
-        """Returns the logits of each token of each text: arrays [S, V] in float32."""
+        """Returns the logits of each token of each text: arrays [S, V] in float32.
+
+        Raises:
+          ConfigError: see `embeddings`.
+        """
         found: dict[int, np.ndarray] = {}
         for index, arrays in self._calls(texts):
             values = np.asarray(self._predict(self.params, *arrays, np.int32(0)))[..., : self.cfg.classes]

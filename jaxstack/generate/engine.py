@@ -342,7 +342,10 @@ def is_stop(tokens: jax.Array, stop: Sequence[int]) -> jax.Array:
 
 
 def used_at_first(tokens: jax.Array, first: jax.Array, logits: jax.Array, repetition_penalty: float) -> jax.Array:
-    """Returns which tokens occur in each prompt, bool [B, V], or [B, 0] without a repetition penalty."""
+    """Returns which tokens occur in each prompt, bool [B, V], or [B, 0] without a repetition penalty.
+
+    `first` is the slot of each prompt's first token [B]; of `logits` [B, V] only the shape is read.
+    """
     rows, slots = tokens.shape
     if repetition_penalty == 1:
         return jnp.zeros_like(logits[:, :0], bool)
@@ -439,8 +442,9 @@ class Engine:
     def decoder(
         self, params: Params, copies: PyTree, first: jax.Array, num_slots: int, spare: int = 0
     ) -> CachedDecoder:
-        """Returns the model with a cache, for rows with `first` [B]; the work of one device. For the others see
-        `CachedDecoder`.
+        """Returns the model with a cache, for rows with `first` [B]; the work of one device.
+
+        For the other arguments see `CachedDecoder`, whose `token_weights` are `copies`.
         """
         model = CachedDecoder.create(
             self.cfg, params, self.ctx, gate=self.gate, vocabulary=self.vocabulary, first=first, num_slots=num_slots,
@@ -463,7 +467,7 @@ class Engine:
           key: names the program; all that `work` reads beside its arguments is part of it.
           where: how each of `arguments` is sharded, see `compile_program`.
           results: how the results are sharded.
-          donated: index of the one of `arguments` whose memory the state may take.
+          donated: index in `arguments` of the argument whose memory the state may take.
         """
         if key not in self.programs:
             whole = (self.specs.params, CARRIED, *where)
@@ -500,7 +504,7 @@ class Programs:
     def append(
         self, cache: PyTree, tokens: np.ndarray, used: np.ndarray, place: PyTree, rows: dict[str, PyTree]
     ) -> tuple[PyTree, Added]:
-        """Reads what follows in texts that begin in slot 0, and adds one token.
+        """Reads the next tokens of texts that begin in slot 0, and adds one token.
 
         Args:
           cache: cache of the tokens before. Its memory is given to the new cache.
@@ -586,7 +590,7 @@ class Programs:
         Args:
           prefix: a cache of `read` or `read_on`, of any number of slots, which may have more tokens.
           tokens: the other tokens, and padding after them [R, S].
-          place: how many are not padding, and the number of tokens before them.
+          place: number of tokens that are not padding, and number of tokens before them.
         """
 
         def work(at: Sampler, prefix: PyTree, tokens: jax.Array, place: PyTree) -> tuple[PyTree, tuple[()]]:
@@ -709,7 +713,7 @@ def next_count(count: int, took: float) -> int:
 
 
 def dropless(cfg: ModelConfig) -> ModelConfig:
-    """Returns the model without a capacity limit: it counts the tokens of a whole sequence, unlike decoding."""
+    """Returns the model without a capacity limit, which is a number of tokens in a whole sequence."""
     return replace(cfg, moe=replace(cfg.moe, capacity_factor=None))
 
 
@@ -719,14 +723,14 @@ def pad_rows(prompts: Rows, replicas: int) -> Rows:
 
 
 def fill_rows(prompts: Rows, ctx: Context) -> Rows:
-    """Returns the prompts and as many empty ones as give every replica the rows of `rows_of_replica`."""
+    """Returns the prompts, and empty prompts until every replica has the rows of `rows_of_replica`."""
     return [*prompts, *([[]] * (rows_of_replica(len(prompts), ctx) * ctx.layout.replicas - len(prompts)))]
 
 
 def rows_of_replica(rows: int, ctx: Context) -> int:
-    """Returns how many rows each replica has if there are `rows`: on a pipeline, equal groups of them, see `in_turn`.
+    """Returns how many rows each replica has if there are `rows`, rounded up to equal groups on a pipeline.
 
-    There are as many groups as stages, or a group for each of fewer rows.
+    There is a group for each stage, or for each row if a replica has fewer rows than stages; see `in_turn`.
     """
     each = -(-rows // ctx.layout.replicas)
     groups = 1 if ctx.layout.pipeline is None else min(ctx.layout.pipeline.stages.stages, each)

@@ -26,7 +26,7 @@ Add = Callable[[PyTree, jax.Array, Visit, jax.Array], tuple[PyTree, jax.Array]]
 
 
 def rows_of(tree: PyTree, group: jax.Array, groups: int) -> PyTree:
-    """Returns a group's rows of arrays [B, ...]."""
+    """Returns the rows of one of `groups` groups, of arrays [B, ...]."""
 
     def read(a: jax.Array) -> jax.Array:
         size = a.shape[0] // groups

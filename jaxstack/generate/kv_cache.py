@@ -32,7 +32,7 @@ from jaxstack.sharding import collectives
 SLOT_AXIS = {"keys": -1, "values": -2}
 """The axis of the tokens in the arrays of a cache: both matmuls of attention then read them without a transpose.
 
-Other arrays of a cache say all of the text so far, and are replaced as a whole.
+Other arrays of a cache sum up the whole text so far, and are replaced as a whole.
 """
 
 
@@ -186,8 +186,8 @@ class CachedDecoder:
         Args:
           tokens: the tokens and padding after them [B, S].
           count: number of tokens that are not padding, from 1 to S.
-          slot: slot of the first.
-          cache: cache of all tokens before it.
+          slot: slot of the first token.
+          cache: cache of all tokens before that slot.
         """
         index = jnp.arange(tokens.shape[1])
         there = jnp.broadcast_to(index < count, tokens.shape).astype(jnp.int32)
@@ -210,8 +210,8 @@ class CachedDecoder:
 
         Args:
           tokens: the tokens [B, S]; S - 1 is at most `spare`.
-          slot: slot of the first.
-          cache: cache of all tokens before it.
+          slot: slot of the first token.
+          cache: cache of all tokens before that slot.
         """
         x, cache = self.verify_hidden(tokens, slot, cache)
         return self.logits(x), cache
@@ -273,9 +273,9 @@ class CachedDecoder:
         """Returns the batch of the tokens [B, S] in the slots from `slot` on, for `decoder.make_layer_inputs`.
 
         Args:
-          slot: slot of the first.
+          slot: slot of the first token.
           counted: see `decode_counted`.
-          there: 1, or 0 for padding after the tokens [B, S]. `None` means that there is none.
+          there: 1 for tokens and 0 for the padding after them [B, S]. `None` means that there is no padding.
         """
         batch: dict[str, Any] = {
             "tokens": tokens,
@@ -423,7 +423,11 @@ def _to_codes(cfg: ModelConfig, ctx: Context, groups: list[PyTree], stacked: lis
 
 
 def places_of(layers: Sequence[Sequence[str]]) -> list[dict[str, int]]:
-    """Returns for each layer of a step the index of each array that it keeps among all that have the array's name."""
+    """Returns, for each layer of a step, the index of each of its arrays among the step's arrays of the same name.
+
+    Args:
+      layers: names of the arrays that each layer keeps.
+    """
     counts: Counter[str] = Counter()
     found = []
     for names in layers:

@@ -35,7 +35,7 @@ class CachedPairs:
       vocabulary: number of ids that exist.
       first: slot of each input's first token [B].
       start: id that the decoder reads first.
-      num_slots: T.
+      num_slots: number of slots T.
     """
 
     cfg: ModelConfig
@@ -52,7 +52,7 @@ class CachedPairs:
         cls, cfg: ModelConfig, params: PyTree, ctx: Context, *, gate: int | None, vocabulary: int, first: jax.Array,
         start: int, num_slots: int,
     ) -> "CachedPairs":  # fmt: skip
-        """Returns the model with its parameters cast, for rows with `first` [B]."""
+        """Returns the model with its parameters cast, for rows with `first` [B]. For the others see the class."""
         params = cast_matrices(families.spec(cfg), params, ctx.dtype)
         return cls(cfg, params, ctx, gate, vocabulary, first, start, num_slots)
 

@@ -45,7 +45,7 @@ def timesteps(cfg: ModelConfig, steps: int) -> np.ndarray:
 
 
 def make_draw(cfg: ModelConfig, sample: SampleConfig, ctx: Context | None = None) -> Draw:
-    """Builds `draw(params, given, seed) -> pictures`.
+    """Builds `draw(params, given, seed) -> pictures`, which draws a picture for each class or text of `given`.
 
     A picture depends on its class or text, on the seed and on its place among `given`, up to rounding. It depends
     neither on the other pictures nor on the mesh. Another number of pictures compiles another program.
@@ -103,15 +103,16 @@ def make_grid(
     """Builds `grid(params, file)`, which draws the pictures of an evaluation and writes them: a row for each class.
 
     Args:
-      model: what draws.
-      sample: its `prompts` name classes or texts. Null means all classes, or ten texts of pictures, in the first
-        language.
+      model: the model. Only diffusion models draw.
+      sample: its `prompts` name classes or texts. `None` means all classes or their texts; where each picture has a
+        text of its own, it means the first ten texts. Texts are in the first language.
       seed: seed of the noise that pictures begin with.
       data: has the length of texts, and their key words.
-      dataset: what the run learns.
+      dataset: pictures and texts of the run.
 
     Returns:
-      The function, which all processes of a run call, and of which one names the file; `None` if the run draws none.
+      The function, which all processes of a run call. Only the process that names a file writes it. `None` if the run
+      draws no pictures.
     """
     if model.family != "diffusion" or not sample.pictures or sample.prompts == ():
         return None

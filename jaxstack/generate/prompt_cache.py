@@ -19,7 +19,7 @@ class _Entry:
 
 
 class PromptCache:
-    """The KV caches of prompts, up to a limit of memory; those that were not used for longest go first.
+    """The KV caches of prompts, up to a limit of memory; the least recently used cache is dropped first.
 
     In a cache, token i of the prompt has slot i. With full attention, each beginning of a prompt can be used. A layer
     with a sliding window has dropped the tokens before its window, so a longer prompt must be used as a whole. A state

@@ -43,7 +43,7 @@ def require_captions(cfg: ModelConfig) -> None:
     """Checks that a model writes captions.
 
     Raises:
-      ConfigError: it does not.
+      ConfigError: the model does not write captions.
     """
     if cfg.family != "contrastive" or not cfg.contrastive.caption_layers:
         what = f"model.family={cfg.family}" if cfg.family != "contrastive" else "model.contrastive.caption_layers=0"
@@ -97,8 +97,11 @@ def require_modules(mtp: PredictionConfig, stages: int) -> None:
 def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
     """Checks prompts to which `tokens` tokens are to be added.
 
+    Args:
+      vocabulary: number of ids that exist.
+
     Raises:
-      ConfigError: no prompt, an empty prompt, an id that does not exist, or more tokens than positions.
+      ConfigError: not a decoder; no prompt, an empty prompt, an id that does not exist, or more tokens than positions.
     """
     require_decoder(cfg)
     check_rows(prompts, vocabulary)
@@ -153,10 +156,10 @@ def row_seeds(prompts: Rows) -> np.ndarray:
 
 
 def whole_buckets(tokens: int) -> int:
-    """Returns the least multiple of a bucket that holds some tokens."""
+    """Returns the least multiple of `BUCKET` that is at least this number of tokens."""
     return -(-tokens // BUCKET) * BUCKET
 
 
 def power_of_buckets(tokens: int) -> int:
-    """Returns the least power of two times a bucket that holds some tokens, so that few programs are compiled."""
+    """Returns the least power of two times `BUCKET` that is at least this number, so that few programs are compiled."""
     return BUCKET << (-(-tokens // BUCKET) - 1).bit_length()

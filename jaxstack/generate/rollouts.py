@@ -65,11 +65,11 @@ class Judged(NamedTuple):
     Attributes:
       row: the prompt.
       ids: ids of the prompt.
-      completion: what was sampled.
+      completion: the sampled completion.
       ended: whether it ended before the limit of tokens.
       text: the completion as text, without the token that ends it.
-      parts: the value of each function.
-      reward: the weighted sum, with the penalty for its length.
+      parts: the value of each reward function.
+      reward: the weighted sum of `parts`, with the penalty for the completion's length.
     """
 
     row: RewardedPrompt
@@ -87,7 +87,7 @@ class Sampler:
 
     Attributes:
       exact: the forward pass of the trainer, and the KV cache with which it drafts.
-      rl: keys of the run.
+      rl: the group `rl` of the configuration.
     """
 
     exact: Exact
@@ -173,8 +173,8 @@ class Rollouts(Batches):
       rewards: functions of completions.
       turns: what continues a completion after a call of a tool. `None` means that nothing does.
       sampler: samples completions.
-      rescore: computes the log-probabilities of a batch as its step will, where the sampler's may have other bits.
-        `None` means that they have the same.
+      rescore: computes the log-probabilities of a batch as its step will, where the sampler's may differ in bits.
+        `None` means that they do not differ.
       rows: where the rows of a batch are on the devices.
       waiting: batches that were made for later steps, by their index, with what is logged of them.
       samples: completions of the newest evaluation, for the log.
@@ -231,12 +231,12 @@ class Rollouts(Batches):
     # ---- training
 
     def place(self, rows: Arrays, params: Params, index: int, timer: Timer) -> tuple[Batch, Metrics]:
-        """Returns the batch with this index, see `batch`. The rows are the prompts, which `batch` reads itself."""
+        """Returns the batch with this index, see `batch`, which reads the prompts itself: `rows` is not read."""
         with timer(params):
             return self.batch(params, index)
 
     def forget(self) -> None:
-        """Drops the batches of later steps, whose completions the parameters before a rollback have sampled."""
+        """Drops the batches of later steps after a rollback, because parameters from before it sampled them."""
         self.waiting.clear()
 
     def batch(self, params: Params, index: int) -> tuple[Batch, Figures]:
@@ -305,7 +305,10 @@ class Rollouts(Batches):
         return found
 
     def judge(self, params: Params, numbers: Sequence[int], group: int, key: tuple[int, ...]) -> list[list[Judged]]:
-        """Returns completions of prompts with their rewards, `group` of each; random numbers depend on the key."""
+        """Returns `group` completions of each prompt with their rewards, given the numbers of prompts.
+
+        Random numbers depend on `key`.
+        """
         rl = self.cfg.rl
         rows = [self.prompts.rows[number] for number in numbers for _ in range(group)]
         ids = [one for one in self.prompts.ids_of(numbers) for _ in range(group)]
@@ -392,7 +395,7 @@ class Rollouts(Batches):
     # ---- evaluation
 
     def evaluation(self, evaluate: Evaluate, refer: Refer) -> Evaluate:
-        """Returns the evaluation of held-out prompts; the loss of their rows is not computed."""
+        """Returns `evaluator(refer)` in place of `evaluate`: the loss of held-out rows is not computed."""
         return self.evaluator(refer)
 
     def evaluator(self, refer: Refer) -> Evaluate:
@@ -475,10 +478,11 @@ class Rollouts(Batches):
         """Reads the batches that waited at a checkpoint.
 
         Args:
+          step: step of the checkpoint.
           index: index of the next batch.
 
         Returns:
-          A line for the user if they are needed and not there: then new completions are sampled. Otherwise "".
+          A line for the user if the batches are needed and cannot be read; then new ones are sampled. Otherwise "".
         """
         self.waiting = {}
         if index % self.cfg.rl.updates == 0:
@@ -508,10 +512,11 @@ def find_rewards(rl: RLConfig, path: str, open_run: Callable[[str, str], Scorer]
     """Returns the functions and reward models of `rl.rewards`, or the function of the task that `data.path` names.
 
     Args:
-      open_run: returns the reward model of a run, from what names it and its folder.
+      path: `data.path`.
+      open_run: returns the reward model of a run, from the key that names the run, for errors, and the run's folder.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: nothing gives a reward, or a function or a reward model does not exist.
     """
     found: list[Reward | ModelReward] = []
     for name, weight in zip(rl.rewards, rl.weights or [1.0] * len(rl.rewards), strict=True):
@@ -532,6 +537,11 @@ def find_rewards(rl: RLConfig, path: str, open_run: Callable[[str, str], Scorer]
 def open_reward_model(setup: Setup, key: str, folder: str) -> Scorer:
     """Returns the reward model of a run, on the mesh of the run that learns.
 
+    Args:
+      setup: the run that learns.
+      key: the key that names the reward model's run, for error messages.
+      folder: the reward model's run.
+
     Raises:
       ConfigError: it cannot be read, is not a reward model, or has another tokenizer.
     """
@@ -544,7 +554,7 @@ def open_reward_model(setup: Setup, key: str, folder: str) -> Scorer:
 
 
 def make_arrays(rl: RLConfig, groups: Sequence[Sequence[Judged]], seq_len: int) -> Arrays:
-    """Returns the batch of some groups, a row for each completion.
+    """Returns the batch of some groups of completions, in rows of `seq_len` tokens, one for each completion.
 
     Returns:
       Arrays [B, S]:

@@ -63,7 +63,7 @@ def sample_rows(
 ) -> jax.Array:
     """Returns what `sample_tokens` does, int32 [B], with another temperature and other filters for each row.
 
-    The values are arguments of a compiled program, so other ones compile nothing. Logits are sorted only while a row
+    The values are arguments of a compiled program, so new values compile nothing. Logits are sorted only while a row
     has a filter.
 
     Args:

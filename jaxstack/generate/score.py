@@ -89,7 +89,7 @@ class Scorer:
           rows: number of texts in a call, rounded up to a multiple of the replicas.
 
         Raises:
-          ConfigError: an id that does not exist, or more tokens than learned positions.
+          ConfigError: a text of one token, an id that does not exist, or more tokens than learned positions.
         """
         self.check(texts)
         for tokens, indices in self._calls(texts, rows):
@@ -153,7 +153,10 @@ class Scorer:
                 yield tokens, indices
 
     def slots(self, tokens: int) -> int:
-        """Returns the length of the program that reads this number of tokens: 64, 128, 256 and so on."""
+        """Returns the length of the program that reads this number of tokens: `length`, or else 64, 128, 256 and so on.
+
+        A table of learned positions limits it.
+        """
         if self.length is not None:
             return self.length
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
@@ -193,7 +196,7 @@ class Scorer:
         return self._score._cache_size()  # type: ignore[attr-defined]
 
     def hidden_states(self, values: Params, tokens: jax.Array) -> jax.Array:
-        """Returns the hidden states of tokens [B, S]; the work of one device."""
+        """Returns the hidden states of tokens [B, S], given the parameters `values`; the work of one device."""
         batch: Batch = {"tokens": tokens}
         if self.gate is not None:
             batch["gate_ids"] = jnp.full_like(tokens, self.gate)

@@ -36,9 +36,9 @@ class Found(NamedTuple):
     Attributes:
       added: the tokens so far [R, N + G + 1].
       count: how many belong to the text [R].
-      going: whether there is more to come.
+      going: whether the text has not ended.
       rounds: number of forward passes of the model.
-      accepted: number of drafted tokens that it accepted.
+      accepted: number of drafted tokens that the model accepted.
     """
 
     added: PyTree
@@ -105,8 +105,8 @@ class Speculation:
           at_once: whether all tokens come at once.
 
         Raises:
-          ConfigError: see `prompts.check_prompts`; a model has states; the text would exceed the draft's learned
-            positions; or the model cannot draft with its own module, see `prompts.require_modules`.
+          ConfigError: see `check` and `prompts.check_prompts`; a model has states; the text and a draft after it would
+            exceed the learned positions of either model; or see `prompts.require_modules`.
         """
         check(sample)
         if self.draft is None:

@@ -46,7 +46,7 @@ def make_translate(
       ctx: the execution context. `None` means one device.
 
     Raises (when run):
-      ConfigError: no input, an empty one, or an id that does not exist.
+      ConfigError: no input, an empty input, or an id that does not exist.
     """
     ctx = (ctx or Context()).whole_sequences()
     ids = vocabulary or cfg.vocab

@@ -90,10 +90,13 @@ class Turns:
 
         Args:
           sample: samples a turn.
-          rows: of the prompts, for error messages.
-          prompts: their ids.
+          rows: rows of the data with the prompts, for error messages.
+          prompts: ids of the prompts.
           seed: seed of sampling.
           longest: number of positions of a row, which ends a completion without room for another turn.
+
+        Raises:
+          ConfigError: the tool raises an error or returns something other than a text; or see `between`.
         """
         texts = [[*prompt] for prompt in prompts]
         pieces: list[list[Completion]] = [[] for _ in prompts]
@@ -159,6 +162,10 @@ class Turns:
 
 def open_turns(rl: RLConfig, path: str, tokenizer: Tokenizer, stop: tuple[int, ...]) -> Turns | None:
     """Returns what continues completions after calls of `rl.tool`, or of the task's tool; `None` with one turn.
+
+    Args:
+      path: `data.path`, which may name a task.
+      stop: tokens that end a turn.
 
     Raises:
       ConfigError: there is no tool, or the chat template cannot continue.

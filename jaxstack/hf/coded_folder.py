@@ -157,7 +157,7 @@ class CodedFolder:
     def read_params(self, ctx: Context | None = None, pad_vocab_to: int | None = None) -> Params:
         """Returns the parameters with the values that the codes stand for, float32, sharded for a mesh.
 
-        Each process reads the complete file.
+        Each process reads the complete file. For `pad_vocab_to` see `PretrainedFolder.read_params`.
         """
         ctx = ctx or Context()
         spec = families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))

@@ -88,7 +88,7 @@ NO_IDS = SpecialIds()
 
 
 def from_json(where: str, values: object) -> Description:
-    """Returns the model that a `config.json` describes.
+    """Returns the model that `values` of a `config.json` describe; `where` names the file in messages.
 
     Raises:
       ConfigError: an unknown family, or a key or value that jaxstack's model does not support.
@@ -737,6 +737,7 @@ def to_json(name: str, model: ModelConfig, seq_len: int, ids: SpecialIds = NO_ID
 
     Args:
       seq_len: the sequence length of training, for a model without `max_positions`. 0 means that there is none.
+      ids: special ids of the model's tokenizer.
     """
     family = FAMILIES[name]
     dense_width = model.ff_width

@@ -199,6 +199,7 @@ class PretrainedFolder:
 
         Args:
           ctx: the mesh, the sharding of parameters and the pipeline's stages. `None` means one device.
+          pad_vocab_to: rows of the token table and the head, see `ModelConfig`. `None` means the vocabulary's size.
         """
         ctx = ctx or Context()
         spec = families.spec(replace(self.model, pad_vocab_to=pad_vocab_to))
@@ -257,6 +258,7 @@ def save_pretrained(
       values: its parameters on the CPU, not sharded.
       dtype: dtype of the tensors and of the scales, `float32` or `bfloat16`.
       seq_len: the sequence length of training, for a model without `max_positions`.
+      ids: special ids of the run's tokenizer.
       quantized: a format, and the codes and scales of matrices by the name of their tensor. They are stored in place
         of the matrices' values. `None` stores values only.
       preferred: the family to take if several can express the model.

@@ -129,7 +129,7 @@ def mask_vocab_padding(logits: jax.Array, vocab_size: int, vocab_axes: Axes = ()
     """Returns logits [..., V/n] with the lowest number of their dtype for ids from `vocab_size` on.
 
     Softmax then gives these ids a probability of exactly zero. Unlike minus infinity, this number times zero is not
-    NaN.
+    NaN. `vocab_axes` are the mesh axes that split the vocabulary.
     """
     V = logits.shape[-1]
     if vocab_size == V * collectives.count(vocab_axes):

@@ -33,8 +33,9 @@ class Adapted(NamedTuple):
     """A matrix and its low-rank adapter: `linear` computes x w + (x a) b, and the gradient of w needs no product.
 
     Attributes:
-      w: the matrix [*in, *out]. a: first matrix of the adapter [*in, rank]. b: second matrix of the adapter [rank,
-        *out].
+      w: the matrix [*in, *out].
+      a: first matrix of the adapter [*in, rank].
+      b: second matrix of the adapter [rank, *out].
     """
 
     w: jax.Array | Tapped | CodedWeight

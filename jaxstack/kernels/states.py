@@ -147,7 +147,8 @@ class Chunks(NamedTuple):
 def recurrent(tokens: StateTokens, *, state: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns what the heads read [B, S, H, V] and the last states [B, H, K, V], token by token.
 
-    This is the definition, with which `chunked` is compared.
+    This is the definition, with which `chunked` is compared. `state` [B, H, K, V] is before the tokens; `None` means
+    zeros.
     """
     t = tokens.by_key_head()
     x = _start(t, state)

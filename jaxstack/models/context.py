@@ -74,7 +74,7 @@ class Context:
         return replace(self, values=values, shown={}), values
 
     def layer(self, index: int, count: int) -> "Context":
-        """Returns this context for one of the layers of a step.
+        """Returns this context for layer `index` of the `count` layers of a step.
 
         The backward pass of a step ends with its first layer, so the first layer waits for nothing.
         """
@@ -98,7 +98,7 @@ class Context:
     def region(self, f: Callable[..., PyTree], arguments: Sequence[PyTree], inputs: PyTree, output: Dims) -> PyTree:
         """Returns the array `f(ctx, *arguments)`. `f` communicates explicitly, whatever the partitioner is.
 
-        The values that `f` keeps are sums over tokens, see `partitioned.AutoLayout.region`.
+        The values that `f` keeps are sums over tokens. For the arguments see `partitioned.AutoLayout.region`.
         """
 
         def work(layout: Layout, *shards: PyTree) -> tuple[PyTree, Aux]:

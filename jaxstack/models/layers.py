@@ -37,7 +37,7 @@ def norm_spec(cfg: ModelConfig, width: int, axis: str, kind: str | None = None) 
 
 
 def norm(cfg: ModelConfig, params: Params, x: jax.Array, ctx: Context, kind: str | None = None) -> jax.Array:
-    """Normalises the last axis of x [..., D], in float32; the result has the dtype of x."""
+    """Normalises the last axis of x [..., D], in float32; the result has the dtype of x. For `kind` see `norm_spec`."""
     if (kind or cfg.norm) == "layer":
         scale = params["scale"] + 1 if cfg.norm_unit_offset else params["scale"]
         return kernels.layer_norm(x, scale, params.get("bias"), eps=cfg.norm_eps, implementation=ctx.ops.norm)

@@ -162,7 +162,10 @@ class Layout:
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def region(self, f: Callable[..., PyTree], arguments: Sequence[PyTree], inputs: PyTree, output: Dims) -> PyTree:
-        """Returns `f(layout, *arguments)`, which communicates explicitly, whatever `partitioner` is."""
+        """Returns `f(layout, *arguments)`, which communicates explicitly, whatever `partitioner` is.
+
+        For the arguments see `partitioned.AutoLayout.region`.
+        """
         return f(self, *arguments)
 
     @property
@@ -333,7 +336,10 @@ class Layout:
         return jax.tree.map(one, tree)
 
     def to_stage_order(self, values: jax.Array, stack: str = "") -> jax.Array:
-        """Returns an array over all layers, in order [L, ...], as stages store it [R, ...]; empty slots are zeros."""
+        """Returns an array over all layers, in order [L, ...], as stages store it [R, ...]; empty slots are zeros.
+
+        For `stack` see `to_layer_order`.
+        """
         if self.pipeline is None:
             return values
         return to_slots(self.pipeline.stages.of(stack), values)

@@ -132,7 +132,7 @@ def unstack(spec: Spec) -> Spec:
 
 
 def pad(p: Param, dim: int, size: int) -> Param:
-    """Returns the declaration with zeros at the end of a dimension, such that it has `size` elements."""
+    """Returns the declaration with zeros at the end of dimension `dim`, such that it has `size` elements."""
     shape = (*p.shape[:dim], size, *p.shape[dim + 1 :])
     return p if shape == p.shape else replace(p, shape=shape, unpadded=p.shape)
 
@@ -143,7 +143,7 @@ def without_padding(p: Param) -> Param:
 
 
 def partition(spec: Spec, values: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a tree with the structure of the declarations into its trained and its frozen part.
+    """Splits `values`, a tree with the structure of the declarations, into its trained and its frozen part.
 
     Groups without leaves are left out of either part. If nothing is frozen, the parts are the tree and an empty one.
     """
@@ -159,7 +159,7 @@ def _is_empty(part: PyTree) -> bool:
 
 
 def combine(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the tree that `partition` has split."""
+    """Returns the tree that `partition` has split into these two parts."""
     if not (isinstance(trained, dict) and isinstance(frozen, dict)):
         return frozen if trained is None else trained
     names = [*trained, *(name for name in frozen if name not in trained)]
@@ -172,7 +172,7 @@ def count(spec: Spec) -> int:
 
 
 def abstract(spec: Spec, dtype: DTypeLike = jnp.float32) -> Params:
-    """Returns shapes and dtypes without values."""
+    """Returns shapes without values, all with one dtype."""
     return map_spec(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), spec)
 
 

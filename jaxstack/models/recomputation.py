@@ -93,6 +93,7 @@ def recompute_layers(
     Args:
       step: function of a context and of the arguments of the result.
       runs_several: whether a step runs several layers.
+      in_loop: see `remat`.
     """
     if ctx.ops.platform == "gpu" and ctx.layout.gathers_params and (in_loop or runs_several):
         ctx = replace(ctx, before_layer=gradients_at_once)

@@ -75,7 +75,10 @@ def z_loss(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
 
 
 def load(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
-    """Counts the pairs (token, choice) of each expert, including dropped ones: float32 [E], exact up to 2^24."""
+    """Counts the pairs (token, choice) of each expert, including dropped ones: float32 [E], exact up to 2^24.
+
+    `mask` [T] has the tokens that count; `None` means all.
+    """
     chosen = lax.stop_gradient(_chosen(routing))
     return jnp.sum(chosen if mask is None else chosen * mask[:, None], axis=0)
 

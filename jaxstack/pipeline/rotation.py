@@ -44,6 +44,8 @@ class Visit(NamedTuple):
 class Rotation:
     """The schedule of a rotation: which group of rows each stage works on in each tick.
 
+    The argument `passes` of its methods is how often all groups pass through all layers.
+
     Attributes:
       stages: number of stages P.
       chunks: number of chunks of each stage's layers V.
@@ -110,6 +112,8 @@ def rotate(
     """Runs all groups through all layers `passes` times, and returns the last state and stored values.
 
     Args:
+      rotation: the schedule.
+      fns: what the stages run.
       axis: mesh axis of the stages.
       passes: number of passes through all layers, an int32 scalar []. `RotationFns.leave` may lower it.
       state: a tree of arrays that are equal on all stages.

@@ -60,7 +60,7 @@ class CompiledStep:
       memory: bytes by formula, by purpose.
       collectives: the collectives of the program.
       expected: the collectives by formula.
-      trip_counts: mean trip counts of the loops whose counts XLA does not know, by their scope.
+      trip_counts: mean trip counts of the loops for which the program states no count, by their scope.
       hbm: bytes of the target's memory.
     """
 
@@ -183,7 +183,7 @@ def compile(cfg: Config, target: str) -> CompiledStep:
     """Compiles the training step of a resolved configuration for a target.
 
     Raises:
-      ConfigError: the target cannot be described, or what the program sends cannot be read.
+      ConfigError: the target cannot be described, or the program's collectives cannot be read.
     """
     ctx, state, batch = abstract_inputs(cfg, target)
     assert ctx.layout.mesh is not None

@@ -20,7 +20,7 @@ def choose(cfg: Config, given: Collection[str], kept: Config | None) -> tuple[Co
     memory that process 0 has.
 
     Args:
-      cfg: the resolved configuration. An axis of its mesh is open.
+      cfg: the resolved configuration. One axis of its mesh is open: its size is -1.
       given: keys of `config.SEARCHED_KEYS` that the search must not change.
       kept: the configuration with the mesh of the earlier part of the run. None means that there is none to keep.
 

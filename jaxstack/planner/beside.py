@@ -67,7 +67,7 @@ class Decoding:
 
     @classmethod
     def of(cls, job: Job, limits: ChipLimits, rl: RLConfig) -> "Decoding":
-        """Returns what decoding moves if every completion has `rl.tokens` tokens in each turn."""
+        """Returns the decoding of a job, if every completion has `rl.tokens` tokens in each turn."""
         each = estimate.itemsize(job.train)
         spec = shards.flat_params(job.model.base, job.ctx).values()
         used = each * sum(math.prod(shards.used_shape(p, job.ctx)) for p in spec)
@@ -102,10 +102,13 @@ class Decoding:
 def time_beside(job: Job, limits: ChipLimits, time: StepTime) -> list[Figure]:
     """Returns the seconds of one step's share of what is computed beside the step itself, by part.
 
-    A reference computes the forward pass of each batch once more. A run that learns from rewards decodes completions,
-    and computes forward passes over them. With `rl.exact` there are two: the first chooses tokens, the second scores
-    them; and the step computes its forward pass again, unless it is a pipeline, where `train.remat=full` does so. One
-    more pass computes the trainer's log-probabilities where the sampler's may differ.
+    A reference computes the forward pass of each batch once more, and so does the divergence of
+    `preference.loss=kto`. A run that learns from rewards decodes completions, and computes forward passes over them:
+
+    - two with `rl.exact`: the first chooses tokens, the second scores them,
+    - one for the trainer's log-probabilities, where the sampler's may differ.
+
+    With `rl.exact` the step also computes its forward pass again. In a pipeline, only `train.remat=full` does so.
 
     Args:
       time: time of the step.

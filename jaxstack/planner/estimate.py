@@ -77,8 +77,8 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
 
     The bytes of parameters, optimizer state and batch are exact. The rest counts what is alive in the backward pass:
     gradients, the residuals of all layers, and the larger of the temporary arrays of the head and of one layer. If the
-    update of Muon needs more than that, it is counted instead. Its formula is fitted to the programs that XLA compiles
-    in benchmarks/muon_memory.py and benchmarks/muon_devices.py.
+    update of Muon needs more than that, it is counted instead. Muon's formula is fitted to the programs that XLA
+    compiles in benchmarks/muon_memory.py and benchmarks/muon_devices.py.
 
     Where the logits of `cross_entropy=xla` are the largest arrays, the formula is inexact. On v5e the compiler used two
     to four float32 arrays of logits, where the formula counts one and a half, or kept small ones on the chip. The sum
@@ -105,7 +105,10 @@ def memory(job: Job, state: TrainState, batch: Batch, counter: Counter = COUNTER
 
 
 def stores_reference(job: Job) -> bool:
-    """Returns whether a run keeps the parameters of a second model. Adapters are left out of their own one instead."""
+    """Returns whether a run keeps the parameters of a second model as its reference.
+
+    A run that trains new adapters uses its own model without them, unless it names a reference.
+    """
     aim = job.cfg.aim
     if aim is None or not aim.has_reference:
         return False
@@ -113,7 +116,10 @@ def stores_reference(job: Job) -> bool:
 
 
 def frozen_bytes(job: Job, counter: Counter = COUNTER) -> float:
-    """Returns the bytes of a device's part of a reference like the model: matrices have the compute dtype."""
+    """Returns the bytes of a device's part of a reference like the model: matrices have the compute dtype.
+
+    For `counter` see `memory`.
+    """
     spec = shards.flat_params(job.model.base, job.ctx)
     sizes = {path: counter.shaped(path, shards.stored_shape(p, job.ctx), p.axes) for path, p in spec.items()}
     cast = counter.named("matrices of the reference", sum(size for path, size in sizes.items() if spec[path].is_cast))
@@ -294,7 +300,7 @@ def host_memory(job: Job, state: TrainState) -> dict[str, float]:
 
 
 def host_traffic(job: Job) -> dict[str, float]:
-    """Returns the bytes that a device copies to its host in a step, by purpose. It copies as many back."""
+    """Returns the bytes that a device copies to its host in a step, by purpose. As many bytes are copied back."""
     state = EXACT[1]
     return {
         name: size * (1 if name == state else job.train.grad_accum)
@@ -416,9 +422,8 @@ def _copied_bytes(job: Job, acts: Activations) -> float:
 def kept_bytes(job: Job) -> float:
     """Returns the bytes of recomputed arrays that several GPUs keep beside the arrays of `memory`, if they have room.
 
-    This is where no loop runs the layers and `train.remat` is `full`. The scheduler computes the gradients of the MLP's
-    weights late, beside collectives, until it reaches the device's memory. The operands of these gradients are alive
-    until then.
+    This happens where no loop runs the layers and `train.remat` is `full`. XLA's scheduler delays the gradients of the
+    MLP's weights to overlap them with collectives, as long as the memory lasts. Their operands are alive until then.
     """
     on_gpu = job.ctx.layout.pipeline is None and job.ctx.ops.platform == "gpu"
     if not on_gpu or not select_options(job.ctx.ops.platform, job.ctx.layout.mesh).used:

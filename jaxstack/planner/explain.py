@@ -109,11 +109,11 @@ class Counter:
     """Counts elements. This one only counts; `Recorder` also writes the formulas."""
 
     def named(self, name: str, value: int) -> int:
-        """Returns a number, which has this name in formulas."""
+        """Returns the value. `Recorder` gives it this name in formulas."""
         return value
 
     def shaped(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> int:
-        """Returns the elements of an array with this shape, whose dimensions have names."""
+        """Returns the elements of an array with this shape. `Recorder` names the array and its dimensions (`axes`)."""
         return math.prod(shape)
 
 

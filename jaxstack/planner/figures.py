@@ -130,7 +130,7 @@ def memory_by_policy(job: Job, bytes_per_parameter: int | None = None) -> dict[s
       bytes_per_parameter: 16 or 18 count as Megatron-LM does; `None` means `memory_figures`.
 
     Raises:
-      ConfigError: Megatron-LM's count does not know the family.
+      ConfigError: the model has layers that Megatron-LM's formulas do not count.
     """
     if bytes_per_parameter:
         require_usual_layers(job.model, "--style=megatron-fp16")
@@ -144,7 +144,7 @@ def memory_by_policy(job: Job, bytes_per_parameter: int | None = None) -> dict[s
 def saved_figures(job: Job, policies: Mapping[str, list[Figure]]) -> list[Figure]:
     """Returns the bytes of what the layers save for the backward pass, under each policy.
 
-    Where a step needs the most memory, some of it may be free again. Here, all of it counts.
+    At the step's peak of memory, some of these bytes may be free again. Here, all of them count.
 
     Args:
       policies: policies from `memory_by_policy`.
@@ -196,10 +196,10 @@ def flops_figures(job: Job, time: StepTime, budget: float, classic: bool = False
 
     Args:
       budget: training tokens.
-      classic: count recomputation as Megatron-LM does.
+      classic: whether to count recomputation as Megatron-LM does.
 
     Raises:
-      ConfigError: `classic` with a family that Megatron-LM's count does not know.
+      ConfigError: `classic` with layers that Megatron-LM's formulas do not count.
     """
     if classic:
         require_usual_layers(job.model, "--style=megatron-fp16")
@@ -227,7 +227,7 @@ def time_figures(job: Job, limits: ChipLimits, time: StepTime, work: Work | None
     """Returns the seconds of a step by part, with the seconds by the data sheet that they follow from.
 
     Args:
-      work: what a device does; `None` means our program.
+      work: what a device does; `None` means jaxstack's program.
     """
     work = work or work_of(job, limits)
     layer = [op for op in work.ops if op.of_layer]
@@ -251,7 +251,10 @@ def time_figures(job: Job, limits: ChipLimits, time: StepTime, work: Work | None
 
 
 def work_figure(name: str, ops: Iterable[Op], limits: ChipLimits, kernel: str) -> Figure:
-    """Returns the seconds of operations: seconds by the data sheet for each kind of work, times the fitted factors."""
+    """Returns the seconds of operations: seconds by the data sheet for each kind of work, times the fitted factors.
+
+    For `kernel` see `rates.work`.
+    """
     fitted = rates.rates()
     done: dict[str, float] = defaultdict(float)
     for op in ops:
@@ -280,7 +283,7 @@ def traffic_figures(job: Job, limits: ChipLimits) -> list[Figure]:
 
 
 def copy_figures(job: Job, limits: ChipLimits) -> list[Figure]:
-    """Returns the bytes that a device copies to its host in a step, by purpose. It copies as many back."""
+    """Returns the bytes that a device copies to its host in a step, by purpose. As many bytes are copied back."""
     formula = "{size:.12g} bytes in each direction, {rate:.6g} bytes/s"
     rate = offload.host_rate(limits.name) if job.train.offload != "none" else 0.0
     return [
@@ -289,7 +292,7 @@ def copy_figures(job: Job, limits: ChipLimits) -> list[Figure]:
 
 
 def outside_fit(model: ModelConfig, chip: str) -> str:
-    """Returns a line with what no published step has, to which the rates were fitted, or "" if there is nothing."""
+    """Returns a line with the chip, size or family that no published step of the fit has, or "" if there is none."""
     parameters = params.count(families.spec(model))
     differs = {
         f"chip {chip}": chip not in FITTED_CHIPS,

@@ -49,7 +49,7 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
 def state_bytes(m: ModelConfig, itemsize: int, tensor: int) -> float:
     """Returns the bytes that a device of a tensor group keeps of a sequence in a layer with states.
 
-    These are the states in float32, and the last tokens that the convolution reads.
+    These are the states in float32, and the last tokens that the convolution reads, of `itemsize` bytes an element.
     """
     if m.ssm.layers:
         ssm = m.ssm
@@ -68,7 +68,7 @@ def cached_tokens(window: int, slots: float) -> float:
 
 
 def cached_vectors(m: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Returns how many vectors a device of a tensor group caches for a token and layer, and their elements.
+    """Returns how many vectors a device of a tensor group caches for a token and layer, and the elements of them all.
 
     With latent attention these are a latent and a rotated key, the same on all devices of the group. Otherwise they are
     a key and a value for each of the device's heads of keys.
@@ -122,7 +122,7 @@ class Demand:
             raise self.error()
 
     def error(self) -> ConfigError:
-        """Returns an error: what generation needs at least, what there is, and what would need less."""
+        """Returns an error that says what generation needs at least, what there is, and which flags need less."""
         whole = self.params + self.cache
         half = gib(self.params + self.cache / 2)
         reason = (

@@ -62,7 +62,7 @@ def collectives(text: str, mesh: Mapping[str, int], trip_counts: Mapping[str, fl
     Args:
       text: the result of `jax.stages.Compiled.as_text()`.
       mesh: axes and sizes, the slowest axis first; devices are numbered in this order, as in `jax.sharding.Mesh`.
-      trip_counts: mean trip counts of loops whose counts XLA does not know, by the name scope of the loop; see
+      trip_counts: mean trip counts of loops for which the program states none, by the loop's name scope; see
         `Layout.trip_counts`.
 
     Raises:
@@ -95,6 +95,9 @@ def collectives_of(
       instructions: all of its computation.
       mesh: see `collectives`.
       computation: name of its computation.
+
+    Raises:
+      ValueError: its groups do not follow axes of the mesh.
     """
     kind = i.op.removesuffix("-start")
     if kind not in KINDS or i.op not in (kind, f"{kind}-start") or _continues(i, instructions):

@@ -105,7 +105,13 @@ def computations_of(text: str) -> tuple[Computations, str]:
 
 
 def runs_of(computations: Computations, entry: str, known: Mapping[str, float]) -> dict[str, float]:
-    """Returns how often each computation runs; infinity means that it is in a loop whose trip count is not known."""
+    """Returns how often each computation runs; infinity means that it is in a loop whose trip count is not known.
+
+    Args:
+      computations: all computations of the program.
+      entry: name of the computation where the program begins.
+      known: trip counts by scope, see `trip_count`.
+    """
     calls: dict[str, list[tuple[str, float]]] = {name: [] for name in computations}
     for name, instructions in computations.items():
         for i in instructions:
@@ -130,10 +136,10 @@ def runs_of(computations: Computations, entry: str, known: Mapping[str, float]) 
 def trip_count(loop: Instruction, computations: Computations, known: Mapping[str, float]) -> float:
     """Returns the trip count of a while loop.
 
-    The sources are, in this order: XLA's note, the known count of the loop's scope, and a condition `i < constant`,
-    which may be in a fusion, with the start and the step of its counter. XLA drops its note from a loop that it
-    pipelines, and may start it later. It notes none for the loop of a collective matmul, which on TPUs is unrolled
-    twice. Within a derivative, JAX writes a scope as `jvp(scope)`.
+    The sources are, in this order: XLA's note, the count of the loop's scope in `known`, and a condition
+    `i < constant`, which may be in a fusion, with the start and the step of its counter. XLA drops its note from a loop
+    that it pipelines, and may start it later. It notes none for the loop of a collective matmul, which on TPUs is
+    unrolled twice. Within a derivative, JAX writes a scope as `jvp(scope)`.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(noted.group(1))

@@ -75,7 +75,7 @@ class Job:
         return replace(self, cfg=replace(self.cfg, model=model))
 
     def with_remat(self, policy: str) -> "Job":
-        """Returns the job with another value of `train.remat`; residuals of `none` are on the device."""
+        """Returns the job with another value of `train.remat`; `none` does not offload residuals."""
         offload = self.train.offload
         if policy == "none" and self.train.offloads_residuals:
             offload = "optimizer" if self.train.offloads_optimizer else "none"

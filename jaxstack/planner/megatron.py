@@ -1,8 +1,8 @@
 """The classic accounting of Megatron-LM: mixed precision in fp16, its formulas of activations and of recomputed FLOPs.
 
-Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198) count so. It differs from
-`estimate.memory` in three ways: parameters are stored in fp16 beside float32 main parameters, attention writes its
-scores, and a pipeline stage holds as many microbatches as there are stages.
+The papers are Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198). Their count
+differs from `estimate.memory` in three ways: parameters are stored in fp16 beside float32 main parameters, attention
+writes its scores, and a pipeline stage holds as many microbatches as there are stages.
 
 Symbols: L layers, h width, a heads, s tokens of a sequence, b sequences of a microbatch on a device, t tensor-parallel
 devices, p pipeline stages, v model chunks of a stage.
@@ -42,10 +42,10 @@ def memory(job: Job, bytes_per_parameter: int = 18) -> list[Figure]:
 def activations(job: Job) -> Figure:
     """Returns the bytes of the activations that the first stage saves, by the formulas of Korthikanti et al. 2022.
 
-    For heads of equal number and an MLP of 4 h these are their s b h (10 + 24/t + 5 a s / (h t)) a layer without
-    sequence parallelism, and s b h (34/t + 5 a s / (h t)) with it. `selective` recomputes attention's scores, which are
-    the last term, and `full` saves the input of a layer. `dots` is counted as `selective`. Grouped keys and gated MLPs
-    are counted by the same rules.
+    With a key head for each query head and an MLP of width 4 h, a layer has s b h (10 + 24/t + 5 a s / (h t)) bytes
+    without sequence parallelism, and s b h (34/t + 5 a s / (h t)) with it. `selective` recomputes attention's scores,
+    which are the last term, and `full` saves the input of a layer. `dots` is counted as `selective`. Grouped keys and
+    gated MLPs are counted by the same rules.
     """
     m = job.model
     sizes = shards.mesh_sizes(job.ctx)
@@ -104,7 +104,7 @@ def hardware_flops(job: Job) -> float:
 
     `full` repeats the layers: for a classic GPT the sum is 96 B s L h^2 (1 + s / 6h + V / 16 L h) with B sequences a
     step (Narayanan et al. 2021, section 5.1). The last matmul of each layer counts as repeated. `selective` and `dots`
-    repeat attention's scores and their product with values (Korthikanti et al. 2022, section 5). `none`: nothing.
+    repeat attention's scores and their product with values (Korthikanti et al. 2022, section 5).
     """
     m = job.model
     tokens = job.data.batch_size * job.data.seq_len

@@ -36,7 +36,7 @@ train_gpu_aot.json there, with room for the cases that `estimate.memory` describ
 
 TRACED_RATIOS = {"cpu": (0.8, 1.7), "gpu": (0.7, 2.2), "tpu": (0.7, 2.2)}
 """The same for families without formulas, whose memory follows from their trace (`traced`). The CPU's are from the
-programs of these families in benchmarks/results/step_memory_cpu.json. Those of GPU and TPU are wide: they are from
+programs of these families in benchmarks/results/step_memory_cpu.json. The ratios of GPU and TPU are wide: they are from
 traces of the decoders of predicted_memory.json, since no program of these families has been compiled for such chips."""
 
 Flags = dict[str, Any]
@@ -138,7 +138,7 @@ def need(cfg: Config, devices: int, platform: str) -> Need:
 
 
 def need_of(job: Job, state: TrainState, platform: str) -> Need:
-    """Returns the memory of a configuration whose context and abstract state exist already, see `need`."""
+    """Returns the need of a job whose abstract state exists already, see `need`."""
     parts = estimate.memory(replace(_computed(job, platform), known_state=state), state, estimate.abstract_batch(job))
     return Need(parts, platform, not has_formulas(job.model))
 
@@ -238,7 +238,7 @@ def explained(describe: Callable[[], ConfigError]) -> Iterator[None]:
 
 
 def step_error(cfg: Config) -> ConfigError:
-    """Returns an error: what the step of a configuration needs on this machine's devices, and what would need less."""
+    """Returns an error that says what a step needs on this machine's devices, and which flags need less."""
     devices = jax.devices()
     room = room_of(jax.local_devices())
     platform = platform_of(devices[0])
@@ -281,7 +281,7 @@ class Savings:
       cfg: the resolved configuration.
       devices: number of devices.
       platform: `cpu`, `gpu` or `tpu`.
-      room: their memory.
+      room: memory of the devices.
     """
 
     cfg: Config

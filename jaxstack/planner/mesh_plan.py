@@ -84,6 +84,7 @@ def search(cfg: Config, devices: Devices, given: Collection[str] = (), count: in
 
     Args:
       cfg: the resolved configuration.
+      devices: the devices, with their memory and times.
       given: keys of `config.SEARCHED_KEYS` whose values in `cfg` are kept.
       count: meshes to return at most.
 

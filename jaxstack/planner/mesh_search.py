@@ -36,7 +36,7 @@ SCHEDULES = sorted(get_args(get_type_hints(PipelineConfig)["schedule"]))
 """Values of `pipeline.schedule`; 1f1b, which needs the least memory, is the first."""
 
 LESS = {"none": (), "dots": ("none",), "selective": ("none",), "full": ("none", "dots", "selective")}
-"""By recomputation policy, those that repeat only what it repeats and are never slower. `none` is the first."""
+"""For each recomputation policy, the policies that repeat only a part of its work and are never slower."""
 
 HEADROOM = 0.9
 """Fraction of the memory that a candidate may need by formula, whose error is up to a tenth."""
@@ -55,7 +55,7 @@ class Clock(Protocol):
         """Returns the seconds of a step."""
 
     def floor(self, job: Job) -> Floor:
-        """Returns seconds that no candidate beats which does the same or more on the same mesh.
+        """Returns a lower bound of the seconds of all candidates that do the same or more work on the same mesh.
 
         Other candidates may have more microbatches or recomputation, and another schedule.
         """
@@ -66,6 +66,7 @@ class Candidate:
     """A configuration with a mesh that fits.
 
     Attributes:
+      cfg: the resolved configuration.
       seconds: predicted time of a step.
       need: memory of a device.
     """
@@ -170,7 +171,12 @@ class Space:
         return tuple(remat for remat in LESS if remat != "none" or not self.cfg.train.offloads_residuals)
 
     def pipelines(self, sizes: Flags, accum: int) -> list[Flags]:
-        """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first."""
+        """Returns the pipelines for a mesh: schedules and chunks, each with all numbers of microbatches, most first.
+
+        Args:
+          sizes: sizes of the mesh.
+          accum: value of `train.grad_accum`.
+        """
         cfg = self.cfg
         stages = sizes["mesh.pipe"]
         if stages == 1:
@@ -249,8 +255,8 @@ class Branch:
       accum: value of `train.grad_accum`. `None` means that candidates have any.
       pipelines: pipelines of the candidates, which have one number of microbatches.
       remat: value of `train.remat`. `None` means that candidates have any.
-      divided: of the parts that are branches of their own already, the microbatches of a replica and the seconds that
-        none of the part's candidates beats, see `divide`.
+      divided: for each part that is a branch of its own already, the microbatches of a replica, and seconds that none
+        of the part's candidates beats; see `divide`.
     """
 
     sizes: Flags
@@ -321,8 +327,8 @@ class Search:
     def first(self, sizes: Flags) -> Branch | None:
         """Returns the branch of all candidates of a mesh, or None if there are none.
 
-        Fewer microbatches have larger matmuls, which are never slower. With little accumulation, few microbatches and
-        one chunk, the least memory is small, too.
+        The bound is computed with the fewest microbatches: these have the largest matmuls, which are never slower. The
+        least memory is computed there, too.
         """
         for accum in self._accums(sizes):
             for piped in _fewest_first(self.space.pipelines(sizes, accum)):
@@ -508,7 +514,9 @@ def search(space: Space, room: Room, clock: Clock, count: int = 8) -> Found:
     """Returns the fastest candidates that fit, one for each mesh.
 
     Args:
+      space: the candidates.
       room: memory of a device, or of all devices if they share it.
+      clock: predicts times.
       count: meshes to return at most.
     """
     run = Search(space, room, clock)

@@ -29,7 +29,7 @@ _HOST_SPACE = "S(5)"
 
 
 def has_host_memory(job: Job) -> bool:
-    """Returns whether the host's memory is another one than the device's, which it is not on a CPU."""
+    """Returns whether host and device have separate memories. On a CPU they do not."""
     return job.ctx.ops.platform != "cpu"
 
 
@@ -64,10 +64,10 @@ def residual_layers(job: Job, layers: float) -> float:
 
 
 def host_rate(chip: str) -> float:
-    """Returns the bytes/s that a device copies to its host, and as many from there.
+    """Returns the bytes/s that a device copies to its host; at the same time, it copies as many from the host.
 
     Raises:
-      ConfigError: no source says how fast the chip does.
+      ConfigError: no source has the rate of the chip.
     """
     if chip not in HOST_BANDWIDTH:
         raise ConfigError(
@@ -127,8 +127,8 @@ def _arrays(type: str) -> list[tuple[bool, float]]:
 def place_arguments(lowered: jax.stages.Lowered, state: TrainState, job: Job) -> None:
     """Writes into a lowered step that the optimizer's arrays are in the host's memory when it begins.
 
-    JAX writes it for devices that list their memories. A described GPU has no list, so JAX drops the place of the
-    arguments, and XLA would read them in place.
+    JAX writes this for devices that list their memories. A described GPU has no list, so JAX drops the memory kind of
+    the arguments, and XLA would read them without a copy.
     """
     from jaxlib.mlir import ir
 

@@ -54,8 +54,9 @@ WEIGHT_SCHEDULES = ("zb1", "zb_h1")
 TRANSFER_BYTES = 2**24
 """Bytes that are sent to measure a link."""
 BANDWIDTH = 25e9
+"""Assumed bytes/s of a link when there is one device and nothing to measure: 200 Gbit/s."""
 LATENCY = 1e-5
-"""Assumed bytes/s and seconds of a link when there is one device and nothing to measure: 200 Gbit/s."""
+"""Assumed seconds to start a transfer on that link."""
 
 
 def resolve_partition(cfg: Config, mesh: Mesh) -> Config:
@@ -87,7 +88,7 @@ def measure(cfg: Config, mesh: Mapping[str, int], devices: Sequence[jax.Device])
     """Measures the costs of every group of layers (one period of `model.windows`) of a run.
 
     Args:
-      mesh: the size of each axis of its mesh.
+      mesh: the size of each axis of the run's mesh.
       devices: the first ones make up one replica of a stage. The link is measured between the first and its neighbour
         in the next stage, or else the last device.
 
@@ -205,7 +206,10 @@ def _part_seconds(job: Job, values: PyTree, batch: Batch) -> dict[str, float]:
 
 
 def stage_layout(keys: MeshConfig, gather: str, mesh: Mapping[str, int]) -> Layout:
-    """Returns the layout of parameters on a mesh whose axes have these sizes; its devices need not exist."""
+    """Returns the layout of parameters on a mesh whose axes have these sizes; its devices need not exist.
+
+    `gather` is `pipeline.gather`.
+    """
     devices = AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES)
     return Layout(devices, transformer(keys), gather=gather)  # type: ignore[arg-type]
 

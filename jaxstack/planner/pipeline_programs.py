@@ -236,7 +236,7 @@ def _repeat(turns: jax.Array, body: Body, carry: PyTree) -> PyTree:
 
 
 def activation_bytes(job: Job, values: PyTree, batch: Batch) -> tuple[float, float, float]:
-    """Returns the bytes on a device of the residual stream, and of the residuals and pairs of a group of layers."""
+    """Returns a device's bytes of the residual stream, and of a layer group's residuals and pairs for weight units."""
     assert job.ctx.layout.mesh is not None
 
     def local(values: PyTree, batch: Batch) -> tuple[PyTree, list[jax.Array], PyTree]:

@@ -71,6 +71,7 @@ def draw_scaling_law(
     """Draws the loss of runs over their training FLOPs, the law's lowest loss for every budget, and chosen points.
 
     Args:
+      fitted: the law.
       runs: parameters, tokens and loss of each run.
       budgets: training FLOPs whose best points are marked.
       path: file to write, PNG.

@@ -1,7 +1,7 @@
 """What a device does in a step of another stack's program, on the same mesh and with the same model.
 
-`step_time` predicts our program. `programs.yaml` describes programs of others, with a source for each. All of them
-differ from ours so:
+`step_time` predicts jaxstack's program. `programs.yaml` describes programs of others, with a source for each. All of
+them differ from jaxstack's program in three ways:
 
 - With 8 bits (`train.quant`), all three products of a linear layer or of experts have operands of 8 bits. Ours keeps
   experts, and the gradients of weights, in the compute dtype.
@@ -152,7 +152,7 @@ def _matrices(op: Op) -> int:
 def collectives_of(job: Job, limits: ChipLimits) -> list[Sent]:
     """Returns the collectives of a step that sends a token once for each of its experts, as `alltoall` does.
 
-    Ours sends it once to each device.
+    jaxstack's program sends it once to each device.
     """
     found = collectives_of_ours(job, limits)
     shapes = {c.where: c.shape for c, kind, _ in found if kind == "expert"}
@@ -174,7 +174,7 @@ EXCHANGE = "tokens to experts and back"
 
 
 def is_of_rounds(job: Job, op: Op) -> bool:
-    """Returns whether an operation repeats a product of experts, as our rounds do, and the program saves its result."""
+    """Returns whether an operation repeats a product of experts, whose result other programs save."""
     return job.train.remat == "none" and op.for_remat and op.name.startswith("moe/")
 
 
@@ -190,7 +190,7 @@ def of_sequence_shards(job: Job, found: Sent) -> list[Sent]:
 
     Each device of a tensor group sends only its shard of the tokens to experts. What has arrived is then gathered for
     the parts of an expert's matrices, and their results are scattered: all pairs in place of the tokens. Like the
-    exchange, and unlike the collectives of other layers, these have no product that they are cut into.
+    exchange, these collectives do not overlap with the parts of a product, as the collectives of other layers do.
     """
     c, kind, seconds = found
     if not (job.model.moe.num_experts and job.ctx.layout.sequence_parallel_axes):
@@ -210,7 +210,7 @@ OF_BLOCKS = ("inputs of attention and MLP", "gradients of their outputs", "outpu
 def one_copy(job: Job, limits: ChipLimits, found: Sent) -> Sent:
     """Returns an exchange of tokens as DeepEP does it, with even routing: github.com/deepseek-ai/DeepEP.
 
-    Of n devices, a token with k experts needs n (1 - (1 - 1/n)^k) in the mean; so it is with hosts.
+    Of n devices, a token with k experts needs n (1 - (1 - 1/n)^k) on average. Hosts are counted in the same way.
     """
     c, kind, _ = found
     if c.kind != "all-to-all" or kind != "expert":
@@ -230,7 +230,7 @@ def one_copy(job: Job, limits: ChipLimits, found: Sent) -> Sent:
 
 
 def to_8_bits(op: Op) -> Op:
-    """Returns the passes that read the operands of a product of experts and write them in 8 bits, one an expert."""
+    """Returns the passes that read the operands of a product of experts and write them in 8 bits, one per expert."""
     rows, inner, columns, matrices = op.product
     elements = inner * (rows + columns)
     return op._replace(

@@ -25,15 +25,15 @@ MEASURED = {
     "bits16": {"a100": 0.869, "a100_pcie": 0.811, "h100": 0.803, "b200": 0.776, "mi300x": 0.514, "mi325x": 0.604},
     "bits8": {"h100": 0.709, "h200": 0.734, "b200": 0.763},
 }
-"""Fraction of the peak of the largest matmuls, by `mamf-finder`: github.com/stas00/ml-engineering, compute/accelerator,
-second version of its table; B200, and 8 bits of H200, from insights/when-to-upgrade-gpus."""
+"""Fraction of the peak that the largest matmuls reach, by `mamf-finder`: github.com/stas00/ml-engineering,
+compute/accelerator, second version of its table; B200, and 8 bits of H200, from insights/when-to-upgrade-gpus."""
 SIBLINGS = {
     "a100_40gb": "a100", "a100_40gb_pcie": "a100_pcie", "h100_500w": "h100", "h800": "h100", "h200": "h100",
     "gb200": "b200", "b300": "b200", "gb300": "b200",
 }  # fmt: skip
 """Chips that take the measured fraction of another one with the same cores."""
 UNMEASURED = {"gpu": 0.8, "tpu": 0.85}
-"""Fraction of the peak of the largest matmuls of all other chips, by platform: about that of the measured chips."""
+"""Fraction of the peak that the largest matmuls of all other chips reach, by platform: about as on measured chips."""
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Rows and columns of the tiles that matmul libraries choose from."""
@@ -73,7 +73,7 @@ class Rates:
         return math.fsum(each * factors[kind] * (own if kind in MATMULS else 1.0) for kind, each in done.items())
 
     def of_op(self, op: Op, limits: ChipLimits, kernel: str = "") -> float:
-        """Returns the seconds of one run of an operation."""
+        """Returns the seconds of one run of an operation; for `kernel` see `work`."""
         return self.seconds(work(op, limits, kernel), limits)
 
 
@@ -152,7 +152,7 @@ def _filled(size: float, tile: int) -> float:
 
 
 def family(c: Collective, of_weights: bool, inside: bool) -> str:
-    """Returns the kind of a collective: its axis for activations, and whether it leaves the host for weights.
+    """Returns the kind of a collective: for activations its axis; for weights, whether it leaves the host or slice.
 
     Args:
       of_weights: whether it sends weights or their gradients.

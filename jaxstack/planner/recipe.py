@@ -13,13 +13,14 @@ from jaxstack.models import params
 from jaxstack.planner.scaling_law import BESIROGLU
 
 REFERENCE_BATCH = 2**19
+"""Tokens of a batch of nanochat's model of depth 12."""
 REFERENCE_TOKENS = 1.156e9
-"""Batch and length in tokens of nanochat's model of depth 12. The length is 10.5 tokens for each of the 110.1e6
-weights of its matrices and its head (12 x 12 x 768^2 + 32768 x 768)."""
+"""Training tokens of nanochat's model of depth 12: 10.5 for each of the 110.1e6 weights of its matrices and its head
+(12 x 12 x 768^2 + 32768 x 768)."""
 RECIPE_LENGTH = 4096
 """Tokens of a sequence in the square-root rule, which counts batches in sequences."""
 SHORT = 20
-"""Tokens a parameter above which a run is over-trained, and its learning rate falls."""
+"""Tokens per parameter above which a run is over-trained, and its learning rate is lower."""
 
 
 def parameters_of(model: ModelConfig) -> int:
@@ -46,12 +47,12 @@ def optimizer(base: OptimConfig, batch: float, width: int, tokens: float, parame
     """Returns AdamW with the learning rate, decay of the second moment and schedule of the square-root rule.
 
     With B as the batch in sequences of 4096 tokens, the rate is 0.33 sqrt(B) / width, and b2 is 0.98^(B / 128), but
-    between 0.9 and 0.9999: a half-life of 18e6 tokens. Over-trained runs have a lower rate, by the power -0.3 of their
-    tokens. The constants are from Marin's sweeps of 2025 (its pull request 3292). Its own recipe is another one: AdamC,
-    cautious updates, and decays and caps that this rule does not set.
+    between 0.9 and 0.9999: a half-life of 18e6 tokens. Runs of more than `SHORT` tokens per parameter have a lower
+    rate, by the power -0.3 of their tokens. The constants are from Marin's sweeps of 2025 (its pull request 3292).
+    Marin's own recipe differs: AdamC, cautious updates, and decays and caps that this rule does not set.
 
     Args:
-      base: what the rules leave as it is.
+      base: the optimizer, whose other keys stay.
       batch: tokens of a batch.
       width: width of the model.
       tokens: training tokens of the run.

@@ -55,7 +55,7 @@ class Op(NamedTuple):
       of_update: whether it runs once a step beside the passes: the optimizer, casts of weights, sums of gradients.
       matrix: for a weight matmul, (tokens, inputs, outputs, number of matrices), from which it can be measured.
       head_width: for attention, the width of a head.
-      stack: for an operation of a layer, the stack that has the layer, and in it the layer of a unit.
+      stack: for an operation of a layer, the name of the stack, and `/layer_i` for layer i of a unit of several layers.
     """
 
     name: str
@@ -211,6 +211,8 @@ class Matmul:
 class OpBuilder:
     """Builds operations for one model of memory traffic and one way to compute.
 
+    Where a method has `recomputed`, it says whether the backward pass repeats the forward operations.
+
     Attributes:
       traffic: the model of memory traffic.
       remat: `train.remat`.
@@ -238,7 +240,7 @@ class OpBuilder:
         return again if condition else []
 
     def elementwise(self, name: str, elements: float, arrays: float, flops: float = 1) -> Op:
-        """Returns one pass that reads or writes a number of arrays in the compute dtype."""
+        """Returns one pass over a number of arrays in the compute dtype, with `flops` FLOPs for each element."""
         size = self.itemsize * arrays * elements
         return Op(name, "pointwise", "pointwise", flops * elements, size, dtype=self.dtype)
 

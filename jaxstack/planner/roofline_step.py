@@ -72,7 +72,7 @@ def local_operations(job: Job, traffic: Traffic = "fused", scores: Scores = "non
 
 
 def one_layer(ops: Iterable[Op]) -> list[Op]:
-    """Returns the operations of one layer on one microbatch, forward and backward: of several kinds, a mean layer's."""
+    """Returns a layer's operations on one microbatch, forward and backward; with several kinds, a mean layer's."""
     layer = [op for op in ops if op.of_layer]
     runs: dict[str, float] = {}  # of the layers of each kind
     for op in layer:
@@ -87,7 +87,7 @@ class LayerKind:
     """Equal layers of a model. Two kinds are the same if they are one object, so that `layer_kinds` can be cached.
 
     Attributes:
-      stack: name of the stack that has them, and in it the layer of a unit.
+      stack: name of the stack, and `/layer_i` for layer i of a unit of several layers.
       model: the model, with experts only if these layers have them.
       layers: number of the layers.
       params: the declarations of their parameters by path.

@@ -42,7 +42,12 @@ class Machine:
     price: float | None
 
     def seconds(self, model: ModelConfig, keys: DataConfig, dtype: str, tokens: float) -> float:
-        """Returns the seconds that a model takes for this many tokens."""
+        """Returns the seconds that a model takes for this many tokens.
+
+        Args:
+          keys: the group `data` of the configuration.
+          dtype: `train.dtype`.
+        """
         per_token = flops.flops_per_token(model, keys.seq_len, keys.target_length).full
         return tokens * per_token / (self.devices * ChipLimits(self.chip).peak(dtype) * (self.mfu or FIRST_MFU))
 
@@ -173,7 +178,7 @@ def plan_budget(base: Config, given: Collection[str], budget: float, sizes: Size
 
 
 def plan_time(base: Config, given: Collection[str], seconds: float, sizes: Sizes, machine: Machine) -> RunPlan:
-    """Plans a run that takes at most this many seconds; arguments as in `plan_budget`.
+    """Plans a run that takes at most this many seconds. For the other arguments and errors see `plan_budget`.
 
     Without an MFU, a first plan says which one its mesh reaches.
     """

@@ -41,7 +41,7 @@ class ScalingLaw(NamedTuple):
         return float(self.irreducible + of_parameters + self.tokens_factor / tokens**self.tokens_exponent)
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Returns the parameters and tokens of the lowest loss that that many FLOPs of training can reach."""
+        """Returns the parameters and tokens of the lowest loss that this many FLOPs of training can reach."""
         alpha = self.parameters_exponent
         beta = self.tokens_exponent
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
@@ -50,7 +50,7 @@ class ScalingLaw(NamedTuple):
         return float(parameters), float(product / parameters)
 
     def optimum_served(self, flops: float, served: float) -> tuple[float, float]:
-        """Returns the parameters and tokens that need the fewest FLOPs of training and use together, for their loss.
+        """Returns the parameters and tokens that reach their loss with the fewest FLOPs of training and use together.
 
         Use takes 2 N FLOPs for each of `served` tokens (Sardana et al. 2023, arXiv:2401.00448, section 2). Of the pairs
         that are best in this sense, it is the one that takes `flops` of training. There the derivatives of 6 N D + 2 N
@@ -122,8 +122,8 @@ class Fit(NamedTuple):
     """A law that was fitted to runs.
 
     Attributes:
-      law: with the least objective.
-      objective: the sum over runs of Huber's loss of the error of log L.
+      law: the law with the least objective.
+      objective: the sum over runs of Huber's loss of the error of log L; NaN from `published`.
       samples: laws fitted to runs drawn with replacement, [samples, 5] in the order of `ScalingLaw`'s constants.
     """
 

@@ -140,8 +140,8 @@ def round_room(moe: MoEConfig, rows: int, length: int, shards: int) -> rounds.Ro
 def pair_capacity(moe: MoEConfig, rows: int, length: int, shards: int) -> int:
     """Returns how many pairs of token and expert the buffers of a device hold.
 
-    Dropless routing needs room for one round of its exchange; what a visit may add to it is left out. A capacity factor
-    limits the pairs of each expert.
+    Dropless routing needs room for one round of its exchange. The pairs of its last token may exceed that room, and are
+    left out. A capacity factor limits the pairs of each expert.
     """
     if moe.capacity_factor is None:
         room = round_room(moe, rows, length, shards)

@@ -29,7 +29,7 @@ class LayerStack:
     layers: int
 
     def has(self, path: str) -> bool:
-        """Returns whether a parameter is of these layers, if it is of a layer."""
+        """Returns whether these layers have a layer parameter with this path. Unnamed layers have all of them."""
         return not self.name or path.startswith(f"{self.name}/")
 
     def label(self, name: str) -> str:
@@ -198,13 +198,13 @@ def require_operations(model: ModelConfig, what: str) -> None:
 
 
 def require_usual_layers(model: ModelConfig, what: str) -> None:
-    """Checks that a command can count a model that counts usual layers alone, which are equal.
+    """Checks that a model has equal layers of the usual kinds, for a command that can count no others.
 
     Args:
       what: the command or flag.
 
     Raises:
-      ConfigError: the model has layers that no formula counts.
+      ConfigError: the model has other layers.
     """
     _require(_without_operations(model) or _without_memory(model) or _without_usual_layers(model), what)
 
@@ -223,7 +223,7 @@ def count_weights(
     """Counts the parameters. A pipeline gathers the weights of a stage before it starts, or of a layer in each unit.
 
     Args:
-      stack: whose layers `gathered_layer` and `experts_layer` are of; `None` means a mean layer of the model.
+      stack: the stack whose layer `gathered_layer` and `experts_layer` count; `None` means a mean layer of the model.
     """
     stack = stack or LayerStack("", model, model.num_layers)
     spec = shards.flat_params(model, ctx)

@@ -63,8 +63,8 @@ class Loop(NamedTuple):
       scope: JAX's name of the loop.
       times: how often a step enters it.
       trips: its trip count; infinity means that it is not known.
-      is_unnoted: whether XLA has not noted it, whatever it is. On a GPU, the host then reads the predicate before every
-        turn.
+      is_unnoted: whether the program lacks XLA's note of the trip count. On a GPU, the host then reads the predicate
+        before every turn.
     """
 
     scope: str
@@ -87,7 +87,7 @@ def read_program(text: str, trip_counts: Mapping[str, float] | None = None) -> P
 
     Args:
       text: the result of `jax.stages.Compiled.as_text()`, for CPU or GPU.
-      trip_counts: trip counts of loops that XLA does not know, see `hlo.collectives`.
+      trip_counts: trip counts of loops for which the program states none, see `hlo.collectives`.
     """
     computations, entry = computations_of(text)
     reader = _Reader(computations, trip_counts or {})

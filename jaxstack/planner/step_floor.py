@@ -1,7 +1,7 @@
 """Seconds that no step of a set of candidates beats, for the search over meshes.
 
-A pipeline adds idle time to the layers. `idle` is a bound for every schedule table, because a unit runs one tick after
-the unit of the chunk before:
+A pipeline adds idle time to the layers. `Floor.with_idle` is a bound for every schedule table, because a unit runs one
+tick after the unit of the chunk before:
 
 - A stage runs all its units in ticks of their own, each at least as long as the layers of the unit.
 - Before its first forward unit, the microbatch of this unit passes through the chunks on the stages before, a tick
@@ -46,7 +46,7 @@ class Floor:
         return replace(self, seconds=self.seconds + more, backward=self.backward + more, waiting=waiting)
 
     def with_idle(self, model: ModelConfig, stages: int, pipeline: Flags) -> "Floor":
-        """Returns the bound with the least idle time of a pipeline. Of several stacks of layers it is 0."""
+        """Returns the bound with the least idle time of a pipeline. With several stacks of layers, none is added."""
         if stages == 1 or not self.forward or len(layer_stacks(model)) > 1:
             return self
         chunks = pipeline["pipeline.chunks"]

@@ -129,7 +129,7 @@ class Placement:
         return max(1, math.gcd(stride * self.sizes[axis], host) // stride)
 
     def bandwidth(self, axes: tuple[str, ...], kind: str) -> tuple[float, float]:
-        """Returns the bytes/s that a device sends within its host or slice, and those that it sends beyond.
+        """Returns the bytes/s that a device sends within its host or slice, and the bytes/s that it sends beyond.
 
         A TPU's slice of n devices is a cube, so axes with k devices use log(k) / log(n) of its dimensions, but one at
         least. A permutation uses one direction of one dimension. In rings over several hosts, each member in a host
@@ -166,7 +166,7 @@ class Work:
       ops: operations.
       kernel: kernel of attention, see `rates.attention_kernel`.
       collectives: collectives with their kind and their seconds alone, see `rates.family`.
-      launches: operations of the layers that a host starts one by one, in millions; 0 for compiled programs, as ours.
+      launches: operations of the layers that a host starts one by one, in millions; 0 for compiled programs.
     """
 
     ops: Sequence[Op]

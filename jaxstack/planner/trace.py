@@ -416,8 +416,8 @@ def walk(
       trips: mean trip counts of `while` loops by the name of their scope.
       results: label of the arrays that the program returns.
       copies: whether loops read copies of parameters, as on a CPU.
-      on_gpu: whether XLA computes equal operations once, what is spread from a small array in each turn of a loop, and
-        copies of operands whose rows or columns are apart. It was seen for GPUs.
+      on_gpu: whether XLA does what was seen for GPUs. It computes equal operations once. It computes arrays that are
+        spread from small ones again in each turn of a loop. It copies operands whose rows or columns are apart.
     """
     run = _Walk(labels, trips, copies, on_gpu)
     inputs = [_outside(variable, label) for variable, label in zip(jaxpr.invars, arguments, strict=True)]

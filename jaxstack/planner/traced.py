@@ -36,7 +36,7 @@ PLAIN = {
     "norm": {"pallas_gpu": "custom_vjp", "pallas_tpu": "custom_vjp"},
     "cross_entropy": {"pallas_gpu": "chunked", "pallas_tpu": "chunked"},
 }
-"""By op, the implementation that is traced in place of another one, which keeps the same arrays."""
+"""By op, the implementation that is traced in place of another that keeps the same arrays."""
 
 COLLECTIVES = {
     "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
@@ -50,7 +50,7 @@ WORK = "work: all other arrays"
 
 
 def labels_of(job: Job) -> dict[str, str]:
-    """Returns what the arrays are for that are made in a named scope and wait for the backward pass."""
+    """Returns the purpose of arrays that wait for the backward pass, by a part of the name of their scope."""
     found = {}
     for name, stack in families.of(job.model).stacks(job.model).items():
         layers = stack.depth * max(len(stack.kinds), 1)

@@ -56,7 +56,7 @@ class WeightSplit:
 
     Attributes:
       split: readers whose gradients wait, in the order of the choice.
-      fused: the others, whose gradients stay with the backward unit.
+      fused: readers whose gradients stay with the backward unit.
       limit: the most bytes that may wait on a device. `None` means that `pipeline.split` names the weights.
     """
 
@@ -168,7 +168,9 @@ def lockstep_seconds(program: Program, forward: float, backward: float, weight: 
 
 
 def bubble(program: Program, share: float) -> float:
-    """Returns idle time divided by work if weight units do a share of W, and F, B and W take equally long.
+    """Returns idle time divided by work, if weight units compute a share of the gradients of weights.
+
+    The forward pass, the gradients of activations and the gradients of weights take equally long.
 
     Args:
       program: a schedule with weight units, and its stages.

@@ -44,7 +44,7 @@ _ENDED = "jaxstack/ended/"
 
 
 def join(processes: Processes | None, cfg: DistributedConfig) -> None:
-    """Starts `jax.distributed`, and returns once every process has joined.
+    """Starts `jax.distributed`, and returns once every process has joined. For `None` it does nothing.
 
     A process that cannot join within `cfg.timeout_s` prints an error and exits with `Exit.NOT_JOINED`. JAX would abort
     with a C++ stack trace that cannot be caught, so our timer fires before JAX's.

@@ -75,8 +75,10 @@ def disable_cache() -> None:
 
 
 def abstract_mesh(cfg: MeshConfig, batch: int, devices: int) -> AbstractMesh:
-    """Returns the mesh that `make_mesh` would make over a number of devices. They need not exist. Errors are the
-    same."""
+    """Returns the mesh that `make_mesh` would make over a number of devices. They need not exist.
+
+    For the other arguments and errors see `make_mesh`.
+    """
     sizes = _checked_sizes(cfg, batch, devices)
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

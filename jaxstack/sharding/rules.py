@@ -91,7 +91,7 @@ class Rules:
     def resolve(self, leaves: Mapping[str, Leaf], mesh: Mesh) -> dict[str, PartitionSpec]:
         """Returns the spec of every array of a model, by path.
 
-        Arrays of one element are replicated and need no rule.
+        Arrays of one element are replicated and need no rule. `leaves` has the arrays by path.
 
         Raises:
           ShardingError: no rule reaches an array, nothing uses a rule, a pattern has the wrong rank, a mesh axis does

@@ -56,7 +56,7 @@ def replication_factor(
 ) -> float:
     """Returns the bytes of the state on a device, divided by its even share over `axes`.
 
-    The factor is 1 if every array is split over all of these axes.
+    The factor is 1 if every array is split over all of these axes. For `leaves` and `specs` see `summarize`.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
     return _device_bytes(leaves, specs, mesh, axes) / (sum(_bytes(leaf) for leaf in leaves.values()) / parts)
@@ -70,7 +70,8 @@ def replicated_fraction(
 ) -> float:
     """Returns the fraction of all bytes in arrays that no mesh axis of `axes` splits. `None` means all mesh axes.
 
-    Axes of size one split nothing. On a mesh of one device nothing is replicated.
+    Axes of size one split nothing. On a mesh of one device nothing is replicated. For `leaves` and `specs` see
+    `summarize`.
     """
     if mesh.size == 1:
         return 0.0

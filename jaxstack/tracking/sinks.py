@@ -170,7 +170,7 @@ class WeightsAndBiases:
         files.write_atomic(self._known, self._run.id)
 
     def close(self, failed: bool) -> None:
-        """Ends the run there with an exit code."""
+        """Ends the run there, with exit code 1 if it has failed."""
         self._run.finish(exit_code=int(failed))
 
 

@@ -268,7 +268,10 @@ class Means(NamedTuple):
 
 
 def mean_losses(terms: Sequence[Term], sums: Iterable[Sums], after_batch: Callable[[], None]) -> Means:
-    """Returns the means over all batches, given the sums of each batch. The host waits for the sums one at a time."""
+    """Returns the means over all batches, given the sums of each batch. The host waits for the sums one at a time.
+
+    `after_batch` is called after the sums of each batch.
+    """
     loss = np.zeros(len(terms))
     weight = np.zeros(len(terms))
     right = 0.0

@@ -48,7 +48,7 @@ def objective_of(model: ModelConfig, aim: PreferenceConfig | RLConfig | None = N
 def make_gradients(cfg: Config, ctx: Context, objective: Objective | None = None) -> Gradients:
     """Builds `gradients(params, batch, key) -> (loss, grads, sums)` of a run, see `gradients.over_devices`.
 
-    In float16 the batch has the scale of the loss, see `loss_scale.with_scale`.
+    In float16 the batch has the scale of the loss, see `loss_scale.with_scale`. By default, the objective is the run's.
 
     Raises:
       ConfigError: `train.noise_scale` with a single gradient.
@@ -102,7 +102,8 @@ def make_train_step(
 ) -> TrainStep:
     """Builds the pure `train_step(state, batch) -> (state, metrics)` of a run, see `step.one_step`.
 
-    With `train.noise_scale` it has the metrics of `noise_scale.estimate`; `watch` is what is `watched`.
+    With `train.noise_scale` it has the metrics of `noise_scale.estimate`; `watch` is what is `watched`. By default, the
+    objective is the run's.
     """
     recipe = Recipe.of(cfg)
     probes: list[Probe] = []
@@ -131,7 +132,8 @@ def jit_train_step(
 ) -> TrainStep:
     """Returns the jitted train step. The state is donated; the new state has the same shardings.
 
-    XLA compiles it with the options of `jaxstack.runtime.xla_options`. With `watched`, it measures these values.
+    XLA compiles it with the options of `jaxstack.runtime.xla_options`. For `watched` and `objective` see
+    `make_train_step`. `abstract` is the state's shapes and shardings.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(
@@ -147,7 +149,10 @@ def jit_train_step(
 def make_eval_step(
     model: ModelConfig, ctx: Context, microbatches: int = 1, objective: Objective | None = None
 ) -> step.EvalStep:
-    """Builds `eval_step(params, batch) -> sums`, without dropout. By default the objective is the model's own."""
+    """Builds `eval_step(params, batch) -> sums`, without dropout. By default the objective is the model's own.
+
+    For `microbatches` see `losses.evaluate`.
+    """
     ctx = within_step(ctx)
     goal = objective or objective_of(model)
     evaluate = losses.evaluate if comparison.comparing(model) is None else comparison.evaluate

@@ -59,9 +59,12 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """The folder of the work, the settings and the number of processes, and what the rules read from files.
+    """What all steps of cleaning read.
 
     Attributes:
+      folder: folder of the work.
+      settings: the settings.
+      processes: number of processes.
       evaluation: hashes of the sequences of words that the evaluations have.
       bad_words: words of which no document may have one.
     """

@@ -32,6 +32,7 @@ class RulesTask(NamedTuple):
 
     Attributes:
       file: file to write.
+      settings: the settings of the cleaning.
       documents: names and texts.
       evaluation: file with the hashes of the sequences that evaluations have, or `None`.
       bad_words: words of which a document may have none.
@@ -75,6 +76,7 @@ class EditTask(NamedTuple):
 
     Attributes:
       file: file to write. The signatures are in a file of the same name that ends in `.npy`.
+      settings: the settings of the cleaning.
       source: file that `RulesTask` has written.
       sentences: numbers of the sentences to remove, by the line of the document in `source`. Documents that are not
         among them are exact duplicates.
