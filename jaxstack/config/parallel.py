@@ -109,7 +109,7 @@ class PipelineConfig:
     the weights of one layer at a time, in every unit, so that its memory never holds a complete stage."""
     split: tuple[str, ...] | None = None
     """Matrices of a layer whose gradients `zb1` and `zb_h1` compute later, as regular expressions for full names, such
-    as `mlp/.*`. Null means as many as fit into a tenth more memory."""
+    as `mlp/.*`. Null means as many gradients as fit while memory grows by at most 10%."""
     loops: Literal["auto", "dynamic", "static"] = "auto"
     """Loops of a pipeline. `dynamic` is one loop over all ticks. `static` is several loops with static trip counts, so
     that a GPU does not wait for the host. `auto` is `static` on GPUs."""

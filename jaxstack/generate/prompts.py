@@ -94,29 +94,32 @@ def require_modules(mtp: PredictionConfig, stages: int) -> None:
         )
 
 
-def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int) -> None:
+def check_prompts(cfg: ModelConfig, prompts: Rows, tokens: int, vocabulary: int, drafted: int = 0) -> None:
     """Checks prompts to which `tokens` tokens are to be added.
 
     Args:
       vocabulary: number of ids that exist.
+      drafted: number of drafted tokens that the model reads beyond these.
 
     Raises:
       ConfigError: not a decoder; no prompt, an empty prompt, an id that does not exist, or more tokens than positions.
     """
     require_decoder(cfg)
     check_rows(prompts, vocabulary)
+    limit = cfg.max_positions if cfg.positions == "learned" else None
+    with_draft = f", with {plural(drafted, 'token')} of a draft," if drafted else ""
     for i, prompt in enumerate(prompts, start=1):
-        if cfg.positions == "learned" and cfg.max_positions is not None and len(prompt) + tokens > cfg.max_positions:
+        last = len(prompt) + tokens + drafted
+        what = f"prompt {i} of {len(prompts)} has {plural(len(prompt), 'token')} and sample.tokens={tokens}{with_draft}"
+        if limit is not None and last > limit:
             raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {plural(len(prompt), 'token')} and sample.tokens={tokens} adds "
-                f"more, but the model's table of learned positions ends at {cfg.max_positions}. Shorten the prompt or "
+                f"{what} adds more, but the model's table of learned positions ends at {limit}. Shorten the prompt or "
                 f"sample.tokens."
             )
         scaling = cfg.rope_scaling
-        if scaling.is_short and len(prompt) + tokens > scaling.original_max_position:
+        if scaling.is_short and last > scaling.original_max_position:
             raise ConfigError(
-                f"prompt {i} of {len(prompts)} has {plural(len(prompt), 'token')} and sample.tokens={tokens} adds "
-                f"more, but model.rope_scaling has frequencies for {scaling.original_max_position}. Use "
+                f"{what} adds more, but model.rope_scaling has frequencies for {scaling.original_max_position}. Use "
                 f"--model.rope_scaling.long_context=true."
             )
 

@@ -131,8 +131,8 @@ class Scorer:
         Raises:
           ConfigError: see `scores`.
         """
+        self.check(texts, unread=0)
         longer = [[*text, text[-1]] for text in texts]  # the last token of a text that is scored is not read
-        self.check(longer)
         found = np.zeros(len(texts), np.float32)
         for tokens, indices in self._calls(longer, rows):
             for i, scores in zip(indices, distributed.fetch(self._rewards(self.params, tokens[:, :-1])), strict=False):
@@ -163,20 +163,20 @@ class Scorer:
         slots = power_of_buckets(tokens)
         return slots if table is None else min(slots, table)
 
-    def check(self, texts: Rows) -> None:
-        """Checks that the model can read texts.
+    def check(self, texts: Rows, unread: int = 1) -> None:
+        """Checks that the model can read texts, but for the last `unread` tokens of each.
 
         Raises:
           ConfigError: see `scores`.
         """
         check_rows(texts, self.cfg.vocab)
         table = self.cfg.max_positions if self.cfg.positions == "learned" else None
-        longest = max(map(len, texts)) - 1  # the last token is not read
-        if min(map(len, texts)) < 2:
+        longest = max(map(len, texts)) - unread
+        if min(map(len, texts)) <= unread:
             raise ConfigError("a text has one token, before which there is nothing. Give two tokens or more.")
         if table is not None and longest > table:
             raise ConfigError(
-                f"a text has {plural(longest + 1, 'token')}, but the model's table of learned positions ends at "
+                f"a text has {plural(longest + unread, 'token')}, but the model's table of learned positions ends at "
                 f"{table}. Use shorter texts, or windows of at most {plural(table, 'token')}."
             )
 

@@ -118,7 +118,7 @@ class Speculation:
                     f"{engine.cfg.states_key} has states, which cannot drop the tokens of a draft. "
                     f"Generate without the draft, or use models without it."
                 )
-            check_prompts(engine.cfg, [prompt], sample.tokens + self.tokens, engine.vocabulary)
+            check_prompts(engine.cfg, [prompt], sample.tokens, engine.vocabulary, drafted=self.tokens)
         if not sample.tokens:
             return
         replicas = self.engine.ctx.layout.replicas

@@ -71,7 +71,7 @@ def host_rate(chip: str) -> float:
     """
     if chip not in HOST_BANDWIDTH:
         raise ConfigError(
-            f"train.offload copies to the host, but no source says how fast {chip} does. Use train.offload=none, or "
+            f"train.offload copies to the host, but no source has the rate of {chip}. Use train.offload=none, or "
             f"another chip: {', '.join(HOST_BANDWIDTH)}."
         )
     return HOST_BANDWIDTH[chip][0]

@@ -118,6 +118,21 @@ def test_texts_that_cannot_be_scored_are_refused(texts, message):
         next(scorer.scores(texts))
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[1], []], "prompt 2 of 2 is empty. Give it at least one token"),
+        ([[1] * 65], "a text has 65 tokens, but the model's table of learned positions ends at 64"),
+    ],
+)
+def test_texts_that_a_reward_model_cannot_read_are_refused(texts, message):
+    """It reads the last token too. So a text may have one token, but not one more than the table has."""
+    scorer = Scorer.create(MODELS["gpt2"], {}, Context())
+    with pytest.raises(ConfigError, match=message):
+        scorer.rewards(texts)
+    scorer.check([[1], [1] * 64], unread=0)
+
+
 @pytest.mark.random
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_log_probabilities_of_tokens_and_their_gradients(chunk, rng):

@@ -1,6 +1,7 @@
 """Compares speculative decoding with the model alone: greedy tokens are equal, samples have the same distribution."""
 
 import dataclasses
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,15 @@ def test_a_mesh_writes_what_one_device_writes(name, mesh, rng):
     """Every replica writes the same text."""
     cfg, values, options = on_mesh(name, mesh)
     assert_greedy_tokens(cfg, values, rng, 0.01, **options)
+
+
+def test_a_text_too_long_for_its_draft_names_the_drafted_tokens():
+    """The text itself would fit: 59 of 64 positions."""
+    cfg = MODELS["gpt2"]
+    work = speculation(cfg, values_of(cfg), 0.0, tokens=6)
+    told = "prompt 1 of 1 has 3 tokens and sample.tokens=56, with 6 tokens of a draft, adds more, but"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        next(work.stream([1, 2, 3], SampleConfig(tokens=56)))
 
 
 @pytest.mark.matrix

@@ -329,7 +329,7 @@ def test_a_step_waits_for_its_copies():
     plain, none = times(1, offload="none")
     assert not none
     assert plain.exposed.keys() == {"fsdp"}
-    with pytest.raises(ConfigError, match=r"no source says how fast trn2 does. Use train.offload=none, or"):
+    with pytest.raises(ConfigError, match=r"no source has the rate of trn2. Use train.offload=none, or"):
         step_time(job, ChipLimits(CHIPS["trn2"]))
 
 
