@@ -191,7 +191,7 @@ plt.show()
 #
 # <details><summary>Answer</summary>
 #
-# Arrays whose first dimension is `layers` have twice the size. All others, the embedding and the last norm, stay as they are.
+# Arrays whose first dimension is `layers` have twice the size. The embedding, the head and the last norm stay as they are.
 # So you add the parameters of two layers: `params.count(spec) + params.count(spec["layers"])`.
 #
 # </details>
