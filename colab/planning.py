@@ -270,7 +270,7 @@ assert abs(right / 1_333 - 1) < 0.01
 # %% [markdown]
 # ## Where to go next
 #
-# - Train the rest: `jaxstack train --config laptop.yaml --run.dir=runs/whole`.
+# - Train all steps of the plan: `jaxstack train --config laptop.yaml --run.dir=runs/whole`.
 # - Plan for an amount of money: `jaxstack plan run --dollars 50000 --price 2.5 --target h100:8x8`.
 # - Search all meshes: `jaxstack plan mesh --target h100:8 --config llama3_8b`. With the extra `[cuda13]` or `[tpu]` the command
 #   compiles the best ones.
