@@ -4,10 +4,10 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/debugging.ipynb)
 #
 # A model is broken here on purpose. Its loss is finite, and its gradients are NaN. The layers run in a loop that XLA compiles,
-# so no value within it can be printed. `jaxstack.debug` finds the operation, the layer and the line, and shows the inputs of
-# the operation.
+# so Python's `print` and its debugger see no value of the loop. `jaxstack.debug` finds the operation, the layer and the line,
+# and shows the inputs of the operation.
 #
-# You need no download and no accelerator.
+# You need no accelerator, and no data to download.
 
 # %%
 # include parts/install.py
@@ -15,9 +15,9 @@
 # %% [markdown]
 # ## A model, and a mistake
 #
-# The mistake is a change of the MLP: its output is divided by its length. Where the length is zero, the result should be zero,
-# so the author has written `jnp.where`. The third layer begins with an output matrix of zeros, as some recipes do, and there
-# all lengths are zero.
+# The mistake is a change of the MLP: each output vector is divided by its length, the root of its sum of squares. Where the
+# length is zero, the result should be zero, so the author has written `jnp.where`. Some recipes initialize an output matrix
+# with zeros. Here layer 2 has such a matrix, so all its lengths are zero. Layers are counted from 0.
 
 # %%
 import jax
@@ -60,8 +60,8 @@ layers.mlp = mistaken
 # %% [markdown]
 # ## What a user sees
 #
-# The loss is finite. The gradients of nearly all parameters are NaN, because the backward pass carries NaN from the third layer to
-# all layers before it.
+# The loss is finite. The gradients of nearly all parameters are NaN, because the backward pass carries NaN from layer 2 to all
+# layers before it.
 
 # %%
 loss, gradients, _ = jax.jit(make_gradients(cfg, ctx))(values, batch)
@@ -69,7 +69,7 @@ print(f"loss {float(loss):.4f}")
 
 
 def show_finite(gradients) -> None:
-    """Draws which share of each gradient is NaN, for every parameter of every layer."""
+    """Draws which share of each gradient is NaN, for the matrices of attention and MLP in every layer."""
     paths = {f"{part}/{name}": g for part in ("attention", "mlp") for name, g in gradients["layers"][part].items()}
     shares = np.array([np.isnan(g).reshape(4, -1).mean(axis=1) for g in paths.values()])
     _, axis = plt.subplots(figsize=(5.2, 3.2))
@@ -83,14 +83,16 @@ def show_finite(gradients) -> None:
 show_finite(gradients)
 
 # %% [markdown]
-# Read the picture from the right, as the backward pass runs: the last layer is clean, and everything from the MLP of the layer
-# with the number 2 on is NaN. So the mistake is in this MLP or between the two layers. The picture does not show which operation it is.
+# Read the picture from the right, as the backward pass runs. All gradients of layer 3 are finite, and all of layer 2 are NaN.
+# The MLP is the last part of a layer. So the mistake is in the MLP of layer 2, or between this MLP and the next layer. The picture
+# does not show which operation it is.
 
 # %% [markdown]
 # ## What made it NaN
 #
-# `replay.explain` traces loss and gradients to a JAX program. It walks back from the first bad result to the operation that made
-# it from finite values. For a run, `jaxstack debug RUN` does the same from the run's checkpoints.
+# `replay.explain` traces the computation of loss and gradients as a JAX program. From the first result that is infinite or NaN
+# it walks back to the operation that made such a value from finite inputs. For a run, `jaxstack debug RUN` does the same from
+# the run's checkpoints.
 
 # %%
 found = replay.explain(cfg, ctx, values, batch)
@@ -98,11 +100,11 @@ assert found is not None
 print("\n".join(replay.describe(found, RunGuide(cfg.model))))
 
 # %% [markdown]
-# The operation belongs to the gradient of the square root. Its derivative at zero is infinite: `1 / (2 * sqrt(0))`. The
-# author's `where` chooses zero in the forward pass. In the backward pass the other branch gets a gradient of zero, and zero
-# times infinity is NaN.
+# `first` is the operation, a division, and `code` is its line in this notebook: the line of the square root. The derivative of
+# the square root at zero is infinite: `1 / (2 * sqrt(0))`. The author's `where` chooses zero in the forward pass. In the
+# backward pass the branch `y / length`, which was not chosen, gets a gradient of zero, and zero times infinity is NaN.
 #
-# The finding has the arrays themselves. So you can look at every input, and repeat the operation.
+# `found` has the arrays themselves. So you can look at every input, and repeat the operation.
 
 # %%
 print(found.equation.primitive.name, [statistics(value) for value in found.inputs])
@@ -110,8 +112,8 @@ again = search.run(found.equation, found.inputs)
 print("again:", statistics(again[0]))
 
 # %% [markdown]
-# A picture shows why a forward pass hides this. The left curve, the length, is finite everywhere. Its derivative on the right
-# grows without a limit as the sum of squares goes to zero, and at zero it is infinite.
+# The picture shows why the forward pass hides the mistake. The left curve, the length, is finite everywhere. Its derivative on
+# the right grows without a limit as the sum of squares approaches zero, and at zero it is infinite.
 
 # %%
 squares = np.linspace(0.0, 1.0, 2000)
@@ -148,8 +150,8 @@ print("found:", replay.explain(cfg, ctx, values, batch))
 layers.mlp = right
 
 # %% [markdown]
-# Every gradient is finite now. The MLP of the layer with the number 2 gets gradients of zero: its outputs have the length zero,
-# and the repaired MLP returns zero for them, whatever its matrices are.
+# Every gradient is finite now, so the first picture has one color. The second picture has the norms of the gradients in the
+# MLPs. They are zero in layer 2: all its lengths are zero, so `where` chooses the constant zero, which has no gradient.
 
 # %%
 show_finite(gradients)
@@ -165,14 +167,14 @@ plt.show()
 # ## Exercise
 #
 # Another author repairs the MLP by `jnp.maximum`: `y / jnp.sqrt(jnp.maximum(squares, 1e-12))`. Are the gradients finite now?
-# How large is the norm of the gradient of `layers/mlp/w_down` in the third layer? Guess it within a factor of ten; the
-# cell below computes it.
+# How large is the norm of the gradient of `layers/mlp/w_down` in layer 2? With the original MLP, which does not divide, this
+# norm is 0.14. Guess the new norm within a factor of ten; the cell below computes it.
 #
 # <details><summary>Answer</summary>
 #
-# They are finite. But where the length is zero, the output is divided by 1e-6, and so is the gradient. Its norm is about 19,000,
-# while the repaired model has 0 there, and the other layers have 1 to 3. A check for NaN finds nothing, and the clipping of
-# gradients then makes all other gradients tiny.
+# They are finite. But where the length is zero, the output is divided by 1e-6, and so is the gradient. So a good guess is
+# 0.14 / 1e-6 = 140,000. The norm is about 19,000; in the other layers, and after the repair above, it is at most 3. A check
+# for NaN finds nothing, and the clipping of gradients then makes all other gradients tiny.
 #
 # </details>
 
@@ -198,8 +200,8 @@ assert 15_000 < norm < 25_000
 # %% [markdown]
 # ## Stop within a layer
 #
-# A compiled step cannot be stopped. With `--debug.eager=true`, a run computes each step operation by operation. Put
-# `breakpoint()` into a function of `jaxstack/models/layers.py`: Python's debugger stops there, and sees arrays. Its command
-# `show x` prints the values with their statistics.
+# Python's debugger cannot stop in a compiled step. With `--debug.eager=true`, a run computes each step operation by operation.
+# Put `breakpoint()` into a function of `jaxstack/models/layers.py`: the debugger stops there, and sees arrays. The debugger's
+# command `show x` prints the values of `x` with their statistics.
 #
-# Next: [debugging](https://github.com/jaxstack/jaxstack/blob/main/docs/debugging.md) of runs, and how the search works.
+# Read how to debug runs, and how the search works: [debugging](https://github.com/jaxstack/jaxstack/blob/main/docs/debugging.md).

@@ -8,8 +8,8 @@
 # different tasks, so each range of times may have an MLP of its own: an *expert by timestep*, as in ERNIE-ViLG 2.0. Attention
 # and all other weights are shared, and each step multiplies with one expert only.
 #
-# This notebook trains such a model on 8x8 digits in a minute or two, draws digits step by step, and measures what each expert
-# has learned. You need no download and no accelerator.
+# This notebook trains such a model on 8x8 digits in a minute or two. Then it draws digits step by step, and measures what each
+# expert has learned. You need no accelerator, and no data to download.
 
 # %%
 # include parts/install.py images
@@ -17,9 +17,9 @@
 # %% [markdown]
 # ## The model
 #
-# A transformer reads a noisy picture as patches, together with its time and its class, and predicts the *velocity* at which
-# the picture moves towards noise. Time is divided into 1,000 timesteps. Expert 0 has the first quarter, close to the picture,
-# and expert 3 the last one, close to noise.
+# A transformer reads the patches of a noisy picture, the picture's time, and its class. It predicts the *velocity* at which the
+# picture moves towards noise. There are 1,000 timesteps, from the picture to noise. Expert 0 has the first quarter of them,
+# close to the picture, and expert 3 has the last quarter.
 
 # %%
 from jaxstack import data, families, train
@@ -63,8 +63,8 @@ train.main(cfg)
 # %% [markdown]
 # ## What the model sees
 #
-# Training mixes a picture with noise: `(1 - t) picture + t noise`. The color of a frame is the expert that learns from this
-# time: light is late and close to noise.
+# Training mixes a picture with noise: `(1 - t) picture + t noise`, where t is the timestep divided by 1,000. The color of a
+# frame shows which expert learns from this time: the darkest is expert 0, and the lightest is expert 3.
 
 # %%
 import jax
@@ -126,9 +126,9 @@ show(
 # %% [markdown]
 # ## Drawing, step by step
 #
-# The sampler begins with noise at the last timestep. In each step it asks the model for the velocity, solves for the picture
-# that this velocity would lead to, and goes a small step towards it. Below you see this predicted picture in each step. It
-# begins as an average of digits, and gets its details when the experts of early times take over.
+# The sampler begins with noise at the last timestep. In each step it asks the model for the velocity, and computes the picture
+# that this velocity would lead to. Then it goes a small step towards this predicted picture. Below you see the predicted picture
+# of every third step. It begins as an average of digits, and gets its details when the experts of early times take over.
 
 
 # %%
@@ -141,7 +141,7 @@ def velocity(values, noisy, classes, timestep):
 
 
 def draw(values, classes: np.ndarray, timesteps: list[int]) -> list[np.ndarray]:
-    """Returns the guessed pictures [N, H, W] of every step, from noise to the picture."""
+    """Returns the predicted pictures [N, H, W] of every step, from noise to the picture."""
     noisy, guesses = jnp.asarray(noise[: len(classes)]), []
     for here, there in zip(timesteps, [*timesteps[1:], None], strict=True):
         step = diffusion.Path.at("flow", diffusion.time_of(model, jnp.int32(here)))
@@ -165,8 +165,9 @@ show(
 # %% [markdown]
 # ## One expert for all times
 #
-# What has each expert learned? Here one expert takes the place of all others, and draws from beginning to end. Experts of late
-# times have learned where ink belongs, but have never sharpened an edge. Expert 0 has never begun a picture.
+# What has each expert learned? In the first column all experts draw. In every other column one expert takes the place of all
+# others, and draws from beginning to end. Experts of late times have learned where ink belongs, but have never sharpened an
+# edge. Expert 0 has never begun a picture.
 
 
 # %%
@@ -189,9 +190,9 @@ plt.show()
 # %% [markdown]
 # ## Which expert is best at which time
 #
-# The picture answers the same question with numbers: the error of the velocity on held-out pictures, for each range of times
-# (rows) and each expert (columns). Light is the best of a row. Each expert should be the best one in its own range, on the
-# diagonal.
+# The picture answers the same question with numbers: the mean squared error of the velocity on held-out pictures, for each range
+# of times (rows) and each expert (columns). The lightest cell of a row is the best expert. Each expert should be the best one in
+# its own range, on the diagonal.
 
 
 # %%
@@ -221,14 +222,15 @@ assert (errors.argmin(1) == np.arange(EXPERTS)).all(), "each expert is the best 
 # %% [markdown]
 # ## Exercise
 #
-# How many parameters does this model have beyond a model with one MLP in each block? How many more FLOPs does a step of the
-# sampler take? An MLP has two matrices, whose sizes are `model.d_model` and `model.expert_width`. The cell below checks
-# your first number.
+# How many more parameters does this model have than a model with one MLP in each block? How many more FLOPs does a step of the
+# sampler take? An MLP has two matrices of `model.d_model` by `model.expert_width` elements, and no biases. Print both sizes in a
+# new cell. The cell below checks your first number.
 #
 # <details><summary>Answer</summary>
 #
-# Each block has `EXPERTS - 1` further MLPs, so the parameters of its MLP count four times. A step takes no more FLOPs, because
-# all pictures of a step have the same time, and so one expert computes.
+# Each of the three blocks has `EXPERTS - 1` further MLPs, so the model has
+# `3 * (EXPERTS - 1) * 2 * model.d_model * model.expert_width` more parameters. A step takes no more FLOPs, because all pictures
+# of a step have the same time, and so one expert computes.
 #
 # </details>
 
@@ -246,6 +248,6 @@ assert right == model.num_layers * (EXPERTS - 1) * 2 * model.d_model * model.exp
 #
 # - Train longer, with guidance: `jaxstack train --config=configs/diffusion_digits.yaml`, then
 #   `jaxstack generate runs/diffusion_digits 3 8 --sample.guidance=2 --out=digits.png`.
-# - Give the experts unequal numbers: `EXPERTS = 2`, or 8. More experts see fewer pictures each.
+# - Change the number of experts: `EXPERTS = 2`, or 8. With more experts, each one learns from fewer pictures.
 # - Read pictures of your own: `data.source=images` with a folder for each class, see
 #   [docs/diffusion.md](https://github.com/jaxstack/jaxstack/blob/main/docs/diffusion.md).

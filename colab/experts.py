@@ -8,7 +8,8 @@
 # router sends nearly all tokens to a few experts: these improve, are chosen more often, and the others learn nothing. This
 # notebook shows this collapse, and two remedies.
 #
-# It trains small models on bytes of Python's standard library, in a minute or two. You need no download and no accelerator.
+# It trains small models on bytes of Python's standard library, in a minute or two. You need no accelerator, and no data to
+# download.
 
 # %%
 # include parts/install.py
@@ -18,7 +19,7 @@
 #
 # The model has two blocks with eight experts each. Each token, here a byte, uses two of the eight. An expert takes at most
 # 1.25 times its even share of a sequence (`capacity_factor`). Further pairs of token and expert are *dropped*: the expert adds
-# nothing to that token, which keeps only its residual stream.
+# nothing to the residual stream of that token.
 
 # %%
 import html
@@ -77,7 +78,7 @@ print(
 #   outputs. After every step the bias of busy experts decreases and that of idle experts increases (`bias_update_rate`).
 #   Nothing is added to the objective.
 #
-# The paper uses a rate of 0.001 over very many steps. Here there are 100 steps, so the rate is larger.
+# DeepSeek-V3 uses a rate of 0.001 over very many steps. Here there are 100 steps, so the rate is larger.
 
 # %%
 routers = {
@@ -88,8 +89,8 @@ routers = {
 
 # %% [markdown]
 # `make_train_step` reports sums over experts. Here we want to see each expert, so the step is written out: gradients, update,
-# and the router's bias (`after_update` does nothing for the first two routers). For every layer, `sums` has the number
-# of pairs that chose each expert (`load`), the dropped pairs, and the router's entropy, summed over the batch.
+# and the router's bias (`after_update` does nothing for the first two routers). For every layer, `sums` has sums over the
+# batch: how many pairs chose each expert (`load`), how many pairs were dropped, and the entropy of the router's probabilities.
 
 # %%
 batches = data.batches(dataset.train, seed=0, seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size, packing=False)
@@ -101,7 +102,7 @@ class History(NamedTuple):
     loss: np.ndarray  # [steps], nats per byte
     load: np.ndarray  # [steps, layers, experts], 1 is the even share
     dropped: np.ndarray  # [steps, layers], part of all pairs
-    entropy: np.ndarray  # [steps, layers], nats per byte
+    entropy: np.ndarray  # [steps, layers], nats, mean over all bytes
 
 
 def train(cfg: Config) -> tuple[Any, History]:
@@ -134,8 +135,8 @@ def train(cfg: Config) -> tuple[Any, History]:
 
 # %% [markdown]
 # The three runs have equal batches, and equal initial values of all parameters that they share. The first step of each
-# compiles. Each picture shows the loads of the busiest and of the idlest expert while the model learns, as multiples of the even
-# share, for both layers.
+# compiles. Each picture shows the loads of the busiest and of the idlest expert while the model learns, for both layers. Loads
+# are multiples of the even share, which is the gray line.
 
 
 # %%
@@ -149,7 +150,7 @@ def run(name: str) -> None:
     np.testing.assert_allclose(h.load.mean(-1), 1, rtol=1e-5)  # every pair is counted once, in every layer and step
     print(f"loss             {h.loss[-20:].mean():.3f} nats per byte, mean of the last 20 steps")
     print(f"busiest expert   {h.load[-20:].max(-1).mean():.2f} times its even share")
-    print(f"dropped          {h.dropped[-20:].mean():.1%}")
+    print(f"dropped          {h.dropped[-20:].mean():.1%} of all pairs")
     figure, axes = plt.subplots(figsize=(5, 1.8))
     for layer, style in enumerate(("-", "--")):
         axes.plot(h.load[:, layer].max(-1), style, color=ORANGE, label=f"busiest, layer {layer}")
@@ -171,7 +172,7 @@ run("a bias")
 # %% [markdown]
 # ## The load of every expert, over time
 #
-# Each row is an expert. White is the even share, blue is more (up to 4: every byte), red is less.
+# Each row is an expert. White is the even share, red is less, and blue is more: at 4, every byte is sent to the expert.
 
 # %%
 figure, grid = plt.subplots(LAYERS, len(routers), figsize=(9, 4), sharex=True, sharey=True)
@@ -194,8 +195,8 @@ bar.set_ticklabels(["1/4 or less", "1/2", "even", "2", "4"])
 plt.show()
 
 # %% [markdown]
-# Without balancing, two or three experts take nearly all tokens, and most expert weights stay unused. All three runs start
-# this way within the first steps; the loss and the bias correct it.
+# Without balancing, two or three experts take nearly all tokens, and most expert weights stay unused. In the first steps the
+# loads of all three runs become uneven in this way. The balancing loss and the bias then correct them.
 
 # %%
 busiest = {name: h.load[-20:].max(-1).mean() for name, h in histories.items()}
@@ -211,8 +212,8 @@ assert min(idlest["a loss"], idlest["a bias"]) > 0.25
 # With a capacity, uneven load means dropped pairs. Without one (`capacity_factor=None`, the default) nothing is dropped, but
 # all devices wait for the device with the busiest expert.
 #
-# The entropy shows how decided the routers are: ln 8 = 2.08 nats means that all experts are equally probable. It is computed
-# from the scores, before experts are chosen.
+# The entropy shows how decided the routers are: at ln 8 = 2.08 nats, the dashed line, all experts are equally probable. The
+# entropy is computed from the scores, before experts are chosen. The pictures have the mean of both layers.
 
 # %%
 figure, grid = plt.subplots(1, 3, figsize=(9, 2.8))
@@ -230,14 +231,14 @@ dropped = {name: h.dropped[-20:].mean() for name, h in histories.items()}
 assert dropped["nothing"] > 2 * max(dropped["a loss"], dropped["a bias"])
 
 # %% [markdown]
-# After so few steps of such a small model the losses are nearly equal, so they do not show which router is best. The loads do
-# differ. Neither remedy reduces the drops to zero: the capacity applies to every *sequence*, and sequences of 128 bytes
-# differ from each other, while both remedies balance averages.
+# After so few steps of such a small model the losses are nearly equal, so they do not show which router is best. The dropped
+# pairs do differ. Neither remedy reduces the drops to zero: the capacity applies to every *sequence* of 128 bytes, but both
+# remedies balance averages over many sequences.
 #
 # ## Which expert gets which byte?
 #
-# You can call the functions of the model in another order. This one walks through the blocks and reads each router's
-# choice.
+# You can also call the functions of the model one by one. The function `choices` calls them block by block, and returns which
+# experts each router chooses.
 
 
 # %%
@@ -264,14 +265,15 @@ tokens = np.concatenate([batch["tokens"] for batch in held_out])
 values = jax.device_put(trained["a loss"], jax.devices()[0])
 experts = choices(configs["a loss"], values, tokens)
 
-# Checks the choices against the counts that the model returns. Its compiled loop rounds in other places, so that a few of
-# 16,384 nearly equal scores may change their order.
+# Checks the choices against the counts that the model returns. The model's compiled loop rounds in other places. So two nearly
+# equal scores may change their order, for a few of the 16,384 tokens.
 _, aux = families.forward(configs["a loss"].model, values, tokens)
 for layer in range(LAYERS):
     assert np.abs(np.bincount(experts[layer].ravel(), minlength=EXPERTS) - aux["load"][layer]).sum() <= 32
 
 # %% [markdown]
-# Each column is a frequent byte. Its colors show to which experts it is sent.
+# Each column is a frequent byte, and each row an expert. Dark cells are the experts to which the byte is sent. The darkest color
+# is one half, because each byte has two pairs.
 
 # %%
 frequent = np.argsort(-np.bincount(tokens.ravel(), minlength=256))[:40]
@@ -289,9 +291,9 @@ figure.colorbar(image, ax=grid, label="part of the byte's pairs")
 plt.show()
 
 # %% [markdown]
-# How much of a router's choice depends on the byte? The figure is the mutual information of byte and expert, divided by the
-# entropy of the expert: 1 if the byte decides everything, 0 if nothing. The rest depends on the context. The second column is
-# the same figure for the byte *before*.
+# How much of a router's first choice depends on the byte? Divide the mutual information of byte and expert by the entropy of the
+# expert: 100% if the byte decides everything, 0% if nothing. The rest depends on the context. The second column printed below
+# uses the byte *before* in place of the byte.
 
 
 # %%
@@ -305,7 +307,7 @@ def decided(byte: np.ndarray, expert: np.ndarray) -> float:
     return float(shared / -np.sum(part[part > 0] * np.log(part[part > 0])))
 
 
-print("layer  the byte  the byte before")
+print("layer  the byte  the byte before  (part of the first choice that it decides)")
 for layer in range(LAYERS):
     first = experts[layer, :, 1:, 0]  # the more probable of the two
     print(f"{layer:5}  {decided(tokens[:, 1:], first):8.0%}  {decided(tokens[:, :-1], first):15.0%}")
@@ -328,13 +330,14 @@ display(HTML(f'<pre style="line-height: 1.5; color: black; background: white">{"
 # ## Exercise
 #
 # Each byte has two of the eight experts, and an expert takes at most 1.25 times its even share of a sequence. If every byte
-# chooses one and the same expert first, what part of that expert's pairs is dropped? What part of all pairs is that? The cell
-# below checks the second part, as a percentage.
+# chooses one and the same expert first, what percentage of that expert's pairs is dropped? What percentage of all pairs are
+# these? The cell below checks the second number, such as `12.5`.
 #
 # <details><summary>Answer</summary>
 #
 # A sequence of S bytes has 2 S pairs, so the even share is S / 4 and the capacity 1.25 S / 4 = 0.3125 S. The expert is chosen S
-# times and drops 68.75% of its pairs. These are 34.4% of all pairs. Compare that with the middle picture above.
+# times and drops 68.75% of its pairs. These are 34.4% of all pairs. Without balancing, the run above drops even more (the middle
+# picture of *What imbalance costs*), because second choices are uneven too.
 #
 # </details>
 
@@ -354,7 +357,7 @@ assert abs(right - 34.4) < 0.1
 # - Lower the bias rate, `bias_update_rate=0.001`, or raise the loss weight, `aux_loss_weight=0.1`, and compare load and loss.
 # - Try other routers: `router="domain"` gives each expert one kind of text; `shared_experts=1` adds an expert that every token
 #   uses. `help(MoEConfig)` lists all fields.
-# - Run the same from a shell, with the figures in `metrics.jsonl`: `jaxstack train --config moe_quickstart`
-#   ([experts](https://github.com/jaxstack/jaxstack/blob/main/docs/experts.md)).
+# - Train a larger model with experts from a shell, with the routers' figures in `metrics.jsonl`:
+#   `jaxstack train --config moe_quickstart` ([experts](https://github.com/jaxstack/jaxstack/blob/main/docs/experts.md)).
 # - Split experts over several devices: [expert parallelism](https://github.com/jaxstack/jaxstack/blob/main/docs/parallelism/expert.md).
 # - Read the routers: [routers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/moe/routers.py).

@@ -3,9 +3,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/first_model.ipynb)
 #
-# What does a small model learn about Python in half a minute? Train a language model to write Python, byte by byte. Its text
-# is the source of Python's standard library, which is already on this machine. Then change the model and measure the
-# difference. You need no download and no accelerator.
+# What does a small model learn about Python in half a minute? Train a language model to write Python, byte by byte. It reads
+# the source of Python's standard library, which is already on this machine. Then change the model and measure the
+# difference. You need no accelerator, and no data to download.
 
 # %%
 # include parts/install.py
@@ -51,7 +51,8 @@ print(dataset.description)
 assert cfg.model.vocab_size == 256
 
 # %% [markdown]
-# A batch is a function of the seed and the step. `targets` are the tokens shifted by one position.
+# A batch is a function of the seed and the step. `targets` are the tokens shifted by one position, and `loss_weights` says how
+# much each target counts. Below the arrays you see the first row of a batch as text.
 
 # %%
 reading = {"seq_len": cfg.data.seq_len, "batch_size": cfg.data.batch_size, "packing": cfg.data.packing}
@@ -70,7 +71,7 @@ seen = np.concatenate([batches[step]["tokens"].ravel() for step in range(20)])
 shares = np.bincount(seen, minlength=256) / seen.size
 frequent = np.argsort(shares)[::-1][:16]
 entropy = -(shares[shares > 0] * np.log(shares[shares > 0])).sum()
-print(f"entropy of single bytes: {entropy:.2f} nats, of 256 equal ones: {np.log(256):.2f}")
+print(f"entropy of single bytes: {entropy:.2f} nats; if all 256 were equally frequent: {np.log(256):.2f} nats")
 
 figure, axes = plt.subplots(figsize=(7, 2.6))
 axes.bar([repr(chr(byte)) for byte in frequent], 100 * shares[frequent], color=BLUE)
@@ -83,9 +84,9 @@ assert 2 < entropy < np.log(256)
 # %% [markdown]
 # ## The model
 #
-# `decoder.spec` declares every parameter once: shape, a name for each dimension, initializer. All layers of one kind are
-# stacked in one array, with the dimension `layers` first. Values and shardings derive from this declaration, for a mesh of any
-# size.
+# `families.spec` returns the declaration of every parameter: its shape, a name for each dimension, and its initializer. The
+# parameters of all layers are stacked in one array, with the dimension `layers` first. Values and shardings derive from this
+# declaration, for a mesh of any size.
 
 # %%
 platform.configure(cfg.mesh, cfg.data.batch_size)  # one device per CPU core; JAX reads this when it is imported
@@ -102,7 +103,7 @@ print(f"{params.count(spec):,} parameters")
 #
 # `train.main` is what `python train.py` does: it trains, evaluates and saves a checkpoint in the run directory. Before the
 # first step every byte is equally probable, so the loss starts near ln 256 = 5.55. The first step compiles, which takes a few
-# seconds. If you run this cell again, the run is found complete.
+# seconds. If you run this cell again, it finds the run complete and does not train.
 
 # %%
 train.main(cfg)
@@ -110,13 +111,14 @@ train.main(cfg)
 # %% [markdown]
 # ## What the run wrote
 #
-# `metrics.jsonl` has a line for each step. `js.load` reads the model back, here on one device for each CPU core as in the
-# training. `evaluate` computes the held-out loss, which equals the logged one.
+# `metrics.jsonl` has a line for each step. `js.load` reads the model back, here on all devices, as in the training. `evaluate`
+# computes the held-out loss in bits per byte, which equals the last logged value. A model that predicts all bytes as equally
+# likely needs 8 bits.
 
 
 # %%
 def logged(cfg: Config, name: str) -> list[float]:
-    """Returns a figure of each line of the log that has it."""
+    """Returns the values of one metric, from every line of the log that has this metric."""
     lines = map(json.loads, (Path(cfg.run.dir) / "metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines if name in line]
 
@@ -130,16 +132,16 @@ assert bits == logged(cfg, "eval_bits_per_byte")[-1]
 assert bits < 3.2
 
 # %% [markdown]
-# After half a minute of training the text looks like Python: it has indentation, brackets and fragments of words. The
-# quickstart trains for a few minutes, and most of the words are right.
+# Let the model write. After half a minute of training its text looks like Python: it has indentation, brackets and fragments
+# of words.
 
 # %%
 for piece in run.stream("import os\n\ndef ", tokens=100, temperature=0.7):
     print(piece, end="", flush=True)
 
 # %% [markdown]
-# The model gives a score to every possible next byte. What does it expect after `de` at the beginning of a line, and what
-# after a closed bracket?
+# The model gives a score to every possible next byte, and a softmax makes probabilities of the scores. The bars are the six
+# likeliest bytes after `de` at the beginning of a line, and after a closed bracket.
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
@@ -157,7 +159,7 @@ assert abs(probabilities.sum() - 1) < 1e-4
 # ## Change the model
 #
 # How much do positions help? Without positions, the first layer sees the earlier bytes as a set without an order. One field
-# changes; the other initial values, the batches and their order stay the same. A new run needs a new directory.
+# changes; the initial values, the batches and their order stay the same. A new run needs a new directory.
 
 # %%
 without = replace(cfg, run=replace(cfg.run, dir="runs/no_positions"), model=replace(cfg.model, positions="none"))
@@ -169,8 +171,8 @@ print(f"held out: {bits:.3f} bits per byte with positions, {bits_without:.3f} wi
 assert bits_without > bits + 0.1
 
 # %% [markdown]
-# Both curves have the same bumps, because both models read the same batches. They separate once the models have learned
-# which bytes are frequent.
+# Both curves have the same bumps, because both models read the same batches. They separate below the dashed line, where a
+# model must use the bytes before.
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3))
@@ -189,7 +191,7 @@ plt.show()
 #
 # <details><summary>Answer</summary>
 #
-# Arrays whose first dimension is `layers` have twice the size. All others, the embedding and the last norm, stay as they are.
+# Arrays whose first dimension is `layers` have twice the size. The embedding, the head and the last norm stay as they are.
 # So you add the parameters of two layers: `params.count(spec) + params.count(spec["layers"])`.
 #
 # </details>
@@ -207,7 +209,7 @@ assert right == params.count(spec) + params.count(spec["layers"])
 #
 # - Change other fields: `norm="layer"`, `gated=False`, `tied_embeddings=True`; `OptimConfig(name="adamw", lr=3e-3)`.
 #   `help(ModelConfig)` lists them.
-# - Run the same from a shell: `python train.py`
+# - Train a larger model from a shell, in a few minutes, until most of its words are right: `jaxstack train`
 #   ([first run](https://github.com/jaxstack/jaxstack/blob/main/docs/first_run.md)).
 # - Read the model: [decoder.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/decoder.py) and
 #   [layers.py](https://github.com/jaxstack/jaxstack/blob/main/jaxstack/models/layers.py).

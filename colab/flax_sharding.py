@@ -4,8 +4,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb)
 #
 # How do you train a model of your own on eight devices, without changing it? For every array you decide which of its dimensions
-# is split over which mesh axis. Here these decisions are a list of rules. `shard` checks every rule and places the arrays; the
-# code of the model does not change.
+# is split over which mesh axis, and write these decisions as a list of rules. `shard` checks every rule and places the arrays;
+# the code of the model does not change.
 #
 # You need no accelerator: with fewer than eight devices, the CPU simulates eight.
 
@@ -80,8 +80,9 @@ class NextToken(nnx.Module):
 plain = NextToken(VOCAB, width=128, layers=2, rngs=nnx.Rngs(0))
 
 # %% [markdown]
-# `shardings_of` reads the present sharding of arrays, and `summarize` prints it. Nothing is split yet: on the mesh, every
-# device would store the complete model. The first column has the paths for which you write rules.
+# `shardings_of` reads the present sharding of arrays, and `summarize` returns a table of it. Nothing is split yet: on the mesh,
+# every device would store the complete model. The first column has the paths for which you write rules. The column `spec` has
+# the mesh axes that split each dimension; `-` means none.
 
 # %%
 print(summarize(*shardings_of(plain), mesh))
@@ -89,8 +90,9 @@ print(summarize(*shardings_of(plain), mesh))
 # %% [markdown]
 # ## Rules
 #
-# A rule is a regular expression for the path, and one entry per dimension: a mesh axis, several axes, or `None`. The
-# expression must match the complete path, and the first match is used; `()` replicates.
+# A rule is a regular expression for the path, and one entry per dimension: a mesh axis, several axes, or `None`, which does not
+# split the dimension. The expression must match the complete path, and the first match is used. `()` splits no dimension, so
+# every device stores the whole array.
 #
 # `up` is split over `tensor` by columns and `down` by rows, so the wide activations between them need no communication.
 # `fsdp` splits the other dimension: it saves memory, and each matrix is gathered when it is needed.
@@ -110,8 +112,8 @@ model = shard(plain, rules, mesh)
 print(summarize(*shardings_of(model), mesh))
 
 # %% [markdown]
-# Each device now holds about a quarter. `shard` returned a new module with the same values, and `plain` has not changed.
-# `assert_sharded` raises an error if more than 5% of the bytes are split over neither `fsdp` nor `tensor`.
+# Each device now stores about a quarter of the parameters. `shard` returned a new module with the same values, and `plain` has
+# not changed. `assert_sharded` raises an error if more than 5% of the bytes are split over neither `fsdp` nor `tensor`.
 
 # %%
 assert_sharded(*shardings_of(model), mesh)
@@ -120,8 +122,8 @@ assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(pla
 # %% [markdown]
 # ## Pictures
 #
-# How many bytes does a device store of each array? An eighth is the least that eight devices can store; a quarter means that
-# `data` does not split parameters.
+# How many bytes of each array does a device store? Split over all three axes, an array would have an eighth on each device. Here
+# a device stores a quarter of each matrix, because `data` does not split parameters.
 
 
 # %%
@@ -145,14 +147,14 @@ def show_stored(tree) -> float:
 assert show_stored(model) < 0.27
 
 # %% [markdown]
-# Which devices hold which part of an array? On the left `up/kernel`, 128 x 512: `fsdp` splits its rows in two halves, `tensor`
-# its columns. Two devices hold each part, because parameters are not split over `data`. On the right the embedding, 64 x 128:
-# its rows are split over `fsdp` and `tensor` together, into four parts.
+# Which devices store which part of an array? The left picture shows `up/kernel`, 128 x 512: `fsdp` splits its rows, and `tensor`
+# its columns. Two devices store each part, because parameters are not split over `data`. The right picture shows the embedding,
+# 64 x 128: `fsdp` and `tensor` together split its rows into four parts.
 
 
 # %%
 def draw_parts(axes, array: jax.Array, title: str) -> None:
-    """Draws a matrix with its parts, and the devices that hold each."""
+    """Draws a matrix with its parts, and the devices that store each part."""
     holders = {}
     for device, place in array.sharding.devices_indices_map(array.shape).items():
         ends = [part.indices(size)[:2] for part, size in zip(place, array.shape, strict=True)]
@@ -235,7 +237,8 @@ assert_sharded(*shardings_of(optimizer), mesh)
 #
 # `plain` was never sharded. The same steps on one device must give the same losses, but not bit for bit: eight devices add the
 # same numbers in another order, float32 rounds each sum at the seventh digit, and twenty steps of Adam accumulate the
-# differences. Hence the tolerance of 1e-5.
+# differences. So the check has a relative tolerance of 1e-5, the dashed line in the right picture. A point at 1e-9 means that
+# both losses are equal.
 
 # %%
 plain_optimizer = nnx.Optimizer(plain, optax.adamw(3e-4), wrt=nnx.Param)
@@ -252,13 +255,13 @@ left.set(xlabel="step", ylabel="loss (nats per token)")
 left.legend()
 right.semilogy(np.abs(on_eight / on_one - 1) + 1e-9, "o", color=BLUE, markersize=3)
 right.axhline(1e-5, color=GRAY, linestyle="--")
-right.set(xlabel="step", title="relative difference, and the tolerance")
+right.set(xlabel="step", title="relative difference of the loss")
 plt.show()
 
 # %% [markdown]
 # ## Linen
 #
-# Now a linen model, with attention. Its kernels have three dimensions, so a rule has three entries.
+# Now shard a linen model with attention. The kernels of attention have three dimensions, so their rules have three entries.
 
 
 # %%
@@ -281,8 +284,9 @@ variables = attention.init(jax.random.key(0), batches[0])
 plain_state = TrainState.create(apply_fn=attention.apply, params=variables["params"], tx=optax.adamw(1e-3))
 
 # %% [markdown]
-# Linen stores its parameters in a dict. A `TrainState` has them beside the optimizer's moments, so one call shards both and
-# needs no `like`. Query, key and value have the shape (width, heads, head width): `tensor` splits complete heads.
+# Linen stores its parameters in a dict. A `TrainState` has the parameters beside the optimizer's moments, so one call of `shard`
+# shards both and needs no `like`. The kernels of query, key and value have the shape (width, heads, head width): `tensor` splits
+# them by complete heads.
 
 # %%
 state_rules = Rules(
@@ -299,7 +303,7 @@ assert_sharded(*shardings_of(state), mesh)
 assert show_stored(state.params) < 0.27
 
 # %% [markdown]
-# A linen step is a function from state to state. `out_shardings` gives the result the sharding of the argument.
+# A linen step is a function from state to state. `out_shardings` gives the new state the sharding of the old one.
 
 
 # %%
@@ -332,8 +336,8 @@ np.testing.assert_allclose(on_eight, on_one, rtol=1e-5)  # as above
 # %% [markdown]
 # ## Names instead of paths
 #
-# A model may name its dimensions, as this layer does. Then a rule maps a name to a mesh axis, and one rule applies to every
-# array with that name.
+# A model may name the dimensions of its arrays, as this layer does. Then a rule maps a name to a mesh axis, and applies to every
+# dimension with this name.
 
 # %%
 kernel_init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
@@ -344,8 +348,8 @@ print(summarize(*shardings_of(shard(named, Rules(parameters={"embed": "fsdp", "m
 # %% [markdown]
 # ## Mistakes
 #
-# No mistake is ignored silently. With a misspelled rule, arrays would match a later rule or be replicated, and you would
-# notice only when memory runs out. Here it is an error that names the rule, the array and the fix.
+# No mistake is ignored silently. Without a check, the arrays of a misspelled rule would match a later rule or be replicated. You
+# would notice only when memory runs out. Here a misspelled rule is an error that names the rule, the array and the fix.
 
 # %%
 mistakes = {
@@ -370,8 +374,8 @@ for what, paths in mistakes.items():
 #
 # <details><summary>Answer</summary>
 #
-# `("params/head/kernel", ())`. `fsdp` and `tensor` split it into four parts, so each device has four times as many bytes of it
-# as before. The eight devices had two copies of each part, because `data` does not split parameters.
+# The rule becomes `("params/head/kernel", ())`. Before, `fsdp` and `tensor` split the array into four parts. So each device now
+# stores four times as many bytes of it. The eight devices had two copies of each part, because `data` does not split parameters.
 #
 # </details>
 

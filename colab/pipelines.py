@@ -54,15 +54,15 @@ print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
 # ## Schedules
 #
 # Time is divided into *ticks*. In each tick a stage runs at most one forward unit (one microbatch through its layers) and then
-# at most one backward unit. Results reach the neighbour in the next tick. `text` prints the table: two lines per stage, with
-# the microbatch of every tick.
+# at most one backward unit. Results reach the neighbor in the next tick. `text` returns the table: for each stage a line of
+# forward units (F) and a line of backward units (B), with the microbatch of every tick. A dot is an idle tick.
 
 # %%
 print(one_f_one_b(STAGES, 8).text())
 
 # %% [markdown]
-# In the chart a backward unit takes twice as long as a forward unit. All stages run in lockstep, so a tick is as long as the
-# longest units in it.
+# In the chart a backward unit takes twice as long as a forward unit. All stages run in lockstep, so a tick is as long as its
+# longest forward unit and its longest backward unit together. The title has the bubble and the room, see *Bubble and slots*.
 
 
 # %%
@@ -76,34 +76,35 @@ def show(schedule: Schedule) -> None:
 show(gpipe(STAGES, 8))
 
 # %% [markdown]
-# *GPipe* runs all forward units, then all backward units. The residuals of all microbatches are kept until then.
+# *GPipe* runs all forward units, then all backward units. A stage stores the *residuals* of a microbatch, the arrays that its
+# backward unit needs, until this unit runs. So GPipe stores the residuals of all microbatches.
 
 # %%
 show(one_f_one_b(STAGES, 8))
 
 # %% [markdown]
-# *1F1B* (one forward, one backward) starts the backward pass of a microbatch as soon as it reaches the last stage. Idle time is
-# the same, but the number of stages limits how many microbatches are kept. At the end of a row, stages without work wait for
-# the others.
+# *1F1B* (one forward, one backward) starts the backward pass of a microbatch as soon as the microbatch reaches the last stage.
+# Idle time is the same, but a stage stores the residuals of fewer microbatches: with P stages, at most 2P - 1. At the end of a
+# row, stages without work wait for the others.
 
 # %%
 show(interleaved_one_f_one_b(STAGES, 8, chunks=2))
 
 # %% [markdown]
 # *Interleaved 1F1B* gives each stage two ranges of layers, *chunks*: light and dark. The gaps at both ends are half as
-# long, for twice the traffic.
+# long, but the stages send each other twice as many bytes.
 #
 # ## Weight units
 #
 # A backward unit computes two kinds of gradients. The previous stage waits for the gradient of the activations. No stage waits for
 # the gradients of the weights. *ZB1* computes the gradients of the weights in a third kind of unit (green): on all stages at
-# once, after the last backward unit of a microbatch. So the gaps at both ends have no green part.
+# once, after the last backward unit of a microbatch. So the gaps at both ends are shorter than with 1F1B.
 
 # %%
 show(zb1(STAGES, 8))
 
 # %% [markdown]
-# *ZB-H1* also moves weight units into the idle time at the end. `text` marks them with a `w`.
+# *ZB-H1* also moves weight units into the idle time at the end. `text` marks weight units with a `w`.
 
 # %%
 show(zb_h1(STAGES, 8))
@@ -112,10 +113,9 @@ print(zb_h1(STAGES, 8).text())
 # %% [markdown]
 # ## Bubble and slots
 #
-# Two numbers describe a schedule. The *bubble* is idle time divided by work. *Slots* are the units that a stage stores: first
-# their residuals (the arrays that the backward pass needs), then the inputs of their weight units. With P stages, M
-# microbatches and V chunks a stage, and if forward units, gradients of activations and gradients of weights all take the same
-# time:
+# Two numbers describe a schedule. The *bubble* is the idle time of a stage divided by the time in which it computes. *Slots* are
+# the units that a stage stores: first their residuals, then the inputs of their weight units. The table is for P stages, M
+# microbatches and V chunks a stage. Forward units, gradients of activations and gradients of weights all take the same time.
 #
 # | | bubble | slots |
 # |---|---|---|
@@ -125,8 +125,9 @@ print(zb_h1(STAGES, 8).text())
 # | ZB1 | 2 (P - 1) / (3 M) | min(2P - 1, M) |
 # | ZB-H1, M at least 2P - 1 | (P - 1) / (3 M) | 2P - 1 |
 #
-# We check these formulas by counting in the tables, and draw both numbers for more and more microbatches. A tick has three
-# lanes, one after the other, for the three kinds of units. ZB-H1 has weight units in the other two lanes as well.
+# The cell checks these formulas by counting in the tables. A tick has three *lanes*, one after the other, for the three kinds of
+# units. ZB-H1 has weight units in the other two lanes as well. On the left of the picture, GPipe and 1F1B share a line. On the
+# right, 1F1B, ZB1 and ZB-H1 share a line.
 
 
 # %%
@@ -178,25 +179,26 @@ plt.show()
 # - Use 1F1B unless you have a reason for another schedule.
 # - Use interleaved 1F1B if there are few microbatches per stage and the links between stages are fast: the links carry V times
 #   as much.
-# - Use ZB1 or ZB-H1 if the bubble is large and you have free memory. Their slots differ in size. Until its backward unit, a
-#   unit stores residuals, which recomputation makes small. From then until its weight unit, it stores the inputs and output
-#   gradients of all matrices. `pair_slots` counts the slots for them: P with ZB1, up to 2P - 1 with ZB-H1.
+# - Use ZB1 or ZB-H1 if the bubble is large and you have free memory. Their slots differ in size. Before the backward unit, a
+#   slot has residuals, which recomputation makes small. After the backward unit, and until the weight unit, the slot has the
+#   inputs and the output gradients of all matrices. `pair_slots` counts these larger slots: P with ZB1, up to 2P - 1 with ZB-H1.
 # - Short weight units fill less of the bubble. With long sequences, much of the backward work is in attention, which has no
 #   weights.
 
 # %%
-print("waiting for weight units:", {make.__name__: make(STAGES, 32).pair_slots for make in (zb1, zb_h1)})
+print("pair_slots:", {make.__name__: make(STAGES, 32).pair_slots for make in (zb1, zb_h1)})
 for share in (0.5, 0.335, 0.2):
     bubbles = {make.__name__: make(STAGES, 8).simulate(weight=share).bubble for make in (one_f_one_b, zb1, zb_h1)}
-    print(f"weights take {share:.0%} of the backward pass:", {name: f"{b:.1%}" for name, b in bubbles.items()})
+    found = ", ".join(f"{name} {bubble:.1%}" for name, bubble in bubbles.items())
+    print(f"bubble if weight units take {share:.0%} of the time of the backward pass: {found}")
 
 # %% [markdown]
 # ### What lockstep costs
 #
-# All stages run one program, and a lane is as long as its longest unit in any stage. If each stage ran freely:
+# All stages run one program, and a lane is as long as its longest unit in any stage. If each stage ran a program of its own:
 #
-# - 1F1B would take the same time, and keep P microbatches in place of 2P - 1.
-# - ZB1 would be as fast as ZB-H1 is here, because each stage would run a weight unit whenever it has nothing else to do.
+# - 1F1B would take the same time, and store P microbatches in place of 2P - 1.
+# - ZB1 would be as fast as ZB-H1 is in lockstep: each stage would run a weight unit whenever it has nothing else to do.
 # - ZB-H1 would be faster if weight units are short. In lockstep, a weight unit in the lane of longer units takes as long as
 #   they do.
 
@@ -205,14 +207,16 @@ for make in (one_f_one_b, zb1, zb_h1):
     for share in (0.5, 0.2):
         figures = make(STAGES, 8).simulate(weight=share)
         print(
-            f"{make.__name__:12} {share:.0%}: bubble {figures.bubble:.1%}, {figures.free_bubble:.1%} if stages ran freely"
+            f"{make.__name__:12} weights {share:.0%} of the backward pass: "
+            f"bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} without"
         )
 
 # %% [markdown]
 # ## Run the schedules
 #
 # The model is only an example: 8 equal layers, an embedding before them and a loss after them. `value_and_grad` takes these
-# three as functions, and a schedule. `product(f, x, w)` is `f(x, w)`; weight units compute the gradients of such weights.
+# three as functions, and a schedule. `product(f, x, w)` returns `f(x, w)`; weight units compute the gradients of every `w` that
+# is used so.
 
 # %%
 WIDTH, LAYERS, ROWS = 128, 8, 64  # rows of a microbatch
@@ -251,8 +255,8 @@ def pipelined(schedule: Schedule):
 
 
 # %% [markdown]
-# Loss and gradients must equal those of plain JAX on one device, but not bit for bit: sums are taken in another order, and
-# float32 rounds each at the seventh digit.
+# Loss and gradients must equal what plain JAX computes on one device, but not bit for bit: a pipeline adds numbers in another
+# order, and float32 rounds each sum at the seventh digit.
 
 
 # %%
@@ -262,7 +266,7 @@ def plain(shared, stacked, batch):
 
 
 def largest_difference(schedule: Schedule) -> float:
-    """Returns the relative errors of the loss and of all gradients."""
+    """Returns the largest relative error of the loss and of all gradients."""
     batch = batch_of(schedule.microbatches)
     ours = jax.jit(pipelined(schedule))(shared, stacked, batch)
     theirs = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(shared, stacked, batch)
@@ -280,8 +284,8 @@ for schedule in (interleaved_one_f_one_b(STAGES, 8, chunks=2), zb1(STAGES, 8), z
 # %% [markdown]
 # ## Memory
 #
-# More microbatches of the same size make the bubble smaller. What do they cost? The compiler reports how much memory a program
-# needs beside its arguments and results.
+# More microbatches of the same size make the bubble smaller. How much memory do they cost? The compiler reports how much memory
+# a program needs beside its arguments and results.
 
 # %%
 compiled = {}
@@ -296,13 +300,13 @@ for shift, name, color in ((-0.2, "gpipe", ORANGE), (0.2, "1f1b", BLUE)):
     bars = axes.bar(np.arange(3) + shift, [needs[name, M] / 1e6 for M in (8, 16, 32)], 0.4, color=color, label=name)
     axes.bar_label(bars, fmt="%.0f")
 axes.set_xticks(range(3), [f"{M} microbatches" for M in (8, 16, 32)])
-axes.set(ylabel="MB")
+axes.set(ylabel="memory of a device (MB)")
 axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# GPipe's memory grows with every microbatch. 1F1B never keeps more than 7 units, so its memory hardly grows: by one percent,
-# because the batch itself is larger.
+# GPipe's memory grows with every microbatch. 1F1B never stores more than 7 units, so its memory hardly grows: by less than one
+# percent over the whole picture.
 
 # %%
 assert needs["1f1b", 32] < 1.01 * needs["1f1b", 8]
@@ -313,9 +317,9 @@ assert needs["gpipe", 32] > 1.5 * needs["gpipe", 16]
 # ## Time
 #
 # Devices that share a CPU cannot show how fast a pipeline is, but they do show the bubble. In a tick without work, a stage
-# computes on old data, and on a shared CPU that takes time from the other stages. So a microbatch should take 1 + (P - 1) / M
-# times as long as in an infinitely long batch. These are measurements on a machine that may be busy, so expect only rough
-# agreement.
+# computes on old data, and on a shared CPU this takes time from the other stages. So with M microbatches, each one should take
+# 1 + (P - 1) / M times as long as in an infinitely long batch. The machine may be busy with other programs, so expect only
+# rough agreement.
 
 # %%
 took = {}
@@ -344,14 +348,14 @@ plt.show()
 # %% [markdown]
 # ## A schedule of your own
 #
-# If every stage runs a program of its own, 1F1B keeps the residuals of P microbatches. Our tables keep 2P - 1. Is a table with
-# P possible? Let a microbatch enter at every second tick, and start its backward pass one tick after it reaches the last
-# stage: in each tick half of the stages run forward and the other half backward.
+# If every stage runs a program of its own, 1F1B stores the residuals of P microbatches. The tables above store 2P - 1. Is a
+# table with P possible? Let a microbatch enter at every second tick, and start its backward pass one tick after it reaches the
+# last stage: in each tick half of the stages run forward and the other half backward.
 
 
 # %%
 def every_second_tick(stages: int, microbatches: int) -> Schedule:
-    """Returns 1F1B with at most P units kept on a stage."""
+    """Returns a schedule with at most P units stored on a stage."""
     m, s = np.arange(microbatches)[:, None], np.arange(stages)
     forward_MG = 2 * m + s
     backward_MG = 2 * m + 2 * (stages - 1) - s + 1
@@ -363,13 +367,13 @@ show(mine)
 print(mine.text())
 
 # %% [markdown]
-# It runs, with the right gradients, and keeps 4 slots. But it costs time: every tick is still as long as a forward and a
-# backward unit, and each stage is idle for one of them. Stages that run freely, without lockstep, would have the bubble of
-# 1F1B. For this reason the tables here keep 2P - 1.
+# The cell below runs this table: the gradients are right, and a stage needs 4 slots. But the table costs time: every tick is
+# still as long as a forward and a backward unit, and each stage is idle for one of them. Only without lockstep would this table
+# have the bubble of 1F1B. For this reason the 1F1B of jaxstack stores 2P - 1 microbatches.
 
 # %%
 figures = mine.simulate()
-print(f"{mine.slots} slots; bubble {figures.bubble:.1%} in step, {figures.free_bubble:.1%} if stages ran freely")
+print(f"{mine.slots} slots; bubble {figures.bubble:.1%} in lockstep, {figures.free_bubble:.1%} without")
 difference = largest_difference(mine)
 print(f"against plain JAX: {difference:.1e}")
 assert mine.slots == STAGES
@@ -408,8 +412,8 @@ for what, (forward_MG, backward_MG) in mistakes.items():
 #
 # <details><summary>Answer</summary>
 #
-# 1F1B: 3 / M is at most 0.1 with M = 30. ZB-H1: 3 / (3 M) is at most 0.1 with M = 10. So ZB-H1 reaches the same bubble with a
-# third of the batch.
+# P - 1 is 3. With 1F1B, 3 / M is at most 0.1 from M = 30 on. With ZB-H1, 3 / (3 M) is at most 0.1 from M = 10 on. So ZB-H1
+# reaches the same bubble with a third of the batch.
 #
 # </details>
 
@@ -427,6 +431,6 @@ assert right == (30, 10)
 # - [docs/pipelines.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipelines.md): which schedule to choose, and two
 #   examples with Flax models. [docs/pipeline_design.md](https://github.com/jaxstack/jaxstack/blob/main/docs/pipeline_design.md)
 #   explains the executor.
-# - `python train.py --mesh.pipe=2` trains the quickstart in a pipeline.
+# - `jaxstack train --mesh.pipe=2` trains a language model in a pipeline of two stages.
 # - [flax_sharding.ipynb](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/flax_sharding.ipynb): split
 #   the arrays of a Flax model instead of its depth.

@@ -4,10 +4,10 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/planning.ipynb)
 #
 # Does a model fit in memory? How long does it train, and which size is best for a budget? The planner answers by formula,
-# without a device. First it plans GPT-3 on 1,024 A100s, and its figures are compared with published ones. Then it plans a
-# run of two minutes for this machine, writes its configuration, and trains the first steps.
+# without a device. First you plan GPT-3 on 1,024 A100s and compare the planner's figures with published ones. Then you plan a
+# run of two minutes for this machine, write its configuration, and train the first steps.
 #
-# You need no download and no accelerator.
+# You need no accelerator, and no data to download.
 
 # %%
 import os
@@ -64,23 +64,24 @@ one = replace(cfg, mesh=replace(cfg.mesh, data=1, pipe=1, tensor=1))  # everythi
 for figure in state:
     print(f"{figure.name:26} {figure.value / 1e12:6.3f} TB = {figure.explanation}")
 total = sum(figure.value for figure in state)
-print(f"{'sum':26} {total / 1e12:6.3f} TB, or {total / 80e9:.1f} A100 of 80 GB, without activations")
+print(f"{'sum':26} {total / 1e12:6.3f} TB, the memory of {total / 80e9:.1f} A100 of 80 GB, without activations")
 
 # The published figures are 2.8 TB, and more than 35 A100 of 80 GB (Rajbhandari et al. 2021, Narayanan et al. 2021).
 assert abs(total / 2.8e12 - 1) < 0.005
 assert total + activations.value > 35 * 80e9
 
 # %% [markdown]
-# So the model must be divided. Eight devices share each matrix (`tensor`). Sixteen stages of such eight devices share the
-# layers (`pipe`). The command prints the memory of one device by part. Below is its picture: one bar for each policy of
-# recomputation, and a dashed line for the device's memory.
+# So the model must be divided. Eight devices share each matrix (`tensor`), and such a group is one of sixteen stages that share
+# the layers (`pipe`). Eight copies of this pipeline share the batch (`data`). The command prints what one device stores. Its
+# picture has one bar for each recomputation policy, and a dashed line for the device's memory.
 
 # %%
 jaxstack(f"plan memory --target a100:128x8 {GPT3} --style megatron-fp16 --bytes_per_parameter=16 --plot memory.png")
 display(Image("memory.png"))
 
 # %% [markdown]
-# The formulas are functions, so you can ask for one figure. `explanation` is its formula with the numbers put in.
+# The formulas are functions, so you can ask for one figure: here the activations that a device stores. `explanation` is the
+# figure's formula with the numbers put in.
 
 # %%
 CONTEXT = memory.context(cfg, 1024, "gpu")
@@ -93,8 +94,9 @@ assert needs["full"] < A100.hbm_bytes < needs["none"]  # without recomputation i
 # %% [markdown]
 # ## GPT-3: how long does it take?
 #
-# Megatron-LM repeats the forward pass of the layers. For 95,000 steps of 1,536 sequences, about 300 billion tokens, this
-# makes 430 ZFLOPs, or 16,000 days of one A100 at its peak.
+# GPT-3 is trained for 95,000 steps of 1,536 sequences. These are about 300 billion tokens. Megatron-LM computes the forward
+# pass of the layers twice, to store fewer activations. The training takes 430 ZFLOPs; a ZFLOP is 10^21 FLOPs. One A100 would
+# need 16,000 days for it at its peak.
 
 # %%
 flops = cfg.train.steps * megatron.hardware_flops(Job(cfg, CONTEXT))
@@ -104,17 +106,19 @@ assert abs(flops / 430e21 - 1) < 0.01
 assert abs(days / 16_000 - 1) < 0.01
 
 # %% [markdown]
-# No program reaches the peak. `plan time` has a model that is fitted to published steps. It adds the collectives and the idle
-# time of the pipeline, and draws a step: what a device computes, and what it waits for. Narayanan et al. 2021 estimate 34 days
-# for the same tokens, at 140 TFLOP/s per device. The last lines of the output name the errors of such predictions.
+# No program reaches the peak. `plan time` has a formula for the time of a step, fitted to published step times. The formula adds
+# collectives and the idle time of the pipeline. The picture is one step: what a device computes, and what it waits for. Gray
+# bars are communication beside the operations, for which no device waits. Compare the days with Narayanan et al. 2021, who
+# estimate 34 days for the same tokens. The last lines of the output say how wrong such predictions are.
 
 # %%
 jaxstack(f"plan time --target a100:128x8 {GPT3} --tokens 300e9 --plot time.png")
 display(Image("time.png"))
 
 # %% [markdown]
-# Which mesh is best? These four meshes divide GPT-3 over the same devices. `plan mesh` searches all of them, which takes some
-# minutes for 1,024 devices. A bar is one step, and blue is the part in which a device computes.
+# Which mesh is best? Here four meshes divide GPT-3 over the same devices. A bar is one step, and blue is the part in which a
+# device computes. At the end of a bar is the MFU: the model's FLOPs per second, divided by the peak of the devices. The command
+# `jaxstack plan mesh` searches all meshes, which takes some minutes for 1,024 devices.
 
 # %%
 _, count, limits = figures.limits_of("a100:128x8")
@@ -126,7 +130,11 @@ for pipe, tensor in ((16, 8), (8, 8), (32, 4), (8, 16)):
     time = step_time(Job(other, memory.context(other, count, "gpu")), limits)
     utilisation[pipe, tensor] = time.mfu.full
     waits = sum(time.exposed.values())
-    parts = {"computes": time.total - time.bubble - waits, "waits for others": waits, "has no microbatch": time.bubble}
+    parts = {
+        "computes": time.total - time.bubble - waits,
+        "waits for communication": waits,
+        "has no microbatch": time.bubble,
+    }
     name, left = f"data {mesh.data}, pipe {pipe}, tensor {tensor}", 0.0
     for (what, seconds), color in zip(parts.items(), (BLUE, ORANGE, GRAY), strict=True):
         axes.barh(name, seconds, left=left, color=color, label=what if len(utilisation) == 1 else None)
@@ -142,8 +150,9 @@ assert utilisation[8, 16] == min(utilisation.values())  # 16 devices exchange ac
 # %% [markdown]
 # ## GPT-3: was it the right size?
 #
-# The scaling law of Besiroglu et al. 2024 predicts the loss of a model from its parameters and its tokens. For the same FLOPs
-# it prefers a smaller model and more tokens. The point of GPT-3 is above the curve of the best sizes.
+# The scaling law of Besiroglu et al. 2024 predicts the loss of a model from its parameters and its tokens. For the FLOPs of
+# GPT-3 the law prefers a smaller model and more tokens. The curve is the lowest loss for each number of FLOPs. The star
+# (`this plan`) is GPT-3, and it is above the curve.
 
 # %%
 parameters, tokens = 175e9, 300e9
@@ -157,8 +166,9 @@ assert best[0] < parameters / 2
 assert BESIROGLU.loss(*best) < BESIROGLU.loss(parameters, tokens)
 
 # %% [markdown]
-# `plan run` turns such a budget into a configuration. Without `--target` it leaves the mesh open. The same law answers for a
-# laptop and for a datacenter: the best size grows with about the square root of the budget.
+# `plan run` turns such a budget into a configuration. Without `--target` it leaves the mesh open. The picture has the best size
+# and the best number of tokens for budgets from a laptop to a datacenter: both grow with about the square root of the budget.
+# The stars are GPT-3.
 
 # %%
 jaxstack(f"plan run --budget {budget} --config gpt3")
@@ -178,9 +188,9 @@ plt.show()
 # %% [markdown]
 # ## A run for this machine
 #
-# What can this machine train in two minutes? A large matrix product shows what it computes at best. The plan takes three
-# tenths of that, because a small model has small matrices. `--config quickstart` names the model's family and the data: bytes
-# of Python's standard library.
+# What can this machine train in two minutes? A large matrix product shows how many FLOPs the machine computes per second at
+# best. The plan takes three tenths of that rate, because a small model has small matrices. `--config quickstart` names the
+# model's family and the data: bytes of Python's standard library.
 
 # %%
 MINUTES, REACHED = 2, 0.3
@@ -193,8 +203,8 @@ Path("laptop.yaml").unlink(missing_ok=True)  # `--out` never overwrites a file
 jaxstack(f"plan run --budget {budget} --config quickstart --model.vocab_size=256 --out laptop.yaml")
 
 # %% [markdown]
-# The lines below the table warn of an extrapolation: the law was fitted to much larger runs, of other data and with another
-# tokenizer. Its losses mean nothing for bytes, but its size and length are a place to start.
+# The lines below the table warn of an extrapolation: the law was fitted to much larger runs, with other data and another
+# tokenizer. The predicted losses mean nothing for bytes, but the size and the number of tokens are a place to start.
 #
 # The written file has every value that is not the default. You can read it and change it:
 
@@ -203,7 +213,7 @@ plan = parse_config(["--config=laptop.yaml"])
 print(Path("laptop.yaml").read_text())
 
 # %% [markdown]
-# `jaxstack train --config laptop.yaml` trains it. Here it stops after the first steps.
+# `jaxstack train --config laptop.yaml` trains the planned model. Here the command stops after three steps.
 
 # %%
 STEPS = 3
@@ -214,8 +224,8 @@ short = (
 jaxstack(f"train --config laptop.yaml {short} --sample.prompts=[]")
 
 # %% [markdown]
-# The loss falls from ln 256 = 5.55, where every byte is equally probable. The time of a step shows whether the plan holds
-# on this machine.
+# The loss falls from ln 256 = 5.55 (the dashed line), where every byte is equally probable. The measured time of a step shows
+# whether the plan is right for this machine.
 
 # %%
 lines = list(map(json.loads, Path("runs/laptop/metrics.jsonl").read_text().splitlines()))
@@ -260,9 +270,9 @@ assert abs(right / 1_333 - 1) < 0.01
 # %% [markdown]
 # ## Where to go next
 #
-# - Train the rest: `jaxstack train --config laptop.yaml --run.dir=runs/whole`.
-# - Ask for money or time: `jaxstack plan run --dollars 50000 --price 2.5 --target h100:8x8`.
-# - Search all meshes: `jaxstack plan mesh --target h100:8 --config llama3_8b`. With the extra `[cuda13]` or `[tpu]` it compiles
-#   the best ones.
+# - Train all steps of the plan: `jaxstack train --config laptop.yaml --run.dir=runs/whole`.
+# - Plan for an amount of money: `jaxstack plan run --dollars 50000 --price 2.5 --target h100:8x8`.
+# - Search all meshes: `jaxstack plan mesh --target h100:8 --config llama3_8b`. With the extra `[cuda13]` or `[tpu]` the command
+#   compiles the best ones.
 # - Fit the law to runs of your own: `jaxstack plan fit`
 #   ([planning](https://github.com/jaxstack/jaxstack/blob/main/docs/planning.md)).

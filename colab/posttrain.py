@@ -3,12 +3,12 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxstack/jaxstack/blob/main/colab/posttrain.ipynb)
 #
-# A small model has learned to sort digits from a few examples, and is right about every other time. From here on nobody shows
+# A small model has learned from examples to sort digits, and is right about every other time. From here on nobody shows
 # it a right answer. It only tries, eight times for each prompt, and a function says which tries are right. Is that enough to
 # get better? Reinforcement learning from rewards says yes, and GRPO (Shao et al. 2024) is one of its simplest forms.
 #
 # This notebook trains the model, looks at its tries, computes by hand what GRPO learns from them, and trains again. You need no
-# download and no accelerator.
+# accelerator, and no data to download.
 
 # %%
 # include parts/install.py
@@ -16,8 +16,9 @@
 # %% [markdown]
 # ## A model that is sometimes right
 #
-# The task is `Sort 3 1 2 9`, with the answer `1 2 3 9`. The model reads bytes and learns from conversations, which the task
-# makes. It stops early, so that something is left to learn. `train.main` is what the command `jaxstack train` runs.
+# The task is `Sort 3 1 2 9`, with the answer `1 2 3 9`. The model reads bytes. It learns from conversations, a prompt with its
+# right answer, which `task:sorting:4` generates. This training stops early, so that something is left to learn. `train.main` is
+# what the command `jaxstack train` runs.
 
 # %%
 import json
@@ -53,8 +54,9 @@ train.main(supervised)
 # %% [markdown]
 # ## Eight tries for each prompt
 #
-# Each row below is a prompt that the model has never seen, and each square is one try. A blue square is right: its reward is 1.
-# Reinforcement learning needs rows with both colors: in such a row the model can sort the digits, but does not do so each time.
+# Each row below is a prompt that the model has never seen, and each square is one try. A dark square is a right try, with the
+# reward 1; a light square is a wrong one, with the reward 0. Reinforcement learning needs rows with both: there the model can
+# sort the digits, but does not do so each time.
 
 # %%
 import jax.numpy as jnp
@@ -96,9 +98,10 @@ for text, reward in zip(texts[0], before[0], strict=True):
 # %% [markdown]
 # ## What a group teaches
 #
-# GRPO compares a try with the other tries for the same prompt. The *advantage* is the reward minus the mean of the group, divided
-# by its deviation. A right try in a group of failures counts much, and a right try among other right tries counts little. If
-# all tries of a group are equal, all advantages are zero, and the group teaches nothing.
+# GRPO compares a try with the other tries for the same prompt, its *group*. The *advantage* of a try is its reward minus the
+# group's mean reward, divided by the standard deviation of the group's rewards. A right try in a group of failures counts much,
+# and a right try among other right tries counts little (left picture). If all tries of a group have the same reward, all
+# advantages are zero, and the group teaches nothing. The right picture counts the groups above by their right tries.
 
 # %%
 counts = np.arange(GROUP + 1)  # how many tries of a group are right
@@ -114,10 +117,10 @@ figure, (left, other) = plt.subplots(1, 2, figsize=(9, 3.2))
 left.plot(counts, right, "o-", color=BLUE, label="a right try")
 left.plot(counts, wrong, "o-", color=ORANGE, label="a wrong try")
 left.axhline(0, color=GRAY, linewidth=0.8)
-left.set(xlabel=f"right tries of {GROUP}", ylabel="advantage")
+left.set(xlabel=f"right tries in a group of {GROUP}", ylabel="advantage")
 left.legend()
 other.bar(counts, seen, color=[GRAY, *[BLUE] * (GROUP - 1), GRAY])
-other.set(xlabel=f"right tries of {GROUP}", ylabel="prompts", title="gray groups teach nothing")
+other.set(xlabel=f"right tries in a group of {GROUP}", ylabel="number of groups", title="gray groups teach nothing")
 plt.show()
 
 # %% [markdown]
@@ -141,7 +144,7 @@ plt.show()
 # ## Learning from rewards
 #
 # Now the model trains on other data: prompts in place of conversations. Their answers are never shown. In each step the model
-# answers eight prompts eight times, and takes one optimizer step.
+# answers eight prompts eight times, and the optimizer changes the parameters once.
 
 # %%
 rewarded = replace(
@@ -169,9 +172,11 @@ assert all(record["ratio_max"] == record["ratio_min"] == 1 for record in steps),
 )
 
 # %% [markdown]
-# The reward rises. The share of groups without spread jumps about, since a step has only eight groups: in an easy step there is
-# little to learn. Both ratios are exactly 1, in every step. Here are the same prompts as above, of which no run has seen an
-# answer:
+# The mean reward of a step rises. `groups_without_spread` is the share of the groups whose tries all have the same reward. This
+# share jumps about, because a step has only eight groups. The largest and the smallest ratio are exactly 1 in every step.
+#
+# Here the trained model answers the same prompts as above; no run has seen their answers. `pass@1` is the share of the tries
+# that are right, and `pass@8` the share of the prompts with at least one right try:
 
 # %%
 prompts, texts, after = tries("runs/rewards")
@@ -182,24 +187,25 @@ assert 0.05 < before.mean() < 0.75
 assert after.mean() > before.mean() + 0.2
 
 # %% [markdown]
-# Compare `pass@1` after with `pass@8` before: for most prompts that the model now answers right, one of its first eight tries was
-# right already. The rewards have shown it nothing new. They have taught it to do, each time, what it could do sometimes.
+# Compare `pass@1` after with `pass@8` before: for most prompts that the model now answers right, one of its eight tries before
+# was right already. The rewards have shown the model nothing new. They have taught it to do each time what it could do
+# sometimes.
 
 # %% [markdown]
 # ## Exercise
 #
-# Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another one. The mean reward of a step
+# Shuffle the rewards of each step among its 64 tries, so that a try gets the reward of another try. The mean reward of a step
 # does not change. What is now the mean advantage of the tries that are right, over many shuffles? The cell below checks your
 # number. What happens to `pass@1`, and why? What does a model that is never right need before it can learn from rewards?
 #
 # <details><summary>Answer</summary>
 #
 # The mean is zero, and `pass@1` does not rise. The advantage of a try is now independent of what the try says, so the mean of the
-# gradient is zero, and what remains is noise: the model drifts, and noise makes a good model worse. `benchmarks/reinforcement.py`
-# measures it with three seeds, see
+# gradient is zero. Only noise remains: the model drifts, and noise makes a good model worse. `benchmarks/reinforcement.py`
+# measures training with shuffled rewards for three seeds, see
 # [docs/reinforcement.md](https://github.com/jaxstack/jaxstack/blob/main/docs/reinforcement.md). A model that is never right has
-# groups without spread, whose advantages are zero, and learns nothing. It needs examples first, an easier task, or a reward with
-# steps, such as the share of digits in their place.
+# groups of equal rewards, whose advantages are zero, and learns nothing. It needs examples first, an easier task, or a reward
+# for a part of the answer, such as the share of digits in their place.
 #
 # </details>
 
@@ -220,5 +226,5 @@ assert abs(mean) < 0.05
 # - Another loss: `RLConfig(loss="dr_grpo")`, `"dapo"`, `"gspo"`, `"rloo"` or `"cispo"`.
 # - A reward of your own: `rewards=("rewards.py:short",)` names a Python function of the completion and the row's fields.
 # - A harder task: `task:countdown:3` asks for a formula, and has many right answers.
-# - The whole way, from a tokenizer to a chat page in the browser:
+# - All steps from a tokenizer to a chat page in the browser:
 #   [docs/chat_model.md](https://github.com/jaxstack/jaxstack/blob/main/docs/chat_model.md).

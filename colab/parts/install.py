@@ -27,7 +27,7 @@ if importlib.util.find_spec("jaxstack") is None:
     print(f"installing {package}, one to three minutes")
     source = f"{package} @ git+https://github.com/jaxstack/jaxstack"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
-# In a process of its own: JAX reads its settings when it is imported, and the notebook may set some first.
+# Another process imports JAX here, because JAX reads its settings at the import and later cells may change them.
 code = "import jax; device = jax.devices()[0]; print(jax.__version__, device.platform, device.device_kind, sep=chr(10))"
 asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 version, used, kind = asked.stdout.split("\n")[:3] if asked.returncode == 0 else ("", "", "")
