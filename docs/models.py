@@ -26,7 +26,7 @@ PAGE = Path(__file__).with_suffix(".md")
 CHECKPOINTS = Path(__file__).parents[1] / "tests/hf/public/checkpoints.json"
 AXES = ("tensor", "context", "expert", "pipe")
 """Mesh axes that not every model has. `data` and `fsdp` split every model."""
-HEAD = ["`model_type`", "such as", "parameters", "generate, serve", "quantise", "prune", *(f"`{a}`" for a in AXES)]
+HEAD = ["`model_type`", "such as", "parameters", "generate", "quantise", "prune", *(f"`{a}`" for a in AXES)]
 
 
 def published() -> dict[str, tuple[str, ModelConfig]]:
@@ -54,7 +54,7 @@ def split_over(model: ModelConfig, axis: str) -> str:
     ]
     learned = (DenoiserConfig(),) if model.family == "encoder_decoder" else ()
     for cell, mesh in ways:
-        data = DataConfig(seq_len=256, batch_size=8, denoisers=learned)
+        data = DataConfig(seq_len=256, target_len=64 if learned else None, batch_size=8, denoisers=learned)
         sample = SampleConfig(prompts=())  # some models train with `mesh.pipe`, and generate without it
         try:
             cfg = resolve(Config(model=model, mesh=mesh, data=data, sample=sample), None)

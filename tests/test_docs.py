@@ -504,13 +504,14 @@ def test_tables_of_traffic_are_those_of_the_result(monkeypatch):
 def nested_blocks(text: str) -> list[str]:
     """Returns the lines of lists, tables and paragraphs within a list that have fewer than four spaces before them."""
     parts = re.split(r"(^ *```.*?^ *```)", text, flags=re.M | re.S)
-    found = [line for part in parts[::2] for line in re.findall(r"(?<=\n\n) {1,3}\S.*|^ {1,3}(?:[-*]|\d+\.) .*", part, re.M)]
+    found = [
+        line for part in parts[::2] for line in re.findall(r"(?<=\n\n) {1,3}\S.*|^ {1,3}(?:[-*]|\d+\.) .*", part, re.M)
+    ]
     return found + [block.splitlines()[0] for block in parts[1::2] if re.match(r" {1,3}`", block)]
 
 
 def test_blocks_within_a_list_have_four_spaces():
-    """With fewer, the site's Markdown ends the list and shows what follows a table as rows of the table. GitHub does not
-    mind."""
+    """With fewer, the site's Markdown ends the list, and shows what follows a table as rows of the table."""
     assert nested_blocks("- a\n\n  | b |\n\n  ```\n  c\n  ```\n- d\n  more\n  - e\n\n    f") == [
         "  | b |", "  - e", "  ```",
     ]  # fmt: skip

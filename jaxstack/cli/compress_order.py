@@ -59,6 +59,7 @@ def main(args: Namespace) -> None:
     from jaxstack.compress import order
     from jaxstack.compress.calibrate import Walk
     from jaxstack.config.scheme import Scheme
+    from jaxstack.families import surgery
 
     scheme = None if args.by == "removed" else Scheme.of(args.by, None if args.by == "fp8" else args.group)
     alone = replace(opened.config, model=opened.model)
@@ -87,4 +88,5 @@ def main(args: Namespace) -> None:
             print(f"{did} {part}: loss {row.loss:.4f} ({row.loss - measured.whole:+.4f}){load}")
     step = {"run": str(run), "by": args.by, "group": args.group, "unit": unit, "sequences": args.sequences}
     files.write_atomic(out, json.dumps(step | found, indent=1) + "\n")
-    print(f"wrote {out}; prune by it with `jaxstack compress prune {run} OUT --order={out}`")
+    advice = f"; prune by it with `jaxstack compress prune {run} OUT --order={out}`"
+    print(f"wrote {out}{advice if opened.model.family in surgery.COUNTS else ''}")

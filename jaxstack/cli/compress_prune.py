@@ -149,7 +149,7 @@ def open_run(args: Namespace) -> "TrainedRun":
     _check_order(args)
 
     def check(on_mesh: Config, placement: object) -> None:
-        from jaxstack.compress import prune, sparsify
+        from jaxstack.compress import calibrate, prune, sparsify
         from jaxstack.families import surgery
 
         small = cfg.model.base
@@ -160,6 +160,8 @@ def open_run(args: Namespace) -> "TrainedRun":
             small = prune.smaller_model(small, sizes)
         if args.sparsity is not None:
             sparsify.check_groups(small, settings(args).pattern)
+            if args.method != "magnitude":
+                calibrate.require_inputs(small, "--method=magnitude")
 
     plain = replace(cfg, model=replace(cfg.model, pad_vocab_to=None))
     opened = load_run.open_run(run, plain, tokenizer, args.mesh, args.step, check=check)
@@ -247,7 +249,7 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
     fewer = {name: count for name, count in stay.items() if count < stacks[name].depth // stacks[name].period}
     steps = {}
     losses = None
-    if args.layers_by == "order":
+    if fewer and args.layers_by == "order":
         above = read_layers_of(order, stacks)
         summed = {name: own.reshape(-1, stacks[name].period).sum(-1) for name, own in above.items()}
         steps = {name: prune.largest(own, stay[name]) for name, own in summed.items()}

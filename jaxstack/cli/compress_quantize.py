@@ -172,13 +172,24 @@ def main(args: Namespace) -> None:
     print(f"{out / 'model'} has {stored / 1e6:,.3f} MB of parameters")
     store.remove()
     print_losses(opened.evaluate(), made.evaluate(), opened.model.objective.unit)
-    print(f"wrote {out}: {args.weights} by {args.method}; try it with `jaxstack generate {out} ...`")
+    print(f"wrote {out}: {args.weights} by {args.method}; {next_command(out, opened.model)}")
+
+
+def next_command(out: Path, model: ModelConfig) -> str:
+    """Returns what to do with a run of rounded weights: write with it, or train it if it cannot write."""
+    if model.family in ("decoder", "encoder_decoder", "diffusion") and not model.reward_head:
+        return f"try it with `jaxstack generate {out} ...`"
+    return f"train it with `jaxstack train --config={out / 'config.yaml'}`"
 
 
 def check_method(args: Namespace, model: ModelConfig, own_layout: str | None) -> None:
     """Raises a ConfigError for a format or a method that the model cannot have. `own_layout` is why only we read it."""
+    from jaxstack.compress import calibrate
+
     if args.weights == "nf4" and own_layout is not None:
         raise ConfigError(f"--weights=nf4 is stored as bitsandbytes does, but {own_layout}. Use int4, int8 or fp8.")
+    if args.method != "rtn":
+        calibrate.require_inputs(model, "--method=rtn")
     if args.method == "awq" and model.family != "decoder":
         raise ConfigError(
             f"--method=awq moves factors between the parts of a decoder's layer, but model.family={model.family}. "

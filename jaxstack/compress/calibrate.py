@@ -97,6 +97,22 @@ Stream = tuple[PyTree, PyTree]
 """The residual stream, or several by name, and the side inputs of the layers of a stack."""
 
 
+def require_inputs(cfg: ModelConfig, other: str) -> None:
+    """Checks that a walk can measure the inputs of every matrix.
+
+    Args:
+      other: a method that does not need them, for the error.
+
+    Raises:
+      ConfigError: a matrix has the inputs of two branches.
+    """
+    if cfg.family == "branches":
+        raise ConfigError(
+            f"model.family=branches has a trunk whose matrices have the inputs of two branches, which are not "
+            f"measured. Use {other}, or export a branch with `jaxstack export --branch`."
+        )
+
+
 @dataclass(frozen=True)
 class Walk:
     """The way through a model's layers: the stacks of its family, one after the other.
@@ -117,9 +133,7 @@ class Walk:
           ConfigError: layers of several kinds, or several devices for a model that is not a decoder.
         """
         if cfg.states_key:
-            raise ConfigError(
-                f"{cfg.states_key} has units of layers of two kinds, which are not compressed. Use a model without it."
-            )
+            raise ConfigError(f"{cfg.states_key}: layers with states are not compressed. Use a model without them.")
         if cfg.moe.num_experts and not all(cfg.has_experts):
             raise ConfigError(
                 "model.moe.layers leaves layers without experts, and layers of two kinds are not compressed. Use a "

@@ -83,7 +83,8 @@ def _mask(importance: np.ndarray, layers: np.ndarray, chosen: np.ndarray) -> np.
 def _layers(
     axes: "Axes", found: OfStack, kept: KeptLayers, whole: float | None, without: Sequence[float] | None
 ) -> None:
-    period = len(found.experts) // len(found.turns)
+    depth = len(found.experts)
+    period = -(-depth // len(found.turns))  # the last step of an encoder may have fewer layers
     steps = np.arange(len(found.turns))
     colors = [STAYS if step * period in kept.layers else LEAVES for step in steps]
     if whole is None or without is None:
@@ -94,7 +95,8 @@ def _layers(
         axes.bar(steps, [loss - whole for loss in without], color=colors)
         title = "Layers: loss without this one, above that of all"
         unit = "loss"
-    names = [str(s) if period == 1 else f"{s * period}-{s * period + period - 1}" for s in steps]
+    first = [int(step) * period for step in steps]
+    names = [str(s) if period == 1 else f"{s}-{min(s + period, depth) - 1}" for s in first]
     axes.set(title=title, ylabel=unit, xlabel="layer (gray: left out)" if LEAVES in colors else "layer")
     every = max(1, len(steps) // (16 if period == 1 else 6))
     axes.set_xticks(steps[::every], names[::every])

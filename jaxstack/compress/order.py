@@ -69,7 +69,7 @@ class Order:
     def __post_init__(self) -> None:
         model = self.cfg.model
         if model.states_key:
-            raise ConfigError(f"{model.states_key} has units of layers of two kinds. Use a model without it.")
+            raise ConfigError(f"{model.states_key}: layers with states are not measured. Use a model without them.")
         if model.norm_after and self.scheme is None:
             raise ConfigError(
                 "model.norm_after=true normalises the residual stream in each layer, so that a layer without outputs "

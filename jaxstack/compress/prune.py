@@ -172,10 +172,14 @@ def _check(cfg: ModelConfig, new: Sizes) -> None:
             f"--heads={new.heads} with --kv_heads={new.kv_heads}: each key head must keep equally many of its "
             f"{plural(each, 'query head')}. {advice}"
         )
-    if new.layers % len(cfg.windows) or (new.layers != cfg.num_layers and cfg.num_layers % len(cfg.windows)):
+    period = len(cfg.windows)
+    if new.layers != cfg.num_layers and (new.layers % period or cfg.num_layers % period):
+        advice = f"Use a multiple of {period}."
+        if cfg.num_layers % period:
+            advice = f"The model's {cfg.num_layers} are not whole periods. Leave --layers out."
         raise ConfigError(
-            f"--layers={new.layers}, but layers are removed in whole periods of model.windows={list(cfg.windows)}. Use "
-            f"a multiple of {len(cfg.windows)}."
+            f"--layers={new.layers}, but layers are removed in whole periods of model.windows={list(cfg.windows)}. "
+            f"{advice}"
         )
     if new.d_model != cfg.d_model and cfg.base_width is not None:
         raise ConfigError(
@@ -347,8 +351,11 @@ def _choose(cfg: ModelConfig, small: ModelConfig, stack: Stack, found: OfStack, 
       stack: stack of the smaller model, with the declarations of one layer.
       steps: see `choose`.
     """
-    steps = largest(found.turns, stack.depth // stack.period) if steps is None else steps
-    layers = _layers_of(stack.period, steps)
+    if stack.depth == len(found.experts):  # the last step of an encoder may have fewer layers
+        layers = np.arange(stack.depth)
+    else:
+        steps = largest(found.turns, stack.depth // stack.period) if steps is None else steps
+        layers = _layers_of(stack.period, steps)
     each = cfg.num_heads // cfg.kv_heads
     heads = {}
     kv_heads = {}

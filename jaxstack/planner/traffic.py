@@ -97,7 +97,8 @@ class _Traffic:
     def replaced(self, axes: tuple[str, ...]) -> bool:
         """Returns whether a reduce-scatter is compiled to an all-reduce.
 
-        XLA:TPU does so over all devices of a slice, except on a v5e of 2x4 or fewer and a v5p of 2x2x1.
+        XLA:TPU does so over all devices of a slice. A v5e of 2x4 or fewer and a v5p of 2x2x1 are exceptions, which are
+        counted as if it did so there too.
         """
         return self.job.ctx.ops.platform == "tpu" and all(a in axes for a, size in self.sizes.items() if size > 1)
 

@@ -58,18 +58,18 @@ def embeddings(model: Loaded, fields: RequestFields) -> JsonValue:
     given = fields.take("input")
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
+    texts = model.config.model.family == "contrastive"  # and no token ids
     if not isinstance(given, list) or not 1 <= len(given) <= MOST_INPUTS:
+        what, send = ("not text", "a text") if texts else ("neither text nor token ids", "a text, ids,")
         raise ApiError(
-            f"input={shown_value(given)} is neither text nor token ids. Send a text, ids, or a list of up to "
-            f"{MOST_INPUTS} of them.",
-            "input",
+            f"input={shown_value(given)} is {what}. Send {send} or a list of up to {MOST_INPUTS} of them.", "input"
         )
     style = fields.take("encoding_format", "float")
     if style not in ("float", "base64"):
         raise ApiError(f"encoding_format={shown_value(style)} is not known. Use float or base64.", "encoding_format")
     fields.finish({})
     rows = [_ids_of(model, one) for one in given]
-    if model.config.model.family == "contrastive":
+    if texts:
         if not all(isinstance(one, str) for one in given):
             raise ApiError(f"input={shown_value(given)} has token ids. Send texts, which this model reads.", "input")
         vectors = model.features(given)

@@ -164,6 +164,32 @@ def test_a_folder_with_other_parameters_is_refused(tmp_path):
         opened(tmp_path, model_of("coca"), Scheme(8)).read_params()
 
 
+@pytest.mark.slow
+def test_a_trunk_with_two_branches_is_rounded_and_not_calibrated(tmp_path, capsys):
+    """The trunk's matrices have the inputs of both branches. Methods that need these inputs are refused, and write
+    nothing."""
+    run = tmp_path / "run"
+    (tmp_path / "F.txt").write_text(trained.words())
+    flags = [*WORDS.split(), "--model.family=branches", "--model.branches.layers=1", "--model.tied_embeddings=true"]
+    flags += ["--data.source=path", f"--data.path={tmp_path / 'F.txt'}", "--data.seq_len=32", "--train.qat=int4"]
+    main(parse_config([*flags, "--train.qat_group=16", f"--run.dir={run}"]))
+    small, other = tmp_path / "small", str(tmp_path / "other")
+    execute(["compress", "quantize", str(run), str(small), "--group=16", "--method=rtn"])
+    assert f"train it with `jaxstack train --config={small / 'config.yaml'}`" in capsys.readouterr().out
+    assert js.load(small).evaluate().loss == js.load(run).evaluate().loss
+    execute(["compress", "prune", str(run), str(tmp_path / "sparse"), "--sparsity=2:4", "--method=magnitude"])
+    told = r"inputs of two branches.*Use --method={}, or export a branch"
+    for method in ("gptq", "awq"):
+        with pytest.raises(ConfigError, match=told.format("rtn")):
+            execute(["compress", "quantize", str(run), other, f"--method={method}"])
+    for method in ("sparsegpt", "wanda"):
+        with pytest.raises(ConfigError, match=told.format("magnitude")):
+            execute(["compress", "prune", str(run), other, "--sparsity=0.5", f"--method={method}"])
+    execute(["compress", "order", str(run), str(tmp_path / "order.json"), "--sequences=8"])
+    assert "prune by it" not in capsys.readouterr().out
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_mesh_is_refused_for_a_family_that_is_not_a_decoder():
     from jaxstack.families.context import make_context
     from jaxstack.sharding import make_mesh
@@ -175,10 +201,20 @@ def test_a_mesh_is_refused_for_a_family_that_is_not_a_decoder():
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("name", ["modernbert", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("modernbert", marks=pytest.mark.slow),
+        "modernbert_cut",
+        pytest.param("bert", marks=pytest.mark.slow),
+    ],
+)
 def test_parts_of_an_encoder_that_add_nothing_leave_without_a_trace(name, seed):
-    """Two of four heads of each layer and half of the hidden units have no output weights, and are pruned."""
-    cfg = replace(test_meshes.MODELS[name], num_layers=2)
+    """Half of the heads and of the hidden units of each layer have no output weights, and are pruned.
+
+    The last step of "modernbert_cut" has two layers of three, as in the published ModernBERT.
+    """
+    cfg = test_meshes.MODELS[name] if name == "modernbert_cut" else replace(test_meshes.MODELS[name], num_layers=2)
     values, rng = jax.tree.map(np.array, drawn(cfg, seed)), np.random.default_rng(seed)
     given = {"heads": 4, "d_ff": cfg.ff_width // 2}
     layers = values["layers"]

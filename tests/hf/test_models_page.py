@@ -39,8 +39,8 @@ def test_what_differs_between_families_is_as_their_files_say(rows):
     assert rows["gemma2"]["`tensor`"] == "yes"
     assert rows["gemma3_text"]["`pipe`"] == "no"
     assert rows["bert"]["`context`"] == "all_gather"
-    assert rows["bert"]["generate, serve"] == "no"
-    assert rows["t5"]["generate, serve"] == "yes"
+    assert rows["bert"]["generate"] == "no"
+    assert rows["t5"]["generate"] == "yes"
     assert rows["roberta"]["`tensor`"] == "yes"  # its odd vocabulary is padded
     assert rows["deepseek_v3"]["prune"] == "no"
     assert rows["mixtral"]["`expert`"] == "yes"

@@ -241,6 +241,12 @@ def test_pictures(running):
     ("path", "body", "status", "message"),
     [
         ("/v1/embeddings", {"model": "labels", "input": []}, 400, "input=[] is neither"),
+        (
+            "/v1/embeddings",
+            {"model": "contrastive", "input": []},
+            400,
+            "input=[] is not text. Send a text or a list of",
+        ),
         ("/v1/embeddings", {"model": "encoder", "input": [""]}, 400, 'input has the item ""'),
         ("/v1/embeddings", {"model": "encoder", "input": "x", "dimensions": 4}, 400, "dimensions is not supported"),
         ("/v1/embeddings", {"model": "encoder", "input": [[999]]}, 400, "id 999"),
