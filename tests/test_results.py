@@ -108,6 +108,21 @@ def mutants() -> dict[str, str]:
     }
 
 
+def test_the_memory_of_kernels_is_what_their_compilers_report():
+    """These rows follow one another, and some have the same name."""
+    case = result("kernel_memory")["cases"]["h100:1x1x1"]
+    found = [
+        case[operation][name]["temporary_bytes"] / 2**20
+        for operation, names in (
+            ("cross_entropy", ("pallas", "chunked", "xla")),
+            ("attention", ("pallas", "cudnn", "chunked", "xla")),
+        )
+        for name in names
+    ]
+    shown = [cells[1] for cells in ROWS if cells[2:] == ["`benchmarks/results/kernel_memory.json`"]]
+    assert shown == [f"{mib:,.0f} MiB" if mib > 10 else f"{mib:.1f} MiB" for mib in found]
+
+
 @pytest.mark.parametrize("section", [quality, speed, planner, mutants], ids=lambda section: section.__name__)
 def test_the_page_has_the_figures_of_the_committed_results(section):
     for what, figure in section().items():
