@@ -188,6 +188,20 @@ def test_a_gpu_that_jax_does_not_use_is_an_error(machine, jax, capsys):
     assert "not compatible" in capsys.readouterr().out
 
 
+def test_a_tpu_that_this_process_uses_is_found(machine, monkeypatch, capsys):
+    """A TPU serves one process. If the cell is run again after JAX has begun, another process cannot ask it."""
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-1")
+    machine.jax = None
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    version = importlib.metadata.version("jax")
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(__version__=version, devices=lambda: [device]))
+    machine.cell()
+    assert capsys.readouterr().out.splitlines()[-1] == f"JAX {version} runs on TPU v5 lite"
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(__version__="0.7.2", devices=lambda: [device]))
+    with pytest.raises(RuntimeError, match=r"imported before .* was installed"):
+        machine.cell()
+
+
 def test_an_older_jax_that_was_imported_before_is_an_error(machine, monkeypatch):
     machine.nvidia_smi(0)
     monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(__version__="0.7.2"))
