@@ -133,7 +133,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    print("| model | kind | devices | compiled, GiB | predicted over compiled | by |\n|---|---|---|---|---|---|")
+    print("| configuration | its layers have | GPUs | compiled | predicted, divided by compiled | by |")
+    print("|---|---|---|---|---|---|")
     for name in args.names or CASES:
         case, rows = CASES[name], load()
         if args.check and name not in rows:
@@ -142,7 +143,7 @@ def main() -> None:
         record("memory_of_kinds", {"cases": load() | {name: row}})
         gib = row["compiled"]["total"] / 2**30
         ratio = row["predicted_over_compiled"]
-        print(f"| {name} | {case.kind} | {case.devices} | {gib:.2f} | {ratio:.3f} | {row['by']} |", flush=True)
+        print(f"| `{name}` | {case.kind} | {case.devices} | {gib:.1f} GiB | {ratio:.2f} | {row['by']} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ def test_layers_of_all_stacks_are_left_out_by_the_loss(seed):
      ("dit_text", {"experts": 2}, "router=timestep each expert has tokens"),
      ("two_widths", {"d_ff": 8}, r"--d_ff=8 is for MLPs and experts of one width, but model\.moe\.d_ff=24"),
      ("scaled", {"d_model": 8}, r"encoder with model\.embedding_scale=true\. Leave --d_model out"),
-     ("modernbert_cut", {"layers": 3}, r"windows=\[0, 4, 4\]. The model's 5 are not whole periods\. Leave --layers out"),
+     ("modernbert_cut", {"layers": 3}, r"\[0, 4, 4\]. The model's 5 are not whole periods\. Leave --layers out"),
      ("branches", {"d_ff": 8}, r"model\.family=branches: pruning .* Export a branch")],
 )  # fmt: skip
 def test_parts_that_cannot_be_removed(name, given, text):
