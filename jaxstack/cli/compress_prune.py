@@ -169,11 +169,22 @@ def open_run(args: Namespace) -> "TrainedRun":
 
 
 def _check_order(args: Namespace) -> None:
-    """Checks that the file of an order and what uses it are both named.
+    """Checks that a choice of parts, the parts and the file of an order are named together.
 
     Raises:
-      ConfigError: one is named without the other.
+      ConfigError: one is named without the others.
     """
+    given = _given(args)
+    for flag, default, fewer in (
+        ("layers_by", "loss", any(name.endswith("layers") for name in given)),
+        ("experts_by", "output", "experts" in given),
+    ):
+        value = getattr(args, flag)
+        if value != default and not fewer:
+            parts = flag.removesuffix("_by")
+            raise ConfigError(
+                f"--{flag}={value} is not used, because no {parts} are removed. Set --{parts}, or leave it out."
+            )
     uses = [f"--{flag}=order" for flag in ("layers_by", "experts_by") if getattr(args, flag) == "order"]
     if uses and args.order is None:
         raise ConfigError(f"{uses[0]} needs a measured order. Set --order to the file of `jaxstack compress order`.")

@@ -170,6 +170,8 @@ def test_pruning_takes_the_order_and_the_load(tmp_path, capsys):
     for wrong, message in (
         (["--experts=3", "--experts_by=order"], "needs a measured order"),
         (["--experts=3", f"--order={file}"], "is not used"),
+        (["--experts=3", "--layers_by=cosine"], "--layers_by=cosine is not used, because no layers are removed. Set"),
+        (["--d_ff=8", "--experts_by=load"], "--experts_by=load is not used, because no experts are removed. Set"),
         (["--experts=3", "--experts_by=order", f"--order={tmp_path / 'by.json'}"], "not an order of parts"),
     ):
         (tmp_path / "by.json").write_text(json.dumps(found | {"by": "int4"}))
