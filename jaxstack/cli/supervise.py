@@ -228,7 +228,7 @@ class Supervisor:
             if code in (0, Exit.USER_ERROR) or self._stop.is_set():
                 return code if code >= 0 else 128 - code
             step = self._latest_step()
-            failed = 1 if step > reached else failed + 1
+            failed = 0 if step > reached else failed + 1
             reached = max(step, reached)
             ended = f"the run ended with {_code_name(code)}; its newest checkpoint is of step {reached}"
             before = fault
@@ -247,7 +247,7 @@ class Supervisor:
                     file=sys.stderr,
                 )
                 return code if code > 0 else 128 - code
-            wait = min(self._wait_s * 2 ** (failed - 1), MAX_WAIT_S)
+            wait = min(self._wait_s * 2 ** max(failed - 1, 0), MAX_WAIT_S)
             print(f"{_PROGRAM}: {ended}. Restarting in {wait:g} s", file=sys.stderr, flush=True)
             if self._stop.wait(wait):
                 return Exit.STOPPED

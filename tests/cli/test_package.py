@@ -16,6 +16,7 @@ import jaxstack
 from jaxstack.cli import parser, supervise
 from jaxstack.cli.parser import COMMANDS
 from jaxstack.common import errors
+from jaxstack.common.counts import plural
 from jaxstack.config import ConfigError
 from jaxstack.config.reading import parse
 
@@ -203,6 +204,23 @@ sys.exit(int(sys.argv[2 + len(starts.read_text()) - 1]))
             parser.run("jaxstack", ["supervise", *words, str(tmp_path / name), *codes.split()])
         assert (len((tmp_path / name).read_text()), ended.value.code) == (starts, end)
     assert "Gave up after 3 tries without a new checkpoint" in capfd.readouterr().err
+
+
+def test_a_try_that_saved_a_checkpoint_does_not_count(monkeypatch, capfd):
+    """The newest step is 0 before the first try, and then the step of each try."""
+    monkeypatch.setattr(supervise.signal, "signal", lambda *_: None)
+    for tries, steps in ((1, [0, 5, 7, 7]), (3, [0, 5, 5, 5, 5]), (2, [0, 0, 5, 5, 9, 9, 9])):
+        newest = iter(steps)
+        starts = []
+
+        def start(starts=starts):
+            starts.append(subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"]))
+            return starts[-1]
+
+        supervisor = supervise.Supervisor(newest.__next__, lambda: 0, tries, 0.0)
+        assert supervisor.run(start) == 7
+        assert len(starts) == len(steps) - 1
+        assert f"Gave up after {plural(tries, 'try')} without a new checkpoint" in capfd.readouterr().err
 
 
 def test_bash_completes(tmp_path, capsys):
