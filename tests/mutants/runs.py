@@ -21,11 +21,16 @@ mistakes(
     ("mesh.fsdp % fsdp == 0 and batch %", "batch %"),
     ("_, fsdp, data = max(choices)", "_, data, fsdp = max(choices)"),
     ("data * fsdp * others <= devices", "data * fsdp <= devices"),
-    ("failed = 1 if step > reached else failed + 1", "failed = failed + 1"),
-    ("self._wait_s * 2 ** (failed - 1)", "self._wait_s * 2**failed"),
+    ("failed = 0 if step > reached else failed + 1", "failed = failed + 1"),
+    ("self._wait_s * 2 ** max(failed - 1, 0)", "self._wait_s * 2**failed"),
     ("if failed >= self._tries:", "if failed > self._tries:"),
     ("if fault is not None and fault == before:", "if fault is not None and before is not None:"),
     ("fault = self._logged_step() if code == _FAULT else None", "fault = self._logged_step()"),
+)  # fmt: skip
+
+mistakes(
+    "supervise", "cli/supervise.py", "cli/test_package.py -k 'try or supervise'",
+    ("failed = 0 if step > reached else failed + 1", "failed = 1 if step > reached else failed + 1"),
 )  # fmt: skip
 
 mistakes(
