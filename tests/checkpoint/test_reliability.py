@@ -444,7 +444,7 @@ def supervised(codes, newest, monkeypatch, tries=3, logged=None):
         ([7, 0], [0, 0], 0, [2]),
         ([1, 1, 1], [5, 5, 5, 5], 1, [2, 4]),  # nothing new in three tries
         ([-9, -9, -9], [0, 0, 0, 0], 128 + 9, [2, 4]),
-        ([1, 1, 1, 1, 1], [0, 0, 10, 10, 10], 1, [2, 2, 4]),  # a checkpoint restarts the count
+        ([1, 1, 1, 1, 1], [0, 0, 10, 10, 10, 10], 1, [2, 2, 2, 4]),  # a checkpoint restarts the count
         ([1, 1, 1, 0], [0, 10, 20, 30], 0, [2, 2, 2]),
         ([1, 1, 1], [9, 3, 3, 3], 1, [2, 4]),  # an older one is none
     ],
