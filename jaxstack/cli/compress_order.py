@@ -62,7 +62,7 @@ def main(args: Namespace) -> None:
     from jaxstack.families import surgery
 
     scheme = None if args.by == "removed" else Scheme.of(args.by, None if args.by == "fp8" else args.group)
-    alone = replace(opened.config, model=opened.model)
+    alone = opened.config.with_model(opened.model)
     batches = calibration(opened, args.sequences)
     measured = order.Order(alone, opened.context, opened.params, batches, scheme)
     unit = opened.model.objective.unit

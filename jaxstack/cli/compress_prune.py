@@ -212,7 +212,7 @@ def read_order(args: Namespace) -> dict[str, object]:
 
 def _without_adapters(cfg: Config) -> Config:
     """Returns a configuration for parameters with adapters merged."""
-    return replace(cfg, run=replace(cfg.run, init_adapter=None), model=cfg.model.base)
+    return cfg.with_model(cfg.model.base)
 
 
 def settings(args: Namespace) -> "Settings":
@@ -268,7 +268,7 @@ def smaller(run: "TrainedRun", args: Namespace, batches: list["Batch"]) -> tuple
         search = prune.LayerSearch(run.config, run.context, run.params, batches)
         steps, losses = search.leave_out(fewer, partial(print, flush=True))
     kept = prune.choose(run.model, sizes, found, steps)
-    cfg = replace(run.config, model=small)
+    cfg = run.config.with_model(small)
     assert run.context.layout.mesh is not None
     context = make_context(cfg, run.context.layout.mesh)
     values = prune.keep(run.model, small, context, run.params, kept)

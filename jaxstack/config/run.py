@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxstack.config.bounds import require
 from jaxstack.config.checks import check
 from jaxstack.config.groups import Groups
+from jaxstack.config.model import ModelConfig
 from jaxstack.config.parallel import MeshConfig
 from jaxstack.config.pictures import PictureConfig
 
@@ -29,6 +30,13 @@ class Config(Groups):
 
     def __post_init__(self) -> None:
         check(self)
+
+    def with_model(self, model: ModelConfig) -> "Config":
+        """Returns the configuration of another model, such as the run's model with adapters merged.
+
+        `run.init_adapter` has adapters of the run's own model, so it is left out.
+        """
+        return replace(self, run=replace(self.run, init_adapter=None), model=model)
 
 
 def resolve(

@@ -452,7 +452,7 @@ class TrainedRun:
         mesh = self.context.layout.mesh
         assert mesh is not None, "a run is loaded onto a mesh"
         # The adapters of the run are merged here, so its reference is read again.
-        refer = init_from.open_reference(replace(cfg, model=self.model), self.tokenizer, mesh, self.context)
+        refer = init_from.open_reference(cfg.with_model(self.model), self.tokenizer, mesh, self.context)
         if cfg.learned_rewards is not None:
             setup = Setup(cfg, dataset, mesh, self.context, abstract_state(Recipe.of(cfg), self.context))
             step = Rollouts.create(setup, loader).evaluator(refer)

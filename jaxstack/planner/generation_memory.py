@@ -25,7 +25,7 @@ def generation_need(job: Job, slots: int) -> tuple[float, float]:
     m = job.model.base
     sizes = shards.mesh_sizes(job.ctx)
     params = 0.0
-    for path, p in shards.flat_params(replace(job.cfg, model=m).model, job.ctx).items():
+    for path, p in shards.flat_params(m, job.ctx).items():
         _, group, name = ("", "", *path.split("/"))[-3:]
         copies = 1.0
         if job.ctx.placement is not None and group == "moe" and name in EXPERT_WEIGHTS:

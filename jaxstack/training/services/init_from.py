@@ -404,7 +404,7 @@ def read_frozen(
         )
     # The head of a reward model is small and whole on each device: the rest determines the context.
     shape = replace(model, dropout=0.0, reward_head=False)
-    run = replace(cfg, model=shape, optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
+    run = replace(cfg.with_model(shape), optim=replace(cfg.optim, ema=None), pipeline=PipelineConfig())
     ctx = make_context(run, mesh)
     if not isinstance(source, Config):
         with source:
