@@ -100,10 +100,11 @@ def line(rows: list[dict[str, Any]], devices: int) -> str:
     """Returns the row of the table for a number of devices."""
     adamw, muon = rows
     figures = [
-        adamw["work"],
+        muon.get("update_temporary"),
         muon["work"],
-        *(row.get("update_temporary") for row in rows),
-        *(row.get("step_work") for row in rows),
+        adamw["work"],
+        muon.get("step_work"),
+        adamw.get("step_work"),
         muon["muon_sends"],
         muon["gradients_gathered"],
     ]
@@ -117,9 +118,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, nargs="*", default=[], help="devices for which whole steps are compiled")
     steps = parser.parse_args().steps
-    kinds = [f"{name}, {what}" for what in ("formula", "update", "step") for name in OPTIMIZERS]
-    print(f"| devices | {' | '.join(kinds)} | Muon sends | a gather of gradients |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    works = [f"work {how}{name}" for how in ("by formula", "as compiled") for name in ("", ", AdamW")]
+    columns = ["temporaries of the update", *works, "Muon sends", "a gather sends"]
+    print(f"| devices | {' | '.join(f'{column}, GiB' for column in columns)} |")
+    print(f"|{'---|' * (len(columns) + 1)}")
     cases: list[dict[str, Any]] = []
     for devices in DEVICES:
         rows = [by_formula(name, devices) for name in OPTIMIZERS]

@@ -1,8 +1,8 @@
 """Compares gradients in bfloat16 with those in float32: `python benchmarks/precision.py`, on the CPU, in minutes.
 
-Computes the gradient of one step of small models at their initial values, on 128 x 256 bytes of the standard library.
-It does so on one device, with accumulation, and on eight simulated devices that sum gradients in float32 and in
-bfloat16. Writes the relative error of every parameter's gradient to `benchmarks/results/precision.json`.
+Computes the gradient of one step of small models without QK norm at their initial values, on 128 x 256 bytes of the
+standard library. It does so on one device, with accumulation, and on eight simulated devices that sum gradients in
+float32 and in bfloat16. Writes the relative error of every parameter's gradient to `benchmarks/results/precision.json`.
 """
 
 import dataclasses
@@ -54,7 +54,8 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
     from jaxstack.training.assemble import make_gradients
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
-    flags = [f"--config={ROOT / 'configs/quickstart.yaml'}", f"--data.batch_size={ROWS}", *MODELS[name]]
+    size = ["--model.qk_norm=false", f"--data.batch_size={ROWS}"]
+    flags = [f"--config={ROOT / 'configs/quickstart.yaml'}", *size, *MODELS[name]]
     cfg = parse.parse_config(flags, ROOT)
     sizes = {axis: mesh.get(axis, 1) for axis in cfg.mesh.sizes}
     cfg = resolve(

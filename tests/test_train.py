@@ -157,6 +157,7 @@ def test_a_finished_run_is_not_trained_again(straight, text):
     before = values(run_dir)
     out, _ = run(*SMALL, f"--data.path={text}", f"--run.dir={run_dir}")
     assert "resumed from step 12" in out
+    assert "compiling" not in out
     assert values(run_dir) == before
 
 

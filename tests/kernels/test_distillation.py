@@ -89,7 +89,8 @@ def test_bfloat16_does_not_change_the_scale_of_the_gradient(rng, tokens):
     """The loss is a mean over `tokens`; see the test of the same name in test_kernels.py.
 
     The truth is the gradient in float32 of the same bfloat16 numbers, which the tests above compare with float64.
-    Rounding n numbers to bfloat16 moves the projection by 2^-9 / sqrt(3 n): 2e-5 for the 6144 of the head.
+    Rounding moves the projection, too: the head's by 3.5e-5 in root mean square over 40 seeds. The bound is seven times
+    as large.
     """
     shape, width, vocab = (4, 1024), 64, 96
     x, head = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((*shape, width), (width, vocab)))
@@ -107,7 +108,7 @@ def test_bfloat16_does_not_change_the_scale_of_the_gradient(rng, tokens):
         assert gradient.dtype == jnp.bfloat16
         truth = np.asarray(truth, np.float64)
         scale = (np.asarray(gradient, np.float64) * truth).sum() / np.square(truth).sum()
-        assert abs(scale - 1) <= 1e-4, scale
+        assert abs(scale - 1) <= 2.5e-4, scale
 
 
 @pytest.mark.random

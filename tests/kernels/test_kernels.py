@@ -561,9 +561,9 @@ LOSS_WAYS = [way for way in ways(cross_entropy_module) if "_checked" not in way]
 def test_bfloat16_does_not_change_the_scale_of_the_gradient(rng, implementation, tokens):
     """The loss is a mean over `tokens`. One over it, rounded to bfloat16, would be wrong by up to 0.4%.
 
-    The scale is that of the projection on the gradient in float64. The head has 6144 numbers, and each of 4096 tokens
-    has one large gradient of a logit. Rounding one moves it by 2^-9 / sqrt(3), and the projection of n by
-    2^-9 / sqrt(3 n): less than 2e-5.
+    The scale is that of the projection on the gradient in float64. Rounding moves it, too: the head's by 4.1e-5 in root
+    mean square over 60 seeds, since each of 4096 tokens has one large gradient of a logit. The bound is six times as
+    large.
     """
     name, how = ways(cross_entropy_module)[implementation]
     shape = (4, 1024)
@@ -580,7 +580,7 @@ def test_bfloat16_does_not_change_the_scale_of_the_gradient(rng, implementation,
     for gradient, truth in zip(gradients, truths, strict=True):
         assert gradient.dtype == jnp.bfloat16
         scale = (np.asarray(gradient, np.float64) * truth).sum() / np.square(truth).sum()
-        assert abs(scale - 1) <= 1e-4, scale
+        assert abs(scale - 1) <= 2.5e-4, scale
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,12 @@ class Run:
     def print_header(self, changes: Sequence[str]) -> None:
         """Prints the lines of `messages.print_header`; `changes` are values that differ from the earlier part.
 
-        Then it shows the spinner: programs are compiled from here on until the first step is done.
+        Then it shows the spinner: programs are compiled from here on until the first step is done. A finished run has
+        no further step.
         """
         messages.print_header(self.console, self.setup, self._loader, changes, self._lock.last_holder)
+        if self._cfg.train.steps in manifest.complete_steps(self._saved):
+            return
         self.console.start_spinner(compile_cache.estimate(self._program))
         self._began_to_compile = time.perf_counter()
 
