@@ -135,7 +135,7 @@ def test_every_row_has_a_source_that_exists():
     for cells in ROWS:
         if len(cells) != 3 or cells[0] in ("what", "---"):
             continue
-        files = re.findall(r"(?:benchmarks|tests)/[\w/.]+\w", cells[2])
+        files = re.findall(r"(?:\.ci|benchmarks|configs|tests)/[\w/.]+\w", cells[2])
         assert files or cells[2] in ("the same command", "`pytest`"), cells
         for file in files:
             assert (ROOT / file).exists(), file
