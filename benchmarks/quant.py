@@ -1,8 +1,8 @@
 """Compares the quickstart in bfloat16 and in 8 bits: `python benchmarks/quant.py [--steps 300] [--kinds none int8 fp8]`
 
-Runs `train.py --config configs/quickstart.yaml` with each `train.quant`, with the same data and initial values, and
-writes training curves and held-out losses to `benchmarks/results/quant.json`. It compares losses and not speed, because
-CPUs have no fast 8-bit matmuls.
+Runs `train.py --config configs/quickstart.yaml --model.qk_norm=false` with each `train.quant`, with the same data and
+initial values, and writes training curves and held-out losses to `benchmarks/results/quant.json`. It compares losses
+and not speed, because CPUs have no fast 8-bit matmuls.
 
 `--compile h100` runs nothing. In the environment of the extra `[test,cuda13]` it compiles one linear layer with its
 gradients for one GPU, with XLA's Triton matmuls and with the vendor's, and writes the calls and the bytes that the
@@ -68,6 +68,7 @@ def main() -> None:
         print(record.record(f"quant_compiled_{given.compile}", compile_layer(given.compile)))
         return
     flags = [
+        "--model.qk_norm=false",
         "--train.dtype=bfloat16",
         f"--train.steps={given.steps}",
         f"--train.eval_every={given.steps // 3}",

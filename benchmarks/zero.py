@@ -1,7 +1,7 @@
 """Compares the sharded optimizer (`mesh.zero`) with replicas and with FSDP on H100, by compiled bytes: `python
 benchmarks/zero.py`
 
-XLA compiles the steps of a model with 121e6 parameters ahead of time for eight H100; nothing runs. It needs
+XLA compiles the steps of a model with 136e6 parameters ahead of time for eight H100; nothing runs. It needs
 `jax[cuda13]`. Names of cases select some, and `--check` compiles nothing: it compares the bytes of the file with the
 formula of today. Writes results/zero.json and prints the table of docs/parallelism/data.md.
 """

@@ -88,5 +88,5 @@ def main(args: Namespace) -> None:
             print(f"{did} {part}: loss {row.loss:.4f} ({row.loss - measured.whole:+.4f}){load}")
     step = {"run": str(run), "by": args.by, "group": args.group, "unit": unit, "sequences": args.sequences}
     files.write_atomic(out, json.dumps(step | found, indent=1) + "\n")
-    advice = f"; prune by it with `jaxstack compress prune {run} OUT --order={out}`"
+    advice = f"; prune by it with `jaxstack compress prune {run} OUT --layers=N --layers_by=order --order={out}`"
     print(f"wrote {out}{advice if opened.model.family in surgery.COUNTS else ''}")

@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
         "--memory",
         metavar="GIB",
         type=PositiveFloat | None,
-        help="GiB of a device to use; null means all of a TPU's, and the 92%% of a GPU's that a run reserves",
+        help="GiB of a device to use; null means all of a TPU's, and the 92 percent of a GPU's that a run reserves",
     )
     parser.add_argument("--top", type=PositiveInt, default=8, help="number of meshes to print")
     parser.add_argument(

@@ -191,7 +191,7 @@ class KernelsConfig:
     """GELU. `saved` stores the derivative in the forward pass."""
     cross_entropy: Literal["auto", "xla", "chunked", "pallas"] = "auto"
     """Cross-entropy. `xla` computes all logits at once. `chunked` computes the logits of a few tokens at a time; its
-    memory does not depend on the vocabulary."""
+    memory does not depend on the number of tokens."""
     moe: Literal["auto", "ragged", "grouped", "reference", "pallas", "tokamax"] = "auto"
     """Matmuls of the experts. `ragged` is lax.ragged_dot, `grouped` a loop over tiles, and `reference` computes every
     expert on every token. `tokamax` is the kernel of the package tokamax for Hopper GPUs (extra `[tokamax]`)."""

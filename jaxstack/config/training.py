@@ -102,7 +102,7 @@ class TrainConfig:
     that `data` and `fsdp` send; its rounding error grows with the number of devices."""
     quant: Literal["none", "int8", "fp8", "fp8_tensorwise"] = "none"
     """8-bit format of the linear layers in blocks (attention, dense MLPs and shared experts), in the forward pass and
-    for gradients of activations. Gradients of weights, the head, the router and routed experts stay in `dtype`.
+    for gradients of activations. Gradients of weights, the head and routed experts stay in `dtype`.
     `fp8_tensorwise` has one scale for each array in place of one for each row, for NVIDIA's fp8 matmul."""
     qat: Literal["none", "int4", "int8", "fp8", "nf4"] = "none"
     """Format of quantisation-aware training. The forward pass uses the matrices of layers rounded as `jaxstack compress

@@ -746,8 +746,13 @@ def same_vocabulary(one: JsonObject, other: JsonObject) -> bool:
 
     Added tokens are not compared: renaming and adding special tokens is a part of fine-tuning. Nor are the names.
     """
-    if one["kind"] != "hf" or other["kind"] != "hf":
+    if one["kind"] == other["kind"] != "hf":
         return one == other
+    if one["kind"] != other["kind"]:  # bytes and characters, and the file that an export has made of them
+        files = [to_tokenizer_json(saved) for saved in (one, other)]
+        if None in files:
+            return False
+        one, other = ({"tokenizer": file} for file in files)
     vocabulary = _vocabulary(one["tokenizer"])
     same = vocabulary is not None and vocabulary == _vocabulary(other["tokenizer"])
     return same or one["tokenizer"] == other["tokenizer"]

@@ -146,6 +146,12 @@ def test_which_tokenizers_give_the_same_ids(tmp_path):
     assert not data.same_vocabulary({"kind": "hf", "tokenizer": {}}, {"kind": "hf", "tokenizer": {"model": None}})
     assert data.same_vocabulary({"kind": "bytes"}, ByteTokenizer().to_json())
     assert not data.same_vocabulary({"kind": "bytes"}, one)
+    assert not data.same_vocabulary({"kind": "ids", "vocab_size": 256}, {"kind": "bytes"})
+    for made in (ByteTokenizer(), CharTokenizer("ab")):  # and the tokenizer.json that an export makes of them
+        exported = {"kind": "hf", "tokenizer": data.to_tokenizer_json(made.to_json())}
+        assert data.same_vocabulary(made.to_json(), exported)
+        assert data.same_vocabulary(exported, made.to_json())
+        assert not data.same_vocabulary(CharTokenizer("abc").to_json(), exported)
     assert not data.same_vocabulary(CharTokenizer("ab").to_json(), CharTokenizer("ac").to_json())
 
     pytest.importorskip("tokenizers")
