@@ -21,6 +21,9 @@ from jaxstack.hf import peft
 from jaxstack.hf import safetensors as tensor_files
 from jaxstack.models import params
 from jaxstack.models.context import Context
+from jaxstack.planner.generation_memory import generation_need
+from jaxstack.planner.job import Job
+from jaxstack.planner.memory import context
 from jaxstack.training.services import init_from
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra [test] or [hf]")
@@ -166,7 +169,7 @@ def test_what_is_not_plain_lora_of_the_model_is_refused(change, message, tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_the_commands(tmp_path, rng, capsys):
+def test_the_commands(tmp_path, rng):
     """Import base and adapters; export both, or the adapters alone; mistakes say what to do."""
     cfg, base, adapter, made, out = MODELS["llama"], *(tmp_path / n for n in ("base", "adapter", "run", "out"))
     save(base, cfg, random_values(cfg, rng))
@@ -184,8 +187,6 @@ def test_the_commands(tmp_path, rng, capsys):
     found = flatten(read(tmp_path / "merged"))
     assert [path for path in expected if not np.array_equal(found[path], expected[path])] == []
     assert not np.array_equal(found["layers/mlp/w_up"], flatten(read(base))["layers/mlp/w_up"])
-    execute(["generate", str(made), "x", "--sample.tokens=2"])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("x")
     plain = tmp_path / "plain"
     execute(["import", str(base), str(plain), *flags])
     for argv, message in (
@@ -201,11 +202,13 @@ def test_the_commands(tmp_path, rng, capsys):
 def test_another_model_is_configured_without_the_adapters_of_the_run():
     """Generation, references, teachers and compression compute a model whose adapters are merged, or another model."""
     model = replace(MODELS["llama"], lora=LoraConfig(rank=2))
-    cfg = Config(model=model, run=RunConfig(init_from="base", init_adapter="adapter"))
+    cfg = Config(model=model, mesh=MeshConfig(data=1), run=RunConfig(init_from="base", init_adapter="adapter"))
     with pytest.raises(ConfigError, match=r"init_adapter=adapter needs model\.lora"):
         replace(cfg, model=model.base)
     other = cfg.with_model(model.base)
     assert (other.model, other.run) == (model.base, replace(cfg.run, init_adapter=None))
+    needs = {generation_need(Job(one, context(one, 1, "cpu")), 32) for one in (cfg, other)}
+    assert len(needs) == 1
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(data=1, fsdp=4, tensor=2), MeshConfig(data=1, pipe=2, fsdp=2, tensor=2)])
