@@ -1,8 +1,9 @@
 """Compares experts with a dense model of equal active size: `python benchmarks/moe.py [--steps 300] [--seeds 3]`
 
-Trains `configs/moe_quickstart.yaml` and the dense quickstart of as many active parameters on the CPU. Text, number of
-bytes and optimizer are the same. Prints the held-out bits per byte of every seed and writes them to
-`benchmarks/results/moe.json`. Times are not compared, because runs follow each other on a machine with other work.
+Trains `configs/moe_quickstart.yaml` and the dense quickstart of as many active parameters on the CPU. Both are without
+QK norm. Text, number of bytes and optimizer are the same. Prints the held-out bits per byte of every seed and writes
+them to `benchmarks/results/moe.json`. Times are not compared, because runs follow each other on a machine with other
+work.
 """
 
 import argparse
@@ -18,13 +19,16 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+PLAIN = ["--model.qk_norm=false"]
+
+
 def held_out(config: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     """Trains one run and returns its last held-out loss and the routing metrics of its last step."""
     from jaxstack.tracking.jsonl import read_lines
 
     run = folder / f"{config}_{seed}"
     flags = [f"--train.steps={steps}", f"--train.eval_every={steps}", f"--run.seed={seed}", f"--run.dir={run}"]
-    fixed = ["--train.ngram_baseline=false", "--sample.prompts=[]", f"--checkpoint.every={steps}"]
+    fixed = [*PLAIN, "--train.ngram_baseline=false", "--sample.prompts=[]", f"--checkpoint.every={steps}"]
     command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT / 'configs' / config}.yaml", *flags, *fixed]
     subprocess.run(command, check=True, capture_output=True)
     lines = read_lines(run / "metrics.jsonl")
@@ -48,7 +52,7 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {"quickstart": [], "moe_quickstart": []}
     sizes = {}
     for config in results:
-        cfg = resolve(parse.parse_config([f"--config={ROOT / 'configs' / config}.yaml"], ROOT), 256).model
+        cfg = resolve(parse.parse_config([f"--config={ROOT / 'configs' / config}.yaml", *PLAIN], ROOT), 256).model
         sizes[config] = {"parameters": params.count(families.spec(cfg)), "multiplied": flops.matmul_params(cfg)}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(given.seeds):

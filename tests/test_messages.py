@@ -201,3 +201,11 @@ def test_a_message_has_a_line_for_what_is_wrong_and_one_for_what_to_do(message, 
 
 def test_advice_has_the_second_line():
     assert in_lines("A is wrong. So is B.", "Use C. Or D.") == ["A is wrong. So is B.", "Use C. Or D."]
+
+
+def test_extras_to_install_are_in_quotes():
+    """The shell zsh reads brackets without quotes as a pattern, and refuses the command."""
+    files = [*PACKAGE.rglob("*.py"), *ROOT.glob("configs/**/*.yaml"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+    found = [(path, *m.groups()) for path in files for m in re.finditer(r"(.)jaxstack\[(\w+)", path.read_text("utf-8"))]
+    assert len({extra for _, _, extra in found}) > 8
+    assert [row for row in found if row[1] != "'"] == []

@@ -154,7 +154,7 @@ def read_access(args: Namespace) -> "Access":
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError:
-        raise ConfigError("jaxstack serve needs starlette and uvicorn. Install jaxstack[serve].") from None
+        raise ConfigError("jaxstack serve needs starlette and uvicorn. Run pip install 'jaxstack[serve]'.") from None
     from jaxstack.serve import access
 
     return access.read_access(args.host, args.allowed_hosts, args.api_key_file)

@@ -134,7 +134,7 @@ class Walk:
         """
         if cfg.states_key:
             raise ConfigError(f"{cfg.states_key}: layers with states are not compressed. Use a model without them.")
-        if cfg.moe.num_experts and not all(cfg.has_experts):
+        if cfg.mixes_experts:
             raise ConfigError(
                 "model.moe.layers leaves layers without experts, and layers of two kinds are not compressed. Use a "
                 "model whose layers all have experts, or none."

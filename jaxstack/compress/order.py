@@ -70,6 +70,11 @@ class Order:
         model = self.cfg.model
         if model.states_key:
             raise ConfigError(f"{model.states_key}: layers with states are not measured. Use a model without them.")
+        if model.mixes_experts:
+            raise ConfigError(
+                "model.moe.layers leaves layers without experts, and layers of two kinds are not measured. Use a model "
+                "whose layers all have experts, or none."
+            )
         if model.norm_after and self.scheme is None:
             raise ConfigError(
                 "model.norm_after=true normalises the residual stream in each layer, so that a layer without outputs "
@@ -104,8 +109,6 @@ class Order:
         moe = self.cfg.model.moe
         if not moe.num_experts:
             return "the model has none"
-        if any(len(stack.kinds) > 1 for stack in self._stacks.values()):
-            return "model.moe.layers makes units of layers of two kinds"
         if self.scheme is not None:
             return None
         if moe.router in ("domain", "timestep"):

@@ -99,7 +99,7 @@ def smaller_sizes(cfg: ModelConfig, given: Mapping[str, int | None]) -> Sizes:
         raise ConfigError(
             f"{cfg.states_key}: pruning does not remove parts of layers with states. Use a model without them."
         )
-    if any(parts[1:] or False in parts[0].kinds for parts in cfg.expert_segments.values()):
+    if cfg.mixes_experts:
         raise ConfigError(
             "model.moe.layers leaves layers without experts, and pruning keeps equal parts of all layers. Use a model "
             "whose layers all have experts, or none."

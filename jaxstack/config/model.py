@@ -740,11 +740,18 @@ class ModelConfig:
         """Returns the stacks that layers with and without experts make, by the stack that they are cut from."""
         if not self.moe.num_experts:
             return {}
-        decoder = "decoder" if self.family == "encoder_decoder" else "layers"
-        sides = {decoder: self.has_experts}
-        if self.family == "encoder_decoder":
-            sides = {"encoder": self.moe.layers.of_stack(self.encoder_depth, encoder=True), **sides}
-        return {name: segments(name, has, len(self.windows)) for name, has in sides.items()}
+        return {name: segments(name, has, len(self.windows)) for name, has in self._experts_of_stacks.items()}
+
+    @property
+    def mixes_experts(self) -> bool:
+        """Returns whether some layers have experts and others do not."""
+        return bool(self.moe.num_experts) and not all(map(all, self._experts_of_stacks.values()))
+
+    @property
+    def _experts_of_stacks(self) -> dict[str, tuple[bool, ...]]:
+        if self.family != "encoder_decoder":
+            return {"layers": self.has_experts}
+        return {"encoder": self.moe.layers.of_stack(self.encoder_depth, encoder=True), "decoder": self.has_experts}
 
     @property
     def expert_layers(self) -> int:

@@ -21,8 +21,8 @@ class MeshConfig:
     """Sizes of the device mesh. Their product is the number of devices; one of them may be -1, which means the rest."""
 
     data: int = -1
-    """Replicas, over which the batch is split. -1 means as many as the number of devices and the size of the batch
-    allow."""
+    """Replicas, over which the batch is split. -1 means the devices that the other axes leave. On a CPU, the devices
+    are simulated, one for each core; with -1, there are fewer if they do not divide the batch."""
     fsdp: int = 1
     """Shards of parameters, gradients and optimizer state (ZeRO-3). The batch is split over them too."""
     pipe: int = 1

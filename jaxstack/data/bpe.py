@@ -55,7 +55,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
         raise ConfigError(
-            "jaxstack data tokenizer needs the tokenizers library. Install jaxstack[hf], or use bytes or chars."
+            "jaxstack data tokenizer needs the tokenizers library. Run pip install 'jaxstack[hf]', or use bytes or "
+            "chars."
         ) from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -36,8 +36,8 @@ def class_texts(cfg: DataConfig, names: Sequence[str]) -> list[list[str]]:
         from num2words import CONVERTER_CLASSES, num2words  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
         raise ConfigError(
-            f"data.languages={list(cfg.languages)} names numbers in languages, which needs num2words. Run `pip install "
-            f"jaxstack[images]`."
+            f"data.languages={list(cfg.languages)} names numbers in languages, which needs num2words. Run pip install "
+            f"'jaxstack[images]'."
         ) from None
     numbers = [name for name in names if not name.isdecimal()]
     if numbers:

@@ -77,8 +77,8 @@ _PROCESS = TemplateProcess()
 class JinjaTemplate:
     """A chat template of a Hugging Face model.
 
-    If the template marks answers by `{% generation %}`, those are the spans. Otherwise the text is rendered three
-    times: up to an answer, up to its end, and complete. Each must be a prefix of the next.
+    If the template marks answers by `{% generation %}`, those are the spans. Otherwise the template renders the
+    messages before each answer, the messages with the answer, and all messages. Each text must be a prefix of the next.
 
     Args:
       saved: its source, and the special tokens that it may refer to.
@@ -89,7 +89,7 @@ class JinjaTemplate:
 
     def __init__(self, name: str, saved: SavedTemplate) -> None:
         if importlib.util.find_spec("jinja2") is None:
-            raise ConfigError(f"{name} needs the jinja2 library. Install jaxstack[hf].")
+            raise ConfigError(f"{name} needs the jinja2 library. Run pip install 'jaxstack[hf]'.")
         self._name = name
         self._source = saved["source"]
         self._tokens = saved["tokens"]

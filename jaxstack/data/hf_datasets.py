@@ -51,7 +51,7 @@ def _load(cfg: DataConfig) -> "datasets.Dataset":
     try:
         import datasets
     except ImportError:
-        raise ConfigError("data.source=hf needs the datasets library. Install jaxstack[hf].") from None
+        raise ConfigError("data.source=hf needs the datasets library. Run pip install 'jaxstack[hf]'.") from None
     path = Path(str(cfg.path))
     if not path.exists() and (path.suffix in _TABLES or not _HUB_NAME.fullmatch(str(path))):
         raise ConfigError(f"data.path={path} does not exist. Give a file, a folder, or the name of a dataset.")

@@ -160,7 +160,7 @@ def read_picture(file: Path) -> np.ndarray:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise ConfigError("data.source=images needs the library Pillow. Install jaxstack[images].") from None
+        raise ConfigError("data.source=images needs the library Pillow. Run pip install 'jaxstack[images]'.") from None
     try:
         content = io.BytesIO(inputs.read_bytes(file))
         with warnings.catch_warnings():

@@ -378,7 +378,8 @@ class HFTokenizer(_WithBytes):
             import tokenizers
         except ImportError:
             raise ConfigError(
-                f"data.tokenizer={name} needs the tokenizers library. Install jaxstack[hf], or use bytes or chars."
+                f"data.tokenizer={name} needs the tokenizers library. Run pip install 'jaxstack[hf]', or use bytes "
+                "or chars."
             ) from None
         self.name = name
         self.chat = chat

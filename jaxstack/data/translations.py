@@ -112,7 +112,9 @@ def _read_catalogue(file: Path, left_out: Counter[str]) -> Iterator[Translation]
         from babel.messages.mofile import read_mo
         from babel.messages.pofile import read_po
     except ImportError:
-        raise ConfigError(f"data.path: {file} needs the library Babel. Install jaxstack[translate].") from None
+        raise ConfigError(
+            f"data.path: {file} needs the library Babel. Run pip install 'jaxstack[translate]'."
+        ) from None
     read: Callable = read_po if file.suffix == ".po" else read_mo
     language = _language(file)
     assert language is not None

@@ -47,7 +47,7 @@ def load_tasks(names: Sequence[str], include: Path | None, fewshot: int | None) 
         import datasets
         import lm_eval.tasks  # noqa: F401
     except ImportError:
-        raise ConfigError("--tasks needs lm-eval. Install jaxstack[eval].") from None
+        raise ConfigError("--tasks needs lm-eval. Run pip install 'jaxstack[eval]'.") from None
     for library in ("lm_eval", "huggingface_hub"):  # what they warn of is an error or a note here
         logging.getLogger(library).setLevel(logging.ERROR)
     datasets.disable_progress_bars()

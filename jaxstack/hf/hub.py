@@ -113,7 +113,7 @@ def _api() -> Any:
     try:
         from huggingface_hub import HfApi
     except ImportError:
-        raise ConfigError("--push needs the huggingface_hub library. Install jaxstack[hf].") from None
+        raise ConfigError("--push needs the huggingface_hub library. Run pip install 'jaxstack[hf]'.") from None
     return HfApi(library_name="jaxstack")
 
 

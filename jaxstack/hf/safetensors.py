@@ -38,7 +38,9 @@ def import_safetensors() -> ModuleType:
     try:
         import safetensors.numpy
     except ImportError:
-        raise ConfigError("Hugging Face weights need the safetensors library. Install jaxstack[hf].") from None
+        raise ConfigError(
+            "Hugging Face weights need the safetensors library. Run pip install 'jaxstack[hf]'."
+        ) from None
     return safetensors
 
 

@@ -48,7 +48,7 @@ def build_tokenizer(folder: Path, family: str) -> JsonObject | None:
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError(f"{folder} needs the tokenizers library. Install jaxstack[hf].") from None
+        raise ConfigError(f"{folder} needs the tokenizers library. Run pip install 'jaxstack[hf]'.") from None
     settings |= {} if "added_tokens_decoder" in settings else _read(folder / "special_tokens_map.json")
     special = _SPECIAL[name] | {key: value for key, value in settings.items() if key in _SPECIAL["RobertaTokenizer"]}
     try:

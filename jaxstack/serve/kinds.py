@@ -263,13 +263,18 @@ def kinds_of(cfg: ModelConfig) -> list[Kind]:
     """Returns what a model does here.
 
     Raises:
-      ConfigError: nothing.
+      ConfigError: nothing; the error says how to use such a model instead.
     """
     if cfg.labels and cfg.label_each == "token":
         raise ConfigError("model.label_each=token: labels of words are not served. Serve a classifier of sequences.")
+    if cfg.family == "branches":
+        raise ConfigError(
+            "model.family=branches has two branches and is not served. Make a run of one with `jaxstack export RUN OUT "
+            "--branch=generation` or `--branch=understanding`, and serve that run."
+        )
     found = [kind for kind in KINDS if kind.has(cfg)]
     if not found:
         raise ConfigError(
-            f"model.family={cfg.family} has a server of its own. Name this run alone: jaxstack serve RUN."
+            f"model.family={cfg.family} is not served with other models. Serve it alone: jaxstack serve RUN."
         )
     return found

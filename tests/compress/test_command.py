@@ -106,7 +106,7 @@ def test_a_missing_library_is_known_before_a_layer_is_quantised(run, monkeypatch
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     monkeypatch.setattr(quantize, "quantize_layer", lambda *args: pytest.fail("a layer was quantised"))
-    with pytest.raises(ConfigError, match=r"need the safetensors library. Install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"need the safetensors library. Run pip install 'jaxstack\[hf\]'"):
         execute(["compress", "quantize", str(run), str(run.with_name("none")), "--group=16", "--method=rtn"])
 
 

@@ -14,9 +14,10 @@ import trained
 import jaxstack as js
 from jaxstack import families
 from jaxstack.cli.parser import execute
-from jaxstack.compress import order
+from jaxstack.compress import order, prune
 from jaxstack.compress.calibrate import Walk
 from jaxstack.config import ConfigError
+from jaxstack.config.expert_layers import ExpertLayers
 from jaxstack.config.scheme import Scheme
 from jaxstack.kernels.rounding import round_matrix
 from jaxstack.models.context import Context
@@ -114,6 +115,22 @@ def test_loads_are_the_shares_of_the_tokens_by_expert(seed):
     own = np.asarray(batch["gate_ids"]).reshape(-1)
     expected = [np.mean((own >= a) & (own < b)) for a, b in itertools.pairwise(starts)]
     np.testing.assert_allclose(loads, [expected] * model.num_layers, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["switch_2", "encoder_units", "t5_listed", "listed", "encoder_only"])
+def test_a_model_with_experts_in_some_layers_is_refused_before_anything_is_computed(name):
+    """`compress order` would take units of layers for layers, and `compress prune` refuses such a model anyway."""
+    cfg = test_meshes.config("switch_2" if name == "encoder_only" else name, {})
+    if name == "encoder_only":
+        every = ExpertLayers(numbers=tuple(range(cfg.model.num_layers)), encoder_numbers=(1,))
+        cfg = replace(cfg, model=replace(cfg.model, moe=replace(cfg.model.moe, layers=every)))
+    text = "model.moe.layers leaves layers without experts"
+    with pytest.raises(ConfigError, match=text):
+        order.Order(cfg, Context(), {}, [])
+    with pytest.raises(ConfigError, match=text):
+        Walk.of(cfg.model, Context())
+    with pytest.raises(ConfigError, match=text):
+        prune.smaller_sizes(cfg.model, {})
 
 
 def test_an_order_of_another_model_is_refused():

@@ -153,5 +153,5 @@ def test_mistakes_are_one_line_and_write_nothing(words, message, folder, monkeyp
 
 def test_without_the_library_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Run pip install 'jaxstack\[hf\]'"):
         execute(["data", "tokenizer", str(folder / "texts"), str(folder / "out")])

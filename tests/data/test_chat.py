@@ -318,7 +318,7 @@ def test_templates_beside_a_tokenizer(tmp_path):
 
 def test_missing_jinja2_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Run pip install 'jaxstack\[hf\]'"):
         chat.JinjaTemplate("x", {"source": "", "tokens": {}})
 
 

@@ -456,7 +456,7 @@ def test_a_text_that_cannot_be_read_leaves_no_folder(texts, tmp_path):
 
 def test_a_missing_library_is_named(texts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ConfigError, match=r"Install jaxstack\[clean\]"):
+    with pytest.raises(ConfigError, match=r"Run pip install 'jaxstack\[clean\]'"):
         clean(tmp_path, "out", texts)
 
 

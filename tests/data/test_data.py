@@ -82,9 +82,9 @@ def test_missing_libraries_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Run pip install 'jaxstack\[hf\]'"):
         data.make_tokenizer(str(tmp_path / "tokenizer.json"), [])
-    with pytest.raises(ConfigError, match=r"Install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"Run pip install 'jaxstack\[hf\]'"):
         read(source="hf", path="some/dataset")
 
 

@@ -1047,7 +1047,7 @@ def test_a_run_that_begins_with_a_name_of_the_hub_is_told_how_to_fetch_it(tmp_pa
 def test_without_safetensors_one_line_says_so(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ConfigError, match=r"need the safetensors library. Install jaxstack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"need the safetensors library. Run pip install 'jaxstack\[hf\]'"):
         hf.PretrainedFolder(folder)
 
 

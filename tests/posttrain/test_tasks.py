@@ -187,7 +187,7 @@ def test_a_function_that_fails_names_row_and_text_in_one_line(module, name, mess
 def test_a_task_of_reasoning_gym_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     gym.find.cache_clear()
-    with pytest.raises(ConfigError, match=r"task:reasoning_gym:chain_sum needs reasoning-gym. Install jaxstack\[gym\]"):
+    with pytest.raises(ConfigError, match=r"chain_sum needs reasoning-gym. Run pip install 'jaxstack\[gym\]'"):
         tasks.find("task:reasoning_gym:chain_sum")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import gc
 import http.client
 import io
@@ -325,8 +326,10 @@ def test_texts_do_not_depend_on_the_mesh(rng):
 
 def test_which_models_are_served():
     decoder = parse_config(SMALL).model
-    with pytest.raises(ConfigError, match="has a server of its own"):
+    with pytest.raises(ConfigError, match="is not served with other models"):
         kinds_of(decoder)
+    with pytest.raises(ConfigError, match="Make a run of one with `jaxstack export RUN OUT --branch=generation`"):
+        kinds_of(dataclasses.replace(decoder, family="branches"))
     with pytest.raises(ConfigError, match="labels of words are not served"):
         kinds_of(parse_config([*MODELS["labels"], "--model.label_each=token"]).model)
 

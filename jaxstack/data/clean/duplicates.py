@@ -20,7 +20,8 @@ def require_datasketch() -> None:
         import datasketch  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "--rules has near, which needs the datasketch library. Install jaxstack[clean], or leave near out."
+            "--rules has near, which needs the datasketch library. Run pip install 'jaxstack[clean]', or leave near "
+            "out."
         ) from None
 
 

@@ -16,7 +16,7 @@ def _identifier() -> Any:
         from py3langid import langid
     except ImportError:
         raise ConfigError(
-            "language.keep needs the py3langid library. Install jaxstack[clean], or remove language.keep."
+            "language.keep needs the py3langid library. Run pip install 'jaxstack[clean]', or remove language.keep."
         ) from None
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 

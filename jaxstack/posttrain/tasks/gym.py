@@ -42,7 +42,7 @@ def find(path: str, name: str) -> Generator:
         from reasoning_gym import create_dataset
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise ConfigError(f"data.path={path} needs reasoning-gym. Install jaxstack[gym].") from None
+        raise ConfigError(f"data.path={path} needs reasoning-gym. Run pip install 'jaxstack[gym]'.") from None
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)[:3]
         raise ConfigError(
