@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
         "--special_tokens",
         type=list[str],
         default=[bpe.END_OF_TEXT],
-        help="special tokens, which no text is encoded to; the first one ends a document",
+        help="special tokens, each a single token wherever a text spells it; the first one ends a document",
     )
     parser.add_argument("--chat", action="store_true", help="add a chat template, and the special tokens of its turns")
     add_source_keys(parser)

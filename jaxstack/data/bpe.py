@@ -36,7 +36,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
     Args:
       vocab_size: the number of tokens. There are fewer if the texts have too few different words.
-      special_tokens: tokens that no text becomes.
+      special_tokens: tokens that are never split: a text that spells one gets its id.
 
     Raises:
       ConfigError: the vocabulary is too small, a special token is empty or named twice, or a package is missing.
