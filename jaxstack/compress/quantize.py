@@ -253,8 +253,8 @@ def linear_tensors(cfg: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
             continue
         if not layout.transposed or layout.joined is not None:
             raise ConfigError(
-                f"the family {name} cannot be quantised: {tensor} is not the weight of one linear layer. Use a model "
-                f"of the families llama, mistral, qwen3 or gemma2."
+                f"the family {name} has {tensor}, which is not the weight of one linear layer. Use a model of the "
+                f"families llama, mistral, qwen3 or gemma2."
             )
         found[tensor] = (own, at)
     return found

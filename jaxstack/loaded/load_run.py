@@ -61,12 +61,16 @@ def read_run(path: Path) -> tuple[Config, Tokenizer]:
     Raises:
       ConfigError: the folder is not a run directory.
     """
-    for name in ("config.yaml", "tokenizer.json"):
-        if not (path / name).is_file():
-            advice = "Name the run.dir of a training run."
-            if (path / "config.json").is_file():
-                advice = f"It is a Hugging Face folder: make a run of it with `jaxstack import {path} RUN`."
-            raise ConfigError(f"{path} is not a run directory: it has no {name}. {advice}")
+    if not (path / "config.yaml").is_file():
+        advice = "Name the run.dir of a training run."
+        if (path / "config.json").is_file():
+            advice = f"It is a Hugging Face folder: make a run of it with `jaxstack import {path} RUN`."
+        raise ConfigError(f"{path} is not a run directory: it has no config.yaml. {advice}")
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{path} has no tokenizer.json: it was lost, or the run was imported without a tokenizer and has not "
+            f"trained. Restore the file, train the run, or import it again with --data.tokenizer=FILE."
+        )
     cfg = parse.parse_config([f"--config={path / 'config.yaml'}"])
     tokenizer = read_saved_tokenizer(path)
     if isinstance(tokenizer, HFTokenizer) and not cfg.data.special_tokens:

@@ -140,8 +140,8 @@ def _resolve_stacks(
             unit = period * len(segments[name].kinds) if name in segments else period
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {plural(stages * chunks, 'model chunk')} of each "
-                f"stack, but the {name} of model.family={model.family} has only {groups} "
-                f"{'layers' if unit == 1 else 'groups of ' + plural(unit, 'layer')}. Use "
+                f"stack, but the {name} of model.family={model.family} has only "
+                f"{plural(groups, 'layer' if unit == 1 else 'group')}{'' if unit == 1 else f' of {unit} layers'}. Use "
                 f"mesh.pipe={max(groups // chunks, 1)}."
             )
         full = min(groups, stages * chunks)

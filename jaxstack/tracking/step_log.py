@@ -69,7 +69,7 @@ class LoopState:
             raise RunError(
                 Exit.DIVERGED,
                 f"stopped at step {self.step}: {plural(limit + 1, 'spike')} after step {self.saved}, and the run was "
-                f"rolled back each time. Lower optim.lr, or check the data of these steps.",
+                f"rolled back {plural(limit, 'time')}. Lower optim.lr, or check the data of these steps.",
             )
         return LoopState(self.saved, spike + self.batch - self.step, self.saved, self.rollbacks + 1)
 
