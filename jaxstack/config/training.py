@@ -413,7 +413,7 @@ class RLConfig:
     def objective(self) -> Objective:
         """What evaluations measure: the reward of held-out prompts, and the divergence from the reference."""
         logged = (Term("reward", "row_weights", 0.0), Term("length", "row_weights", 0.0))
-        return Objective("held-out loss", "minus the reward", terms=(*self.terms, *logged))
+        return Objective("held-out loss", "negative reward", terms=(*self.terms, *logged))
 
 
 @dataclass(frozen=True)

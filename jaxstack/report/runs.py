@@ -371,6 +371,8 @@ def summarize(run: LoggedRun) -> dict[str, str]:
     eval_steps, eval_losses = run.series("eval_loss")
     best = int(eval_losses.argmin()) if eval_losses.size else None
     losses = run.series("loss")[1]
+    unit = run.objective.unit  # of what evaluations measure: a step that learns from rewards has another loss
+    last_loss = "last loss" if run.config.get("data.source") == "prompts" else f"last loss ({unit})"
     bits_steps, bits = run.series("eval_bits_per_byte")
     fewest = int(bits.argmin()) if bits.size else None
     wall = sum(run.spent.values())
@@ -382,8 +384,8 @@ def summarize(run: LoggedRun) -> dict[str, str]:
             "tokens seen": format_number(_tokens_seen(run), ",.0f"),
             "last step": f"{steps:,} of {planned:,}" if isinstance(planned, int) else f"{steps:,}",
             "ended": ends[-1]["event"] if ends and ends[-1] is run.records[-1] else "no end in the log",
-            "last loss (nats per token)": format_number(losses[-1] if losses.size else None, ".4f"),
-            "best held-out loss (nats per token)": (
+            last_loss: format_number(losses[-1] if losses.size else None, ".4f"),
+            f"best held-out loss ({unit})": (
                 MISSING if best is None else f"{eval_losses[best]:.4f} at step {eval_steps[best]:,.0f}"
             ),
             "best held-out loss (bits per byte)": (
@@ -398,7 +400,7 @@ def summarize(run: LoggedRun) -> dict[str, str]:
             "goodput": format_number(good, ".1%"),
         }
         | {
-            f"last held-out loss of {name} (nats per token)": format_number(_last(run, f"eval_loss/{name}"), ".4f")
+            f"last held-out loss of {name} ({unit})": format_number(_last(run, f"eval_loss/{name}"), ".4f")
             for name in run.mixture
         }
         | _describe_objective(run)

@@ -1,5 +1,6 @@
 """`jaxstack report`: sums that add up, a page that asks for nothing, mistakes in one line."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -150,6 +151,24 @@ def test_the_kinds_on_the_page_are_those_of_the_sums(tmp_path):
     assert figures["ended"] == "stopped"
     assert figures["best held-out loss (nats per token)"] == "0.7000 at step 10"
     assert figures["tokens per second, median"] == "20,000"
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "best"),
+    [
+        (
+            {"model.family": "diffusion"},
+            "last loss (squared error per value)",
+            "best held-out loss (squared error per value)",
+        ),
+        ({"data.source": "prompts"}, "last loss", "best held-out loss (negative reward)"),
+    ],
+)
+def test_losses_of_the_summary_have_the_unit_of_the_run(tmp_path, config, last, best):
+    (run,) = runs.read_runs([write(tmp_path / "run", LINES)])
+    figures = runs.summarize(dataclasses.replace(run, config=run.config | config))
+    assert figures[last] == "0.2000"
+    assert figures[best] == "0.7000 at step 10"
 
 
 def test_events_are_named_with_what_they_cost(tmp_path):

@@ -202,6 +202,7 @@ def test_the_log_probabilities_of_a_step_have_the_bits_of_the_forward_pass(mesh,
 
 STAGED = [
     pytest.param("llama3", {"pipe": 2}, STAGES, "float32", id="pipe"),
+    pytest.param("llama3", {"pipe": 2}, GPIPE | {"remat": "full"}, "float32", id="gpipe", marks=pytest.mark.matrix),
     pytest.param("llama3", {"pipe": 2, "data": 2}, CHUNKS, "bfloat16", id="chunks", marks=pytest.mark.matrix),
     pytest.param("gpt2", {"pipe": 2, "fsdp": 2, "tensor": 2}, ZERO_BUBBLE, "float32", id="zero bubble",
                  marks=pytest.mark.matrix),
