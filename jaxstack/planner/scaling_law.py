@@ -16,6 +16,8 @@ HUBER_DELTA = 1e-3
 """Errors of log L above this count linearly, so that runs that went wrong move the fit little (Hoffmann et al.)."""
 FEWEST_RUNS = 8
 """The law has five constants; with fewer runs than this, the bootstrap's samples rarely determine them."""
+MOST_LOST = 0.025
+"""Share of the bootstrap's samples that may have no best size. They would be beyond an end of the 95% interval."""
 
 
 class ScalingLaw(NamedTuple):
@@ -34,6 +36,12 @@ class ScalingLaw(NamedTuple):
     parameters_exponent: float
     tokens_factor: float
     tokens_exponent: float
+
+    @property
+    def falls(self) -> bool:
+        """Whether the loss falls with parameters and with tokens, so that each budget has a best size."""
+        factors = (self.parameters_factor, self.tokens_factor)
+        return min(self.parameters_exponent, self.tokens_exponent, *factors) > 0 and all(map(math.isfinite, factors))
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Returns the loss in nats per token of a model after that many tokens."""
@@ -183,7 +191,8 @@ def fit(
       seed: seed of the samples.
 
     Raises:
-      ValueError: there are fewer than `FEWEST_RUNS` runs, or the runs have only one size or one number of tokens.
+      ValueError: there are fewer than `FEWEST_RUNS` runs, the runs have too few sizes or numbers of tokens, or the loss
+        does not fall with both, in the fit or in more than `MOST_LOST` of the samples.
     """
     n, d, y = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
     if len(y) < FEWEST_RUNS:
@@ -196,8 +205,13 @@ def fit(
     best, objective = min(tries, key=lambda found: found[1])
     rng = np.random.default_rng(seed)
     resampled = [points.take(rng.integers(0, len(y), len(y))).minimize(best)[0] for _ in range(samples)]
-    laws = np.array([_law(theta, n.mean(), d.mean()) for theta in resampled]).reshape(-1, 5)
-    return Fit(_law(best, n.mean(), d.mean()), objective, laws)
+    law, *laws = (_law(theta, n.mean(), d.mean()) for theta in (best, *resampled))
+    kept = [one for one in laws if one.falls]
+    lost = len(laws) - len(kept)
+    if not law.falls or lost > MOST_LOST * len(laws):
+        where = f"in {lost} of {len(laws)} fits to runs drawn with replacement" if law.falls else "in the best fit"
+        raise ValueError(f"the loss does not fall with both parameters and tokens {where}: the runs determine no law")
+    return Fit(law, objective, np.array(kept).reshape(-1, 5))
 
 
 class _Points(NamedTuple):
@@ -257,6 +271,6 @@ def _starts(points: _Points, count: int = 40) -> np.ndarray:
 def _law(theta: np.ndarray, parameters_mean: float, tokens_mean: float) -> ScalingLaw:
     """Returns the constants for parameters and tokens themselves."""
     e, a, alpha, b, beta = map(float, theta)
-    return ScalingLaw(
-        float(np.exp(e)), float(np.exp(a + alpha * parameters_mean)), alpha, float(np.exp(b + beta * tokens_mean)), beta
-    )
+    with np.errstate(over="ignore"):  # see `ScalingLaw.falls`
+        of_one = np.exp([a + alpha * parameters_mean, b + beta * tokens_mean])
+    return ScalingLaw(float(np.exp(e)), float(of_one[0]), alpha, float(of_one[1]), beta)

@@ -111,11 +111,20 @@ def test_the_command_fits_runs(tmp_path, rng, capsys):
     assert f"{math.floor(times)} times the largest run" in printed or f"{math.ceil(times)} times" in printed
 
 
+UNDETERMINED = [
+    (43376, 15360, 4.37), (66600, 20480, 3.23), (90848, 25600, 2.69), (128064, 30720, 2.58),
+    (163920, 35840, 2.44), (211720, 40960, 2.38), (260208, 46080, 2.28), (363328, 51200, 2.14),
+]  # fmt: skip
+"""Larger models were trained longer, so the runs do not tell which of the two lowered the loss."""
+
+
 @pytest.mark.parametrize(
     ("points", "config", "flags", "says"),
     [
         ([(1e6, 1e8, 2.0)] * 3, {}, [], "needs at least 8 runs, not 3"),
         ([(1e6, 1e8 * i, 2.0) for i in range(1, 10)], {}, [], "too few different numbers of parameters (1)"),
+        (UNDETERMINED, {}, [], "fits to runs drawn with replacement: the runs determine no law"),
+        ([(n, d, 2 + n / 1e7) for n in (1e6, 2e6, 4e6) for d in (1e8, 2e8, 4e8)], {}, [], "in the best fit: the runs"),
         ([(1e6, 1e8, 2.0)], {"model": {"moe": {"num_experts": 8}}}, [], "is a mixture of experts"),
         ([(1e6, 1e8, float("nan"))], {}, [], "has no held-out loss"),
         ([(1e6, 1e8, 2.0)], {}, ["--budget=-1"], "--budget=-1 is not positive"),
