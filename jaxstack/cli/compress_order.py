@@ -89,4 +89,5 @@ def main(args: Namespace) -> None:
     step = {"run": str(run), "by": args.by, "group": args.group, "unit": unit, "sequences": args.sequences}
     files.write_atomic(out, json.dumps(step | found, indent=1) + "\n")
     advice = f"; prune by it with `jaxstack compress prune {run} OUT --layers=N --layers_by=order --order={out}`"
-    print(f"wrote {out}{advice if opened.model.family in surgery.COUNTS else ''}")
+    prunes = scheme is None and opened.model.family in surgery.COUNTS
+    print(f"wrote {out}{advice if prunes else ''}")

@@ -213,8 +213,8 @@ class PreferenceConfig:
     nll_weight: NonNegativeFloat | None = None
     """Weight of the negative log-likelihood of the chosen completion per token. Null means 1 with `orpo`, else 0."""
     reference: str | None = None
-    """Run or Hugging Face folder of the frozen reference, a decoder with the same tokenizer. Null means the model that
-    the run starts with: the parameters of `run.init_from`, or with `model.lora` the model without its adapters."""
+    """Run or Hugging Face folder of the frozen reference, a decoder with the same tokenizer. Null means the model of
+    `run.init_from`, without adapters of this run."""
 
     def __post_init__(self) -> None:
         check_bounds("preference", self)

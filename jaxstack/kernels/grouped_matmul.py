@@ -80,7 +80,8 @@ def grouped_matmul(
       implementation: a name of `IMPLEMENTATIONS`, "pallas" or "auto".
 
     Returns:
-      [N, O] in x's dtype. Rows beyond the sum of sizes contain arbitrary finite values.
+      [N, O] in x's dtype. Rows beyond the sum of sizes are zeros with `pallas` and `tokamax`, and
+      arbitrary finite values with the others.
 
     Raises:
       ValueError: the implementation is unknown or does not support the arguments.
