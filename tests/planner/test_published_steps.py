@@ -235,7 +235,7 @@ def test_the_sentences_have_the_figures_of_the_result():
         f"| with experts | {of_experts['rows']} | {percent(of_experts['median'])} | {percent(of_experts['90%'])} |",
         f"Of the {unseen['by_kind']['experts']['rows']} steps with experts, {releases['superseded']['rows']} were",
         f"The median error is {percent(releases['superseded']['median'])} for these old steps, and "
-        f"{percent(releases['newest']['median'])} for the newest",
+        f"{percent(releases['newest']['median'])} for all other steps",
         f"All steps together reach {100 * unseen['all']['median']:.1f}% and {100 * unseen['all']['90%']:.1f}%,",
         f"lists {len(RESULT['disagreements'])} pairs",
         f"The median error is {percent(RESULT['two_thirds']['all']['median'])}. The 90th percentile is "
