@@ -54,8 +54,8 @@ def gradients(name: str, mesh: dict[str, int], train: dict[str, Any]) -> dict[st
     from jaxstack.training.assemble import make_gradients
     from jaxstack.training.state import Recipe, abstract_state, make_state
 
-    size = ["--model.qk_norm=false", f"--data.batch_size={ROWS}"]
-    flags = [f"--config={ROOT / 'configs/quickstart.yaml'}", *size, *MODELS[name]]
+    flags = [f"--config={ROOT / 'configs/quickstart.yaml'}", f"--data.batch_size={ROWS}", "--model.qk_norm=false"]
+    flags += MODELS[name]
     cfg = parse.parse_config(flags, ROOT)
     sizes = {axis: mesh.get(axis, 1) for axis in cfg.mesh.sizes}
     cfg = resolve(

@@ -138,10 +138,10 @@ def _resolve_stacks(
         largest = max(stacks[other][0] for other in stacks if stack_of(other) == stack_of(name))
         if stages * chunks > groups and (depth == largest or name not in parts):
             unit = period * len(segments[name].kinds) if name in segments else period
-            has = plural(groups, "layer") if unit == 1 else f"{plural(groups, 'group')} of {plural(unit, 'layer')}"
+            size = plural(groups, "layer") if unit == 1 else f"{plural(groups, 'group')} of {plural(unit, 'layer')}"
             raise ScheduleError(
                 f"mesh.pipe={stages} x pipeline.chunks={chunks} makes {plural(stages * chunks, 'model chunk')} of each "
-                f"stack, but the {name} of model.family={model.family} has only {has}. Use "
+                f"stack, but the {name} of model.family={model.family} has only {size}. Use "
                 f"mesh.pipe={max(groups // chunks, 1)}."
             )
         full = min(groups, stages * chunks)

@@ -16,8 +16,9 @@ HUBER_DELTA = 1e-3
 """Errors of log L above this count linearly, so that runs that went wrong move the fit little (Hoffmann et al.)."""
 FEWEST_RUNS = 8
 """The law has five constants; with fewer runs than this, the bootstrap's samples rarely determine them."""
-MOST_LOST = 0.025
-"""Share of the bootstrap's samples that may have no best size. They would be beyond an end of the 95% interval."""
+MOST_WITHOUT_OPTIMUM = 0.025
+"""Share of the bootstrap's samples that may have no best size, and are left out: an end of the 95% interval has as many
+samples beyond it."""
 
 
 class ScalingLaw(NamedTuple):
@@ -192,7 +193,7 @@ def fit(
 
     Raises:
       ValueError: there are fewer than `FEWEST_RUNS` runs, the runs have too few sizes or numbers of tokens, or the loss
-        does not fall with both, in the fit or in more than `MOST_LOST` of the samples.
+        does not fall with both, in the fit or in more than `MOST_WITHOUT_OPTIMUM` of the samples.
     """
     n, d, y = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
     if len(y) < FEWEST_RUNS:
@@ -206,12 +207,12 @@ def fit(
     rng = np.random.default_rng(seed)
     resampled = [points.take(rng.integers(0, len(y), len(y))).minimize(best)[0] for _ in range(samples)]
     law, *laws = (_law(theta, n.mean(), d.mean()) for theta in (best, *resampled))
-    kept = [one for one in laws if one.falls]
-    lost = len(laws) - len(kept)
-    if not law.falls or lost > MOST_LOST * len(laws):
-        where = f"in {lost} of {len(laws)} fits to runs drawn with replacement" if law.falls else "in the best fit"
+    falling = [sample for sample in laws if sample.falls]
+    others = len(laws) - len(falling)
+    if not law.falls or others > MOST_WITHOUT_OPTIMUM * len(laws):
+        where = f"in {others} of {len(laws)} fits to runs drawn with replacement" if law.falls else "in the best fit"
         raise ValueError(f"the loss does not fall with both parameters and tokens {where}: the runs determine no law")
-    return Fit(law, objective, np.array(kept).reshape(-1, 5))
+    return Fit(law, objective, np.array(falling).reshape(-1, 5))
 
 
 class _Points(NamedTuple):

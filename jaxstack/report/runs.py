@@ -371,7 +371,7 @@ def summarize(run: LoggedRun) -> dict[str, str]:
     eval_steps, eval_losses = run.series("eval_loss")
     best = int(eval_losses.argmin()) if eval_losses.size else None
     losses = run.series("loss")[1]
-    unit = run.objective.unit  # of what evaluations measure: a step that learns from rewards has another loss
+    unit = run.objective.unit  # the unit of held-out losses; with rewards, the loss of a training step has another one
     last_loss = "last loss" if run.config.get("data.source") == "prompts" else f"last loss ({unit})"
     bits_steps, bits = run.series("eval_bits_per_byte")
     fewest = int(bits.argmin()) if bits.size else None

@@ -263,7 +263,7 @@ def kinds_of(cfg: ModelConfig) -> list[Kind]:
     """Returns what a model does here.
 
     Raises:
-      ConfigError: nothing; the error says how to use such a model instead.
+      ConfigError: the model is of no kind that is served here. The error says how to use it.
     """
     if cfg.labels and cfg.label_each == "token":
         raise ConfigError("model.label_each=token: labels of words are not served. Serve a classifier of sequences.")
